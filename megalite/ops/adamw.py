@@ -1,0 +1,96 @@
+"""Flat AdamW: unscale, clip, update and low-precision write in one pass (Loshchilov and Hutter 2019, algorithm 2).
+
+adamw(param, grad, exp_avg, exp_avg_sq, out_param, *, lr, beta1, beta2, eps, weight_decay, step, grad_multiplier)
+    param, exp_avg, exp_avg_sq [n] fp32, updated in place; grad [n] fp32 / bf16 / fp16; out_param None or [n] bf16 /
+    fp16 / fp32, overwritten with the new param (rounded to nearest even). All contiguous, one device.
+    grad_multiplier: 0-dim fp32 tensor on the same device (1 / loss scale times the clip factor), read by the
+    kernel, so that nobody waits for the host; None is 1. step counts from 1.
+
+        g = grad * grad_multiplier
+        param *= 1 - lr * weight_decay
+        exp_avg = beta1 exp_avg + (1 - beta1) g;  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) g^2
+        param -= lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^step) + eps)
+
+    **grad is consumed**: its contents are undefined afterwards. Non-finite gradients are not looked for: `l2_norm` is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalite.ops import native
+from megalite.ops.registry import Backend, Page, triton_backend
+
+
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out_param: Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_multiplier: Tensor | None,
+) -> None:
+    """Torch reference of `adamw` (torch's fused kernel, a multiply before and a copy after); see the contract."""
+    grad = grad.to(param.dtype)
+    if grad_multiplier is not None:
+        grad.mul_(grad_multiplier)
+    # torch's kernel adds one to its step tensor's owner, not itself: it takes the step that is being made.
+    steps = [torch.tensor(float(step), device=param.device)]
+    torch._fused_adamw_(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if out_param is not None:
+        out_param.copy_(param)
+
+
+def adamw_native(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out_param: Tensor | None,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_multiplier: Tensor | None,
+) -> None:
+    """One pass over memory, in C++ (csrc/cpu/adamw.cpp) or CUDA (csrc/cuda/adamw.cuh); grad is only read."""
+    torch.ops.megalite.adamw_(
+        param, grad, exp_avg, exp_avg_sq, out_param, grad_multiplier, lr, beta1, beta2, eps, weight_decay, step
+    )
+
+
+PAGE = Page(
+    "adamw",
+    ("adamw",),
+    (
+        Backend("cuda", lambda: {"adamw": adamw_native}, native.why_no_cuda),
+        triton_backend("flat", "adamw"),
+        Backend("cpp", lambda: {"adamw": adamw_native}, native.why_no_cpp),
+        Backend("torch", lambda: {"adamw": adamw}),
+    ),
+)

@@ -1,0 +1,400 @@
+"""Numerical contract of every op against plain float64 formulas: `python -m megalite.ops --check`.
+
+Runs wherever the chosen backends run, so that new hardware can be judged in one call; the tests use it as well.
+Besides the error: memory that an op leaves unwritten is NaN (deterministic mode fills it), memory next to what an
+in-place op may write must not change, and a second call must give the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops.cross_entropy import combine_stats
+from megalite.ops.registry import Ops
+
+# Relative L2 error against float64. bf16: rounding of inputs' products to 8 bits (2^-9) a few times over.
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+_GUARD = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one set of inputs.
+
+    Attributes:
+        inputs: generator -> tensors; float64 ones are rounded to the dtype under test, others are taken as they are.
+        run: (ops, inputs) -> outputs.
+        oracle: inputs in float64 -> the outputs they should be.
+        differentiate: also compare the gradients with respect to every float64 input.
+    """
+
+    name: str
+    inputs: Callable[[torch.Generator], Sequence[Tensor]]
+    run: Callable[..., Sequence[Tensor]]
+    oracle: Callable[..., Sequence[Tensor]]
+    differentiate: bool = True
+
+
+@dataclass(frozen=True)
+class Result:
+    """Largest relative error over a case's outputs and gradients; `fault` names a broken promise of another kind."""
+
+    case: str
+    error: float
+    limit: float
+    fault: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Within the limit (NaN is not) and without fault."""
+        return self.error <= self.limit and not self.fault
+
+
+def _rms(x: Tensor, w: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w
+
+
+def _layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w + b
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[1]
+    c, s = cos[:, None, None], sin[:, None, None]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    if approximate == "none":
+        return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def _halves(packed: Tensor, activation: Callable[[Tensor], Tensor]) -> tuple[Tensor]:
+    width = packed.shape[-1] // 2
+    return (activation(packed[..., :width]) * packed[..., width:],)
+
+
+def _randn(g: torch.Generator, *shape: int, strided: bool = False) -> Tensor:
+    """Normal numbers; `strided`: every second element of the last but one dim of something larger."""
+    if not strided:
+        return torch.randn(*shape, generator=g, dtype=torch.float64, device=g.device)
+    return torch.randn(*shape[:-2], 2 * shape[-2], shape[-1], generator=g, dtype=torch.float64, device=g.device)[
+        ..., ::2, :
+    ]
+
+
+_NORMS: tuple[tuple[str, Callable[..., Sequence[Tensor]], Callable[..., Sequence[Tensor]]], ...] = (
+    ("rmsnorm", lambda o, x, r, w, b: (o.rmsnorm(x, w, 1e-5),), lambda x, r, w, b: (_rms(x, w),)),
+    ("add_rmsnorm", lambda o, x, r, w, b: o.add_rmsnorm(x, r, w, 1e-5), lambda x, r, w, b: (_rms(x + r, w), x + r)),
+    ("layernorm", lambda o, x, r, w, b: (o.layernorm(x, w, b, 1e-5),), lambda x, r, w, b: (_layer(x, w, b),)),
+    (
+        "add_layernorm",
+        lambda o, x, r, w, b: o.add_layernorm(x, r, w, b, 1e-5),
+        lambda x, r, w, b: (_layer(x + r, w, b), x + r),
+    ),
+)
+
+
+def _norm_cases() -> Iterator[Case]:
+    for shape, strided in (
+        ((5, 3, 64), False), ((4, 2, 37), False), ((1, 1, 1), False), ((0, 2, 16), False), ((3, 4, 257), True),
+    ):  # fmt: skip
+
+        def inputs(g: torch.Generator, shape: Any = shape, strided: bool = strided) -> list[Tensor]:
+            x, residual = _randn(g, *shape, strided=strided), _randn(g, *shape)
+            return [x, residual, _randn(g, shape[-1]), _randn(g, shape[-1])]
+
+        for name, run, oracle in _NORMS:
+            # A norm over one element is constant: its gradient is nothing but cancellation.
+            label = f"{name} {list(shape)}{' strided' if strided else ''}"
+            yield Case(label, inputs, run, oracle, differentiate=shape[-1] > 1)
+
+
+def _rope_cases() -> Iterator[Case]:
+    for seq, batch, heads, kv, width, rotated in ((5, 3, 4, 2, 16, 16), (3, 1, 3, 3, 10, 4), (1, 1, 1, 1, 2, 2)):
+        label = f"[{seq}, {batch}, {heads}+2*{kv}, {width}] rotated {rotated}"
+
+        def inputs(
+            g: torch.Generator, shape: Any = (seq, batch, heads + 2 * kv, width), r: int = rotated
+        ) -> list[Tensor]:
+            angle = _randn(g, shape[0], r // 2)
+            return [_randn(g, *shape), angle.cos().float(), angle.sin().float()]
+
+        yield Case(
+            f"rope_qkv {label}",
+            inputs,
+            lambda o, x, c, s, h=heads, k=kv: o.rope_qkv(x.clone(), c, s, h, k),
+            lambda x, c, s, h=heads, k=kv: (
+                _rotate(x[:, :, :h], c, s),
+                _rotate(x[:, :, h : h + k], c, s),
+                x[:, :, h + k :],
+            ),
+        )
+        yield Case(
+            f"rope {label}",
+            inputs,
+            lambda o, x, c, s: (o.rope(x.transpose(0, 1).contiguous().transpose(0, 1), c, s),),
+            lambda x, c, s: (_rotate(x, c, s),),
+        )
+
+
+def _activation_cases() -> Iterator[Case]:
+    for shape, strided in (
+        ((4, 2, 96), False),
+        ((3, 3, 74), False),
+        ((1, 1, 2), False),
+        ((0, 6), False),
+        ((2, 3, 34), True),
+    ):
+        label = f"{list(shape)}{' strided' if strided else ''}"
+
+        def inputs(g: torch.Generator, shape: Any = shape, strided: bool = strided) -> list[Tensor]:
+            return [_randn(g, *shape, strided=strided) * 3, _randn(g, shape[-1])]
+
+        yield Case(
+            f"swiglu {label}",
+            inputs,
+            lambda o, x, b: (o.swiglu(x),),
+            lambda x, b: _halves(x, lambda g: g * g.sigmoid()),
+        )
+        for kind in ("none", "tanh"):
+            yield Case(
+                f"geglu {kind} {label}",
+                inputs,
+                lambda o, x, b, kind=kind: (o.geglu(x, kind),),
+                lambda x, b, kind=kind: _halves(x, lambda g: _gelu(g, kind)),
+            )
+            yield Case(
+                f"bias_gelu {kind} {label}",
+                inputs,
+                lambda o, x, b, kind=kind: (o.bias_gelu(x, b, kind),),
+                lambda x, b, kind=kind: (_gelu(x + b, kind),),
+            )
+        yield Case(
+            f"gelu without bias {label}",
+            inputs,
+            lambda o, x, b: (o.bias_gelu(x, None, "tanh"),),
+            lambda x, b: (_gelu(x, "tanh"),),
+        )
+
+
+def _cross_entropy(ops: Ops, wide: Tensor, target: Tensor, scale: Tensor, real: int) -> tuple[Tensor, Tensor]:
+    """Two ranks' slices of one logits buffer; the second ends in padding, and guard columns surround both."""
+    guard = torch.full((wide.shape[0], _GUARD), 7.0, dtype=wide.dtype, device=wide.device)
+    buffer = torch.cat((guard, wide, guard), dim=1)
+    logits = buffer[:, _GUARD:-_GUARD]
+    half = logits.shape[1] // 2
+    left, right = logits[:, :half], logits[:, half:]
+    stats = [ops.cross_entropy_stats(left, target, 0), ops.cross_entropy_stats(right, target, half, real - half)]
+    lse, target_logit = combine_stats(torch.stack(stats))
+    ops.cross_entropy_grad_(left, target, 0, lse, scale)
+    ops.cross_entropy_grad_(right, target, half, lse, scale, real - half)
+    if not (buffer[:, :_GUARD] == 7.0).all() or not (buffer[:, -_GUARD:] == 7.0).all():
+        raise _FaultError("wrote outside its columns")
+    return lse - target_logit, logits
+
+
+def _cross_entropy_oracle(wide: Tensor, target: Tensor, scale: Tensor, real: int) -> tuple[Tensor, Tensor]:
+    wide = wide.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = F.cross_entropy(wide[:, :real], target, reduction="none")
+    (grad,) = torch.autograd.grad(loss, wide, scale.double())
+    return loss.detach(), grad
+
+
+def _cross_entropy_cases() -> Iterator[Case]:
+    for rows, columns, padding in ((7, 64, 0), (5, 130, 3), (1, 2, 0), (0, 8, 2)):
+        real = columns - padding
+
+        def inputs(g: torch.Generator, rows: int = rows, columns: int = columns, real: int = real) -> list[Tensor]:
+            target = torch.randint(real, (rows,), generator=g, device=g.device)
+            return [_randn(g, rows, columns) * 3, target, _randn(g, rows).float()]
+
+        yield Case(
+            f"cross_entropy [{rows}, {columns}] padding {padding}",
+            inputs,
+            lambda o, x, t, s, real=real: _cross_entropy(o, x, t, s, real),
+            lambda x, t, s, real=real: _cross_entropy_oracle(x, t, s, real),
+            differentiate=False,
+        )
+
+
+class _FaultError(Exception):
+    pass
+
+
+def _guarded(tensors: Sequence[Tensor], offset: int) -> tuple[list[Tensor], Callable[[], None]]:
+    """Copies inside larger buffers (at `offset`, so also unaligned), and a check that the surroundings are intact."""
+    buffers = [torch.full((offset + len(t) + _GUARD,), 7.0, dtype=t.dtype, device=t.device) for t in tensors]
+    views = [buffer[offset : offset + len(t)].copy_(t) for buffer, t in zip(buffers, tensors)]
+
+    def check() -> None:
+        for buffer, t in zip(buffers, tensors):
+            if not (buffer[:offset] == 7.0).all() or not (buffer[offset + len(t) :] == 7.0).all():
+                raise _FaultError("wrote outside its buffer")
+
+    return views, check
+
+
+_HYPER: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+
+
+def _adamw(ops: Ops, offset: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor, mult: Tensor) -> Sequence[Tensor]:
+    (p, g, m, v, out), check = _guarded((p, g, m, v, torch.full_like(g, float("nan"))), offset)
+    ops.adamw(p, g, m, v, out, lr=0.01, grad_multiplier=mult, **_HYPER)
+    check()
+    return p, m, v, out
+
+
+def _adamw_oracle(p: Tensor, g: Tensor, m: Tensor, v: Tensor, mult: Tensor) -> Sequence[Tensor]:
+    g = g * mult
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    p = p * (1 - 0.01 * 0.1) - 0.01 * (m / (1 - 0.9**3)) / ((v / (1 - 0.95**3)).sqrt() + 1e-8)
+    return p, m, v, p
+
+
+def _lamb(ops: Ops, offset: int, p: Tensor, g: Tensor, m: Tensor, v: Tensor, mult: Tensor) -> Sequence[Tensor]:
+    (p, g, m, v, out), check = _guarded((p, g, m, v, torch.full_like(g, float("nan"))), offset)
+    update = torch.empty_like(p)
+    offsets = (0, len(p) // 3, len(p) // 3, len(p))
+    ops.lamb_direction(p, g, m, v, update, grad_multiplier=mult, **_HYPER)
+    ratios = ops.segment_norms(p, offsets) / ops.segment_norms(update, offsets).clamp_min(1e-30)
+    ops.lamb_apply(p, update, out, ratios, offsets, 0.01)
+    check()
+    return p, m, v, out
+
+
+def _lamb_oracle(p: Tensor, g: Tensor, m: Tensor, v: Tensor, mult: Tensor) -> Sequence[Tensor]:
+    g = g * mult
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    update = (m / (1 - 0.9**3)) / ((v / (1 - 0.95**3)).sqrt() + 1e-8) + 0.1 * p
+    cut = len(p) // 3
+    parts = zip((p[:cut], p[cut:]), (update[:cut], update[cut:]))
+    p = torch.cat([a - 0.01 * a.norm() / u.norm().clamp_min(1e-30) * u for a, u in parts])
+    return p, m, v, p
+
+
+def _l2_norm(ops: Ops, p: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    return (ops.l2_norm(g),)
+
+
+def _l2_norm_oracle(p: Tensor, g: Tensor, *rest: Tensor) -> tuple[Tensor]:
+    return (g.square().sum().sqrt(),)
+
+
+def _at_offset(run: Callable[..., Sequence[Tensor]], offset: int, ops: Ops, *args: Tensor) -> Sequence[Tensor]:
+    return run(ops, offset, *args)
+
+
+def _flat_cases() -> Iterator[Case]:
+    for n, offset in ((4099, 0), (4096, 32), (1000, 1), (1, 0), (0, 0)):
+
+        def inputs(g: torch.Generator, n: int = n) -> list[Tensor]:
+            state = [_randn(g, n).float(), _randn(g, n), _randn(g, n).float(), _randn(g, n).square().float()]
+            return [*state, torch.tensor(0.37, device=g.device)]
+
+        for name, run, oracle in (("adamw", _adamw, _adamw_oracle), ("lamb", _lamb, _lamb_oracle)):
+            at_offset = functools.partial(_at_offset, run, offset)
+            yield Case(f"{name} [{n}] at {offset}", inputs, at_offset, oracle, differentiate=False)
+        yield Case(f"l2_norm [{n}]", inputs, _l2_norm, _l2_norm_oracle, differentiate=False)
+
+
+def _wgrad(ops: Ops, main_grad: Tensor, dy: Tensor, x: Tensor) -> tuple[Tensor]:
+    main_grad = main_grad.clone()
+    ops.wgrad_accumulate(main_grad, dy, x)
+    return (main_grad,)
+
+
+def _wgrad_cases() -> Iterator[Case]:
+    for rows, out, width in ((5, 8, 16), (3, 7, 5), (0, 4, 4)):
+
+        def inputs(g: torch.Generator, rows: int = rows, out: int = out, width: int = width) -> list[Tensor]:
+            return [_randn(g, out, width).float(), _randn(g, rows, out), _randn(g, rows, width)]
+
+        label = f"wgrad [{rows}, {out}] x [{rows}, {width}]"
+        yield Case(label, inputs, _wgrad, lambda m, dy, x: (m + dy.t() @ x,), differentiate=False)
+
+
+def cases() -> list[Case]:
+    """Every case of every op."""
+    return [
+        *_norm_cases(),
+        *_rope_cases(),
+        *_activation_cases(),
+        *_cross_entropy_cases(),
+        *_flat_cases(),
+        *_wgrad_cases(),
+    ]
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b||, with a floor under ||b|| so that an exact zero may carry rounding."""
+    if a.shape != b.shape:
+        raise _FaultError(f"shape {list(a.shape)}, should be {list(b.shape)}")
+    if not b.numel():
+        return 0.0
+    floor = 1e-2 * b.numel() ** 0.5
+    return float((a.double() - b.double()).norm() / max(float(b.double().norm()), floor))
+
+
+def _evaluate(case: Case, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], grad: Sequence[bool]) -> Any:
+    """-> outputs, then gradients of a fixed random projection of them."""
+    leaves = [t.detach().requires_grad_(case.differentiate and g) for t, g in zip(inputs, grad)]
+    outputs = [t for t in run(*leaves) if t is not None]
+    if not case.differentiate:
+        return outputs
+    weights = torch.Generator(device=inputs[0].device).manual_seed(1)
+    dy = [torch.randn(y.shape, generator=weights, device=y.device).bfloat16().to(y.dtype) for y in outputs]
+    wanted = [t for t in leaves if t.requires_grad]
+    grads = torch.autograd.grad(outputs, wanted, dy, allow_unused=True)
+    return [y.detach() for y in outputs] + [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, grads)]
+
+
+def check_case(case: Case, ops: Ops, device: torch.device, dtype: torch.dtype) -> Result:
+    """Run one case twice and against its oracle."""
+    drawn = case.inputs(torch.Generator(device=device).manual_seed(0))
+    is_typed = [t.dtype == torch.float64 for t in drawn]
+    inputs = [t.to(dtype) if typed else t for t, typed in zip(drawn, is_typed)]
+    limit = LIMITS[dtype]
+    try:
+        got = _evaluate(case, lambda *args: case.run(ops, *args), [t.clone() for t in inputs], is_typed)
+        again = _evaluate(case, lambda *args: case.run(ops, *args), [t.clone() for t in inputs], is_typed)
+        exact = [t.double() if t.is_floating_point() else t for t in inputs]
+        want = _evaluate(case, case.oracle, exact, is_typed)
+        # zip over what both give: an op in fp32 returns fp32 states even under bf16 (adamw), held to the same limit.
+        error = max(relative_error(a, b) for a, b in zip(got, want))
+        same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(got, again))
+    except _FaultError as e:
+        return Result(case.name, float("inf"), limit, str(e))
+    # max() drops NaN in the middle of its arguments.
+    if any(t.isnan().any() for t in got):
+        return Result(case.name, float("nan"), limit, "NaN in the result: unwritten memory, or wrong arithmetic")
+    return Result(case.name, error, limit, "" if same else "two runs differ in bits")
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, torch.empty is filled with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def check(ops: Ops, device: torch.device | str, dtype: torch.dtype) -> list[Result]:
+    """Every case on the chosen backends."""
+    with poisoned_memory():
+        return [check_case(case, ops, torch.device(device), dtype) for case in cases()]

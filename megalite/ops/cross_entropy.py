@@ -1,0 +1,96 @@
+"""The per-rank pieces of vocab-parallel cross-entropy (Megatron-LM section 3; online softmax: Milakov and Gimelshein).
+
+Every rank holds logits [N, V] for the vocabulary slice [vocab_start, vocab_start + V). The exchange between ranks is
+ONE all-gather of 12 bytes a row and belongs to the caller; these functions hold no collective.
+
+cross_entropy_stats(logits, target, vocab_start, valid=None) -> stats [N, 3] fp32
+    columns (max, sum exp(logit - max), target logit) of the local slice; the target logit is 0 on ranks that do not
+    hold it. target [N] int64 holds global token ids; an id that no rank holds (-100, say) is allowed.
+    valid: number of leading columns that are real vocabulary, the others being padding (default: all). A slice without
+    a real column gives (-inf, 0, 0).
+
+combine_stats(stats [ranks, N, 3]) -> (lse [N], target_logit [N]), fp32; loss = lse - target_logit.
+
+cross_entropy_grad_(logits, target, vocab_start, lse, scale, valid=None) -> logits
+    overwrites logits with (softmax - onehot(target)) * scale, 0 in padding columns. lse [N] fp32 is the global one;
+    scale [N] fp32 holds the gradient of each row's loss (0 for rows that do not count, whatever their target is;
+    a target that no rank holds with a scale other than 0 leaves the softmax part).
+
+logits fp32 / bf16 / fp16, rows may be strided (stride of the last dim must be 1). All arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalite.ops.registry import Backend, Page, triton_backend
+
+# Rows are worked on in groups of about this many logits, so that fp32 temporaries stay in the CPU's cache.
+_CHUNK_ELEMENTS = 1 << 18
+
+
+def _row_chunks(logits: Tensor) -> list[slice]:
+    rows = logits.shape[0] if logits.is_cuda else max(1, _CHUNK_ELEMENTS // max(1, logits.shape[1]))
+    return [slice(i, i + rows) for i in range(0, logits.shape[0], max(1, rows))]
+
+
+def _local_target(target: Tensor, vocab_start: int, columns: int) -> tuple[Tensor, Tensor]:
+    """-> (column of the target, 0 where it is not ours; 1.0 where it is ours and 0.0 elsewhere), both [N]."""
+    local = target - vocab_start
+    ours = (local >= 0) & (local < columns)
+    return local.where(ours, 0), ours
+
+
+def cross_entropy_stats(logits: Tensor, target: Tensor, vocab_start: int, valid: int | None = None) -> Tensor:
+    """Torch reference of `cross_entropy_stats`; see the module's contract."""
+    columns = logits.shape[1] if valid is None else valid
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    stats = torch.zeros(logits.shape[0], 3, dtype=wide, device=logits.device)
+    if columns == 0:
+        stats[:, 0] = float("-inf")
+        return stats
+    local, ours = _local_target(target, vocab_start, columns)
+    real = logits[:, :columns]
+    for rows in _row_chunks(logits):
+        x = real[rows].to(wide)
+        torch.amax(x, dim=1, out=stats[rows, 0])
+        stats[rows, 1] = (x - stats[rows, :1]).exp_().sum(dim=1)
+    stats[:, 2] = real.gather(1, local.unsqueeze(1)).squeeze(1).to(wide).where(ours, 0)
+    return stats
+
+
+def combine_stats(stats: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the gathered statistics of all ranks, [ranks, N, 3] -> (lse [N], target logit [N])."""
+    maximum = stats[..., 0].amax(dim=0)
+    total = (stats[..., 1] * (stats[..., 0] - maximum).exp()).sum(dim=0)
+    return maximum + total.log(), stats[..., 2].sum(dim=0)
+
+
+def cross_entropy_grad_(
+    logits: Tensor, target: Tensor, vocab_start: int, lse: Tensor, scale: Tensor, valid: int | None = None
+) -> Tensor:
+    """Torch reference of `cross_entropy_grad_`; see the module's contract."""
+    columns = logits.shape[1] if valid is None else valid
+    local, ours = _local_target(target, vocab_start, columns)
+    real = logits[:, :columns]
+    onehot_scale = (scale * ours).unsqueeze(1)
+    for rows in _row_chunks(logits):
+        grad = (real[rows] - lse[rows].unsqueeze(1)).exp_().mul_(scale[rows].unsqueeze(1))
+        if columns:
+            grad.scatter_add_(1, local[rows].unsqueeze(1), -onehot_scale[rows])
+        real[rows] = grad
+    logits[:, columns:] = 0
+    return logits
+
+
+PAGE = Page(
+    "cross_entropy",
+    ("cross_entropy_stats", "cross_entropy_grad_"),
+    (
+        triton_backend("cross_entropy", "cross_entropy_stats", "cross_entropy_grad_"),
+        Backend(
+            "torch", lambda: {"cross_entropy_stats": cross_entropy_stats, "cross_entropy_grad_": cross_entropy_grad_}
+        ),
+    ),
+)

@@ -1,0 +1,75 @@
+"""The compiled libraries (`setup.py`): torch.library schemas, loading, and why one is missing.
+
+Schemas are defined here, in Python, whatever was built; `_native_cpu.so` and `_native_cuda.so` add implementations to
+them through torch's stable ABI. Fake implementations make the ops traceable by torch.compile.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_HERE = Path(__file__).parent
+_LIBRARY = torch.library.Library("megalite", "FRAGMENT")
+
+_MOMENTS = "Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq"
+SCHEMAS = (
+    f"adamw_({_MOMENTS}, Tensor(d!)? out_param, Tensor? grad_multiplier, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, int step) -> ()",
+    "l2_norm(Tensor flat) -> Tensor",
+    "segment_norms(Tensor flat, Tensor offsets) -> Tensor",
+    "lamb_direction_(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor(c!) update, "
+    "Tensor? grad_multiplier, float beta1, float beta2, float eps, float weight_decay, int step) -> ()",
+    "lamb_apply_(Tensor(a!) param, Tensor update, Tensor(b!)? out_param, Tensor ratios, Tensor offsets, float lr) "
+    "-> ()",
+)
+for _schema in SCHEMAS:
+    _LIBRARY.define(_schema)
+
+
+@torch.library.register_fake("megalite::l2_norm", lib=_LIBRARY)
+def _(flat: Tensor) -> Tensor:
+    return flat.new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake("megalite::segment_norms", lib=_LIBRARY)
+def _(flat: Tensor, offsets: Tensor) -> Tensor:
+    return flat.new_empty(offsets.shape[0] - 1, dtype=torch.float32)
+
+
+for _name in ("adamw_", "lamb_direction_", "lamb_apply_"):
+    torch.library.register_fake(f"megalite::{_name}", lambda *args, **kwargs: None, lib=_LIBRARY)
+
+
+@lru_cache
+def _load(path: Path) -> str | None:
+    if not path.exists():
+        return "not built; `pip install --no-build-isolation -e .` builds it where a compiler is"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as e:
+        return f"{path.name} does not load: {e}"
+    return None
+
+
+def why_no_cpp(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Reason why the C++ library cannot serve (device, dtype), or None."""
+    if device.type != "cpu":
+        return f"for CPU tensors, not {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"for fp32 and bf16, not {dtype}"
+    return _load(_HERE / "_native_cpu.so")
+
+
+def why_no_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Reason why the CUDA library cannot serve (device, dtype), or None."""
+    if device.type != "cuda":
+        return f"for CUDA tensors, not {device.type}"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"for fp32, bf16 and fp16, not {dtype}"
+    return _load(_HERE / "_native_cuda.so")

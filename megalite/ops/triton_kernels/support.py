@@ -1,0 +1,52 @@
+"""Shared pieces: torch.library registration, launch shapes, and when Triton can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from megalite.errors import UserError
+
+_LIBRARY = torch.library.Library("megalite", "FRAGMENT")
+
+# Rows up to this width are kept in the registers of one program; Llama 3 405B has 16384.
+MAX_WIDTH = 16384
+# Contraction of a * b + c is off by default from Triton 3.10 on: said explicitly, it is the same in every version.
+FUSE = {"enable_fp_fusion": True}
+
+
+def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define `megalite::<schema>` with one implementation for CUDA and for the interpreter (CPU), and its fake."""
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    for key in ("CUDA", "CPU"):
+        _LIBRARY.impl(name, implementation, key)
+    torch.library.register_fake(f"megalite::{name}", fake, lib=_LIBRARY)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., H] as contiguous rows [N, H]; a copy only if it has to be."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def row_launch(width: int) -> tuple[int, int]:
+    """(BLOCK, num_warps) that hold a row of `width` elements, at most 16 a thread.
+
+    Raises:
+        UserError: the row is too wide for the registers.
+    """
+    if width > MAX_WIDTH:
+        raise UserError(f"hidden size {width}", f"the Triton norms take at most {MAX_WIDTH}", "use --ops rmsnorm=torch")
+    block = triton.next_power_of_2(max(width, 16))
+    return block, min(32, max(1, block // 512))
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 2 for the interpreter, so that its tests see several programs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
