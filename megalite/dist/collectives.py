@@ -1,0 +1,251 @@
+"""Every collective of megalite, and the conjugate pairs that autograd needs. Only this file asks `axis.size == 1`.
+
+Conjugates (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2):
+
+    forward            backward
+    copy               all-reduce
+    all-reduce         copy
+    all-gather         split          (the gathered tensor is used alike on every rank)
+    split              all-gather
+    all-gather         reduce-scatter (the gathered tensor is used differently: sequence parallelism)
+    reduce-scatter     all-gather
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from megalite.dist.context import Axis
+
+# torch 2.13 renamed the two; the old names warn there and the new ones do not exist in 2.11.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Done:
+    """A finished work handle."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class Pending:
+    """A collective under way. `wait()` makes the result safe to read; the inputs are kept alive until then.
+
+    Attributes:
+        waited: seconds that this process has spent in `wait()`, over all handles.
+    """
+
+    waited: ClassVar[float] = 0.0
+
+    def __init__(self, work: Any, *keep: torch.Tensor) -> None:
+        self._work, self._keep = work, keep
+
+    def wait(self) -> None:
+        """Block (CPU) or order the current stream after the collective (CUDA)."""
+        if self._work is not None:
+            started = time.perf_counter()
+            self._work.wait()
+            Pending.waited += time.perf_counter() - started
+            self._work, self._keep = None, ()
+
+
+Work = Done | Pending
+
+
+def read(x: torch.Tensor) -> list[float]:
+    """The numbers of a tensor that came from a collective. On CUDA this is where the process waits for its peers."""
+    started = time.perf_counter()
+    numbers = x.tolist()
+    Pending.waited += time.perf_counter() - started
+    return numbers
+
+
+def seconds_waited() -> float:
+    """Seconds that this process has waited in `wait` and `read`."""
+    return Pending.waited
+
+
+def all_reduce(x: torch.Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Work:
+    """Start an in-place all-reduce of `x` over the axis."""
+    if axis.size == 1:
+        return Done()
+    return Pending(dist.all_reduce(x, op=op, group=axis.group, async_op=True), x)
+
+
+def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
+    """Start gathering `x` of every rank into `out`, stacked along dimension 0. `x` may be its slice of `out`."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
+    return Pending(_gather_into(out, x, group=axis.group, async_op=True), out, x)
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
+    """Start summing `x` over the axis, leaving this rank's slice (along dimension 0) in `out`."""
+    if axis.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Done()
+    return Pending(_reduce_scatter(out, x, group=axis.group, async_op=True), out, x)
+
+
+def gather_first(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
+    """Start gathering along dimension 0: (result, work)."""
+    if axis.size == 1:
+        return x, Done()
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
+    return out, all_gather(out, x, axis)
+
+
+def scatter_sum_first(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
+    """Start a reduce-scatter along dimension 0: (result, work)."""
+    if axis.size == 1:
+        return x, Done()
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    return out, reduce_scatter(out, x, axis)
+
+
+def _gather_dim(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    if axis.size == 1:
+        return x
+    out, work = gather_first(x.movedim(dim, 0), axis)
+    work.wait()
+    return out.movedim(0, dim)
+
+
+def _split_dim(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    if axis.size == 1:
+        return x
+    if x.shape[dim] % axis.size:
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not split over {axis.size} ranks of {axis.name}")
+    return x.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce(grad, ctx.axis).wait()
+        return grad, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        all_reduce(x, axis).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _gather_dim(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _split_dim(grad, ctx.axis, ctx.dim), None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _split_dim(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather_dim(grad, ctx.axis, ctx.dim), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return _gather_dim(x, axis, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out, work = scatter_sum_first(grad, ctx.axis)
+        work.wait()
+        return out, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        out, work = scatter_sum_first(x, axis)
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _gather_dim(grad, ctx.axis, 0), None
+
+
+def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Use a replicated tensor in a parallel region: identity; backward sums the gradient over the axis."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Leave a parallel region: sum over the axis; backward is the identity."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def gather_from(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
+    """Concatenate shards along `dim`; backward keeps this rank's slice."""
+    return x if axis.size == 1 else _Gather.apply(x, axis, dim)
+
+
+def split_to(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
+    """This rank's slice along `dim` of a replicated tensor; backward gathers."""
+    return x if axis.size == 1 else _Split.apply(x, axis, dim)
+
+
+def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Enter a parallel region from sequence shards (dimension 0): all-gather; backward reduce-scatters."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Leave a parallel region to sequence shards (dimension 0): reduce-scatter; backward all-gathers."""
+    return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+
+
+def gather_texts(text: str, axis: Axis, device: torch.device) -> Sequence[str]:
+    """Every rank's text on every rank, in rank order (bytes travel, nothing is pickled)."""
+    if axis.size == 1:
+        return [text]
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    sizes = torch.zeros(axis.size, dtype=torch.int64, device=device)
+    all_gather(sizes, torch.tensor([len(data)], device=device), axis).wait()
+    width = int(sizes.max())
+    if width == 0:
+        return [""] * axis.size
+    mine = torch.zeros(width, dtype=torch.uint8, device=device)
+    mine[: len(data)] = data
+    out = torch.empty(width * axis.size, dtype=torch.uint8, device=device)
+    all_gather(out, mine, axis).wait()
+    rows = out.cpu().reshape(axis.size, width)
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes.tolist())]

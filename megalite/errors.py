@@ -1,0 +1,63 @@
+"""The one exception for mistakes in what was asked, and the door that turns it into one `error:` line and exit 2."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+# Faults of the machine that a tool's user can mend.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+class UserError(Exception):
+    """A mistake in what was asked: configuration, data, checkpoint or topology (exit code 2).
+
+    Args:
+        given: what was given, with its value ("--tp 3").
+        rule: the rule it breaks ("num_heads 8 must be divisible by tp").
+        remedy: what to change ("use --tp 2 or --tp 4").
+        only_here: other ranks of the run may not see it; this rank must tell it itself.
+    """
+
+    def __init__(self, given: str, rule: str, remedy: str, only_here: bool = False) -> None:
+        self.only_here = only_here
+        # One line always: messages quote file contents and library errors, which may hold newlines.
+        super().__init__(" ".join(f"{given}: {rule}; {remedy}".split()))
+
+    @classmethod
+    def told(cls, message: str) -> UserError:
+        """The error with a message that another rank has put together."""
+        error = cls.__new__(cls)
+        error.only_here = False
+        Exception.__init__(error, message)
+        return error
+
+
+def run_tool(main: Callable[[], int | None]) -> None:
+    """Run a command-line tool's `main` and end the process.
+
+    A `UserError` is told in one `error:` line and ends with 2; a disk that is full or fails likewise, with 1; Ctrl-C
+    with 130; a reader that has gone away (`| head`) quietly.
+    """
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+        sys.exit(code)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        # Python would complain once more when it flushes standard output at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as e:
+        if e.errno not in _DISK_ERRORS:
+            raise
+        where = f"{e.filename}: " if e.filename else ""
+        print(f"error: {where}{e.strerror}: nothing was finished; make room or choose another place", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
