@@ -1,0 +1,31 @@
+"""Text to tokens to batches. Nothing here needs torch."""
+
+from megalite.data.blend import BlendedDataset, BlendOrder
+from megalite.data.build import Datasets, build_datasets, parse_data, prefixes_of
+from megalite.data.gpt_dataset import Dataset, GPTDataset, MockDataset, sample_index, split_documents
+from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.loader import BatchLoader
+from megalite.data.sidecar import check_tokenizer_matches, read_sidecar
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "BatchLoader",
+    "BlendOrder",
+    "BlendedDataset",
+    "Dataset",
+    "Datasets",
+    "GPTDataset",
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "MockDataset",
+    "Tokenizer",
+    "build_datasets",
+    "check_tokenizer_matches",
+    "load_tokenizer",
+    "parse_data",
+    "prefixes_of",
+    "read_sidecar",
+    "sample_index",
+    "split_documents",
+    "token_dtype",
+]

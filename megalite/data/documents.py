@@ -1,0 +1,197 @@
+"""Documents out of text files: `.txt`, `.jsonl`, both also `.gz` or `.zst`, and `.parquet`.
+
+Reading is in two halves so that many processes can share it: `read_chunks` cuts a file into chunks of raw records (one
+process, in order), `parse` turns a chunk into texts (any process).
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.data.tokenizer import optional_import
+from megalite.errors import UserError
+from megalite.log import logger
+
+KINDS = ".txt, .jsonl, both also .gz or .zst, or .parquet"
+CHUNK_BYTES, CHUNK_RECORDS = 1 << 18, 1024
+_BLOCK_BYTES = 1 << 20
+_EXCERPT_CHARS = 80
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive raw records of one file: JSON lines, one text file, or values of a parquet column."""
+
+    path: str
+    unit: str
+    """"line", "file" or "row": what a record is."""
+    first: int
+    """Number of the first record, from 1; of the JSON lines blank ones count too."""
+    records: list[bytes | None]
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """A record that is no document: where it is, what is wrong, and its first 80 characters."""
+
+    where: str
+    reason: str
+    excerpt: str
+
+    def error(self) -> UserError:
+        remedy = "correct it, or pass --skip-bad to leave such records out and count them"
+        return UserError(f"{self.where}: {self.excerpt!r}", self.reason, remedy)
+
+
+def expand_inputs(inputs: Iterable[str]) -> list[Path]:
+    """Files of a list of paths and globs, in the order given, each glob's matches sorted.
+
+    Raises:
+        UserError: nothing matches, a directory, or a kind that cannot be read.
+    """
+    paths: list[Path] = []
+    for given in inputs:
+        matches = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
+        if not matches:
+            raise UserError(f"--input {given}", "no such file", "check the path, or quote the pattern")
+        paths += [Path(m) for m in matches]
+    for path in paths:
+        if path.is_dir():
+            remedy = f"give its files, for instance --input '{path}/*.jsonl'"
+            raise UserError(f"--input {path}", "is a directory", remedy)
+        if _kind(path) not in (".txt", ".jsonl", ".parquet"):
+            raise UserError(f"--input {path}", f"files must be {KINDS}", "rename or convert it")
+    if len(set(paths)) < len(paths):
+        twice = next(p for p in paths if paths.count(p) > 1)
+        logger.warning(f"{twice} is given more than once: its documents are taken each time")
+    return paths
+
+
+def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
+    """Cut one file into chunks of about 256 KiB (a larger record is a chunk of its own).
+
+    Args:
+        key: the JSON key or parquet column that holds the text.
+
+    Raises:
+        UserError: unreadable, a damaged or cut compressed file, no such parquet column, a missing library.
+    """
+    records: Iterable[bytes | None]
+    kind = _kind(path)
+    if kind == ".txt":
+        yield Chunk(str(path), "file", 1, [b"".join(_blocks(path))])
+        return
+    unit, records = ("row", _parquet_values(path, key)) if kind == ".parquet" else ("line", _lines(_blocks(path)))
+    first, held, size = 1, [], 0
+    for record in records:
+        held.append(record)
+        size += len(record or b"")
+        if size >= CHUNK_BYTES or len(held) >= CHUNK_RECORDS:
+            yield Chunk(str(path), unit, first, held)
+            first, held, size = first + len(held), [], 0
+    if held:
+        yield Chunk(str(path), unit, first, held)
+
+
+def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:
+    """Texts of a chunk in order, a `BadRecord` in the place of what is not one; blank JSON lines are passed over."""
+    for number, record in enumerate(chunk.records, chunk.first):
+        if chunk.unit == "line" and record is not None and not record.strip():
+            continue
+        text = _text_of(record, key if chunk.unit == "line" else None)
+        if isinstance(text, BadRecord):
+            where = chunk.path if chunk.unit == "file" else f"{chunk.path} {chunk.unit} {number}"
+            text = BadRecord(where, text.reason, text.excerpt)
+        yield text
+
+
+def _text_of(record: bytes | None, json_key: str | None) -> str | BadRecord:
+    """Text of one record; a `BadRecord` without its place otherwise."""
+    if record is None:
+        return BadRecord("", "the text must be a string, it is null", "")
+    excerpt = record[: 4 * _EXCERPT_CHARS].decode(errors="replace")[:_EXCERPT_CHARS]
+    try:
+        if json_key is None:
+            return record.decode()
+        value = json.loads(record)
+        if not isinstance(value, dict) or json_key not in value:
+            return BadRecord("", f"the line must be a JSON object with the key {json_key!r} (--key)", excerpt)
+        text = value[json_key]
+        if not isinstance(text, str):
+            return BadRecord("", f"the text must be a string, it is {type(text).__name__}", excerpt)
+        text.encode()  # half of a surrogate pair, as JSON escapes allow, has no UTF-8 form
+    except (ValueError, RecursionError) as e:
+        return BadRecord("", f"does not parse as {'JSON' if json_key is not None else 'UTF-8'} ({e})", excerpt)
+    return text
+
+
+def _kind(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The file's bytes, decompressed, in blocks."""
+    try:
+        if path.suffix == ".zst":
+            yield from _zstd_blocks(path)
+            return
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as f:
+            while block := f.read(_BLOCK_BYTES):
+                yield block
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise UserError(str(path), f"is damaged or cut short ({e})", "fetch or compress it again") from e
+    except OSError as e:
+        raise UserError(str(path), f"cannot be read ({e.strerror})", "check the file and its permissions") from e
+
+
+def _zstd_blocks(path: Path) -> Iterator[bytes]:
+    # Frame by frame: the library's own stream reader ends without a word where a frame is cut.
+    zstandard = optional_import("zstandard", "zstandard", "data")
+    inside_frame = False
+    with path.open("rb") as f:
+        try:
+            while data := f.read(_BLOCK_BYTES):
+                while data:
+                    if not inside_frame:
+                        frame, inside_frame = zstandard.ZstdDecompressor().decompressobj(), True
+                    yield frame.decompress(data)
+                    data = frame.unused_data
+                    inside_frame = not frame.eof
+        except zstandard.ZstdError as e:
+            raise UserError(str(path), f"is damaged ({e})", "fetch or compress it again") from e
+    if inside_frame:
+        raise UserError(str(path), "is cut short (its last zstd frame does not end)", "fetch or compress it again")
+
+
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines without their newline, the last one also where it has none."""
+    open_line: list[bytes] = []
+    for block in blocks:
+        first, *rest = block.split(b"\n")
+        open_line.append(first)
+        for line in rest:
+            yield b"".join(open_line)
+            open_line = [line]
+    if last := b"".join(open_line):
+        yield last
+
+
+def _parquet_values(path: Path, key: str) -> Iterator[bytes | None]:
+    parquet = optional_import("pyarrow.parquet", "pyarrow", "data")
+    pyarrow = optional_import("pyarrow", "pyarrow", "data")
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if key not in names:
+                raise UserError(f"--key {key}", f"{path} has the columns {names}", "name one of them with --key")
+            for batch in file.iter_batches(batch_size=CHUNK_RECORDS, columns=[key]):
+                # As bytes: text that is not UTF-8 is then one bad record, not an exception of the library's.
+                yield from batch.column(0).cast(pyarrow.large_binary()).to_pylist()
+    except (pyarrow.ArrowException, OSError) as e:
+        raise UserError(str(path), f"cannot be read as parquet ({e})", "fetch or write it again") from e

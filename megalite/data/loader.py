@@ -1,0 +1,97 @@
+"""Global batches by position: which samples a batch holds depends on the samples consumed before it alone."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.gpt_dataset import Dataset
+from megalite.errors import UserError
+
+
+class BatchLoader:
+    """One data-parallel rank's rows of each global batch, read ahead by a background thread.
+
+    A global batch of B samples that follows N consumed samples takes positions N .. N + B - 1 of the data set's order;
+    data-parallel rank r of d takes the r-th d-th of them, in order. So the set of samples of a step does not depend on
+    d, and a run resumes from N alone, with another d or B as well.
+
+    Args:
+        dataset: samples by position.
+        global_batch_size: samples a step over all ranks, B.
+        dp_rank, dp_size: this rank's place, r of d.
+        consumed_samples: samples used before the first batch, N.
+        prefetch: batches read ahead, at least 1.
+
+    Attributes:
+        consumed_samples: samples of all ranks up to the end of the batch returned last; what a checkpoint keeps.
+        sample_ids: int64 [B / d, 2], rows (data set, sample) of the batch returned last.
+
+    Raises:
+        UserError: global_batch_size is not divisible by dp_size.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        consumed_samples: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        if global_batch_size % dp_size:
+            rule = f"must be divisible by the data-parallel size {dp_size}"
+            remedy = f"use {-(-global_batch_size // dp_size) * dp_size}, or another layout"
+            raise UserError(f"--global-batch-size {global_batch_size}", rule, remedy)
+        if prefetch < 1:
+            raise ValueError(f"prefetch {prefetch} must be at least 1")
+        self.dataset, self.global_batch_size = dataset, global_batch_size
+        self.rows = global_batch_size // dp_size
+        self.consumed_samples = consumed_samples
+        self.sample_ids: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
+        self._first_row = dp_rank * self.rows
+        self._next_start = consumed_samples
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._ahead: deque[Future[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]] = deque()
+        for _ in range(prefetch):
+            self._submit()
+
+    def next_batch(self) -> npt.NDArray[np.int64]:
+        """int64 [global_batch_size / dp_size, seq_len + 1], this rank's rows of the next global batch.
+
+        Raises:
+            Exception: whatever reading raised (a `UserError` for bad ids); every later call raises it again.
+        """
+        if not self._ahead:
+            raise RuntimeError("the loader is closed")
+        # The batch leaves the queue only when it was read, so a failure cannot skip samples.
+        batch, self.sample_ids = self._ahead[0].result()
+        self._ahead.popleft()
+        self.consumed_samples += self.global_batch_size
+        self._submit()
+        return batch
+
+    def close(self) -> None:
+        """Stop reading ahead; the loader is of no use afterwards."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+
+    def __enter__(self) -> BatchLoader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _submit(self) -> None:
+        self._ahead.append(self._reader.submit(self._read, self._next_start))
+        self._next_start += self.global_batch_size
+
+    def _read(self, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        positions = range(start + self._first_row, start + self._first_row + self.rows)
+        ids = np.array([self.dataset.sample_id(p) for p in positions], np.int64)
+        return np.stack([self.dataset.sample(p) for p in positions]), ids

@@ -1,0 +1,53 @@
+"""Vocabulary-parallel embedding: each rank holds a range of rows (Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megalite.dist import collectives
+from megalite.dist.context import Axis
+from megalite.params import ShardedParameter
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of the local table, zero for tokens that live on another rank; the gradient goes into `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: ShardedParameter, tokens: torch.Tensor, first: int) -> torch.Tensor:
+        local = tokens - first
+        elsewhere = (local < 0) | (local >= weight.shape[0])
+        local = local.masked_fill_(elsewhere, 0)
+        ctx.save_for_backward(local, elsewhere)
+        ctx.weight = weight
+        return nn.functional.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None, None]:
+        local, elsewhere = ctx.saved_tensors
+        rows = dy.masked_fill(elsewhere.unsqueeze(-1), 0.0).reshape(-1, dy.shape[-1]).float()
+        ctx.weight.main_grad.index_add_(0, local.reshape(-1), rows)
+        ctx.weight.grad_added()
+        return None, None, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """tokens_SB -> x_SBH, or x_sBH (this rank's part of the sequence) with sequence parallelism.
+
+    Args:
+        weight: this rank's rows of the (padded) table, [V/T, H].
+        tp: tensor-parallel axis.
+        sequence_parallel: leave as shards of the sequence.
+    """
+
+    def __init__(self, weight: ShardedParameter, tp: Axis, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.weight, self.tp, self.sequence_parallel = weight, tp, sequence_parallel
+
+    def forward(self, tokens_SB: torch.Tensor) -> torch.Tensor:
+        x = _Lookup.apply(self.weight, tokens_SB, self.tp.rank * self.weight.shape[0])
+        if self.sequence_parallel:
+            return collectives.scatter_sequence(x, self.tp)
+        return collectives.reduce_from(x, self.tp)

@@ -1,0 +1,178 @@
+"""Vocabulary-parallel cross-entropy: the softmax over a vocabulary that is cut over ranks, without gathering logits.
+
+Each rank reduces its own columns to (max, sum of exponentials, target logit); one all-gather of 12 bytes a row combines
+them (the online softmax of Milakov & Gimelshein 2018, over ranks instead of blocks).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megalite.dist import collectives
+from megalite.dist.context import Axis
+from megalite.ops import Ops
+from megalite.ops.cross_entropy import combine_stats
+from megalite.ops.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
+from megalite.tensor_parallel.linear import ParallelLinear
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        tp: Axis,
+        vocab_size: int,
+        smoothing: float,
+        ops: Ops,
+    ) -> torch.Tensor:
+        width = logits.shape[1]
+        first = tp.rank * width
+        # Columns beyond the true vocabulary are padding and take no part in the softmax.
+        real = max(0, min(width, vocab_size - first))
+        stats = ops.cross_entropy_stats(logits, targets, first, real)
+        lse, target_logit = combine_stats(_gather_stats(stats, tp))
+        loss = lse - target_logit
+        if smoothing:
+            # Mean of -log p over the global vocabulary, whatever share of it this rank holds.
+            total = logits[:, :real].sum(1, dtype=lse.dtype)
+            collectives.all_reduce(total, tp).wait()
+            loss = (1.0 - smoothing) * loss + smoothing * (lse - total / vocab_size)
+        ignored = targets < 0
+        ctx.save_for_backward(logits, targets, lse, ignored)
+        ctx.first, ctx.real, ctx.smoothing, ctx.vocab_size, ctx.ops = first, real, smoothing, vocab_size, ops
+        return loss.masked_fill_(ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        logits, targets, lse, ignored = ctx.saved_tensors
+        # The gradient takes the place of the logits: nothing needs them after this.
+        grad = logits.detach()
+        scale = dloss.masked_fill(ignored, 0.0)
+        ctx.ops.cross_entropy_grad_(grad, targets, ctx.first, lse, scale, ctx.real)
+        if ctx.smoothing:
+            # d/dlogits of the smoothing term: onehot and uniform trade places in the target distribution.
+            local = targets - ctx.first
+            ours = (local >= 0) & (local < ctx.real)
+            real = grad[:, : ctx.real]
+            real.sub_((scale * (ctx.smoothing / ctx.vocab_size)).to(grad.dtype).unsqueeze(1))
+            hit = torch.where(ours, scale * ctx.smoothing, 0.0).to(grad.dtype)
+            if ctx.real:
+                real.scatter_add_(1, torch.where(ours, local, 0).unsqueeze(1), hit.unsqueeze(1))
+        return grad, None, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    tp: Axis,
+    vocab_size: int,
+    ops: Ops,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Cross-entropy of each row, the same on every tensor-parallel rank.
+
+    Args:
+        logits_NV: this rank's columns [N, padded V / tp], any float type; overwritten by their gradient in backward.
+        targets_N: global token ids, int64; negative ids are ignored (loss and gradient 0).
+        tp: tensor-parallel axis.
+        vocab_size: true vocabulary size; columns from there on are padding.
+        ops: the kernels in use.
+        label_smoothing: weight of the uniform distribution over the *global* vocabulary.
+
+    Returns:
+        loss_N, fp32.
+    """
+    return _CrossEntropy.apply(logits_NV, targets_N, tp, vocab_size, label_smoothing, ops)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        layer: ParallelLinear,
+        targets: torch.Tensor,
+        vocab_size: int,
+        chunk: int,
+    ) -> torch.Tensor:
+        width = layer.weight.shape[0]
+        ctx.first, ctx.layer, ctx.chunk = layer.tp.rank * width, layer, chunk
+        ctx.real = max(0, min(width, vocab_size - ctx.first))
+        flat = targets.reshape(-1)
+        loss, lse = linear_cross_entropy_forward(
+            layer.ops,
+            _whole_rows(x, layer),
+            weight,
+            flat,
+            ctx.first,
+            ctx.real,
+            lambda s: _gather_stats(s, layer.tp),
+            chunk,
+        )
+        ctx.save_for_backward(x, flat, lse)
+        return loss.masked_fill_(flat < 0, 0.0).view(targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        x, targets, lse = ctx.saved_tensors
+        layer = ctx.layer
+        scale = dloss.reshape(-1).masked_fill(targets < 0, 0.0)
+        weight = layer.weight
+        dx = linear_cross_entropy_backward(
+            layer.ops,
+            _whole_rows(x, layer),
+            weight,
+            targets,
+            ctx.first,
+            ctx.real,
+            lse,
+            scale,
+            weight.main_grad,
+            ctx.chunk,
+        )
+        weight.grad_added()
+        if layer.sequence_parallel:
+            dx, work = collectives.scatter_sum_first(dx.view(-1, *x.shape[1:]), layer.tp)
+        else:
+            work = collectives.all_reduce(dx, layer.tp)
+        work.wait()
+        return dx.view(x.shape), None, None, None, None, None
+
+
+def _whole_rows(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
+    """x of the whole sequence as [tokens, H]."""
+    if layer.sequence_parallel:
+        x, work = collectives.gather_first(x, layer.tp)
+        work.wait()
+    return x.reshape(-1, x.shape[-1])
+
+
+def _gather_stats(stats_N3: torch.Tensor, tp: Axis) -> torch.Tensor:
+    gathered, work = collectives.gather_first(stats_N3.unsqueeze(0), tp)
+    work.wait()
+    return gathered
+
+
+def linear_cross_entropy(
+    x: torch.Tensor, layer: ParallelLinear, targets_SB: torch.Tensor, vocab_size: int, chunk: int
+) -> torch.Tensor:
+    """Output layer and cross-entropy by chunks of tokens, so that the logits of all tokens never exist.
+
+    Costs one more matrix product of the output layer in backward; its weight gradient is never deferred.
+
+    Args:
+        x: hidden states x_SBH (x_sBH with sequence parallelism).
+        layer: the output layer, its rows cut over tp.
+        targets_SB: global token ids; negative ids are ignored.
+        vocab_size: true vocabulary size.
+        chunk: tokens at a time.
+
+    Returns:
+        Token losses [S, B], fp32, the same on every tensor-parallel rank.
+    """
+    return _LinearCrossEntropy.apply(x, layer.weight, layer, targets_SB, vocab_size, chunk)
