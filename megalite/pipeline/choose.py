@@ -1,0 +1,146 @@
+"""`--schedule auto`: the schedule with the least simulated time within the memory bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megalite.errors import UserError
+from megalite.pipeline.schedule import SCHEDULES, Schedule, build_schedule, check_schedule
+from megalite.pipeline.simulate import Costs, Simulation, program_peaks, simulate
+
+# Two simulated times within this factor count as equal; the one that holds fewer activations is taken.
+_SAME_TIME = 1.002
+
+# A transformer's chunk: the input gradient takes a little longer than forward (attention has no weights), the weight
+# gradient less; a message is small beside them, but not free.
+USUAL_COSTS = Costs(1.0, 1.05, 0.85, transfer=0.05)
+
+# Schedules that run weight gradients apart from input gradients.
+_SPLIT_BACKWARD = frozenset({"zb-h1", "zb-v"})
+
+
+def simulate_all(
+    pp: int, vp: int, num_microbatches: int, costs: Costs | None = None, mode: str = "dir"
+) -> list[Simulation]:
+    """Every schedule on offer that can run these numbers, simulated, in the order of `SCHEDULES`."""
+    return [
+        simulate(build_schedule(name, pp, vp, num_microbatches), costs, mode)
+        for name in _runnable(pp, vp, num_microbatches)
+    ]
+
+
+def resolve_schedule(name: str, pp: int, vp: int, num_microbatches: int, split_backward: bool = True) -> str:
+    """The schedule that `auto` stands for in a run, by `USUAL_COSTS`; any other name is returned as it is.
+
+    The answer is a function of the arguments alone, so every rank finds the same one.
+
+    Args:
+        split_backward: see `choose_schedule`.
+
+    Raises:
+        UserError: nothing that holds no more than the classic schedule can run these numbers.
+    """
+    if name != "auto":
+        return name
+    return _choose(pp, vp, num_microbatches, USUAL_COSTS.per_chunk(vp), None, "dir", split_backward)
+
+
+def choose_schedule(
+    pp: int,
+    vp: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    max_activations: int | None = None,
+    mode: str = "dir",
+    split_backward: bool = True,
+) -> Schedule:
+    """The schedule with the least simulated time; of those as fast, the one that holds fewest activations.
+
+    Args:
+        pp: pipeline ranks.
+        vp: chunks per rank.
+        num_microbatches: micro-batches per step and pipeline.
+        costs: of one op on one chunk (default: all equal, transfers free).
+        max_activations: the most chunk activations that any rank may hold at once; None: as many as the classic
+            schedule holds (`classic_activations`).
+        mode: how transfers wait for each other, see `events`.
+        split_backward: whether schedules may defer weight gradients. With full recomputation they should not: from I
+            to W a chunk holds all that recomputing it brought back.
+
+    Raises:
+        UserError: no schedule keeps within max_activations.
+    """
+    name = _choose(pp, vp, num_microbatches, costs or Costs(), max_activations, mode, split_backward)
+    return build_schedule(name, pp, vp, num_microbatches)
+
+
+def classic_activations(pp: int, vp: int, num_microbatches: int) -> int:
+    """Chunk activations that the busiest rank of 1F1B (vp = 1) or of the interleaved schedule holds."""
+    most = pp if vp == 1 else 2 * (pp - 1) + (vp - 1) * pp + 1
+    return min(most, num_microbatches * vp)
+
+
+@lru_cache(maxsize=64)
+def _choose(
+    pp: int, vp: int, m: int, costs: Costs, max_activations: int | None, mode: str, split_backward: bool
+) -> str:
+    usual = "interleaved" if vp > 1 else "1f1b"
+    # naive is for reference only.
+    names = [n for n in _runnable(pp, vp, m) if n != "naive" and (split_backward or n not in _SPLIT_BACKWARD)]
+    sizes = (m,) if costs.jitter else _sample_sizes(pp, m)
+    held = {n: round(_at(m, sizes, [_peak(build_schedule(n, pp, vp, size)) for size in sizes])) for n in names}
+    bound = classic_activations(pp, vp, m) if max_activations is None else max_activations
+    allowed = [n for n in names if held[n] <= bound]
+    if not allowed:
+        if max_activations is None:
+            check_schedule(usual, pp, vp, m)  # says what is wrong with the numbers
+        least = min(held, key=lambda n: held[n])
+        raise UserError(
+            f"room for {bound} chunk activations on a rank",
+            f"the least that any schedule holds at pp {pp}, vp {vp} is {held[least]} ({least})",
+            "use a smaller micro-batch, --recompute, or more pipeline or tensor ranks",
+        )
+    if len(allowed) == 1:
+        return allowed[0]
+    times = {
+        n: _at(m, sizes, [simulate(build_schedule(n, pp, vp, size), costs, mode).makespan for size in sizes])
+        for n in allowed
+    }
+    fast = [n for n in allowed if times[n] <= min(times.values()) * _SAME_TIME]
+    return min(fast, key=lambda n: (held[n], n != usual))
+
+
+def _runnable(pp: int, vp: int, num_microbatches: int) -> list[str]:
+    """Names of the schedules that can run these numbers."""
+    check_schedule("naive", pp, vp, num_microbatches)  # what even naive refuses, all refuse
+    names = []
+    for name in SCHEDULES:
+        try:
+            check_schedule(name, pp, vp, num_microbatches)
+        except UserError:
+            continue  # a schedule that cannot run these numbers is no candidate
+        names.append(name)
+    return names
+
+
+def _peak(schedule: Schedule) -> int:
+    """Most chunk activations that a rank holds."""
+    return max(program_peaks(program).activations for program in schedule.programs)
+
+
+def _sample_sizes(pp: int, m: int) -> tuple[int, ...]:
+    """Numbers of micro-batches to look at instead of a large `m`.
+
+    After 2 pp micro-batches every pipeline is in its steady state, where each further round of pp adds the same time:
+    two sizes tell all others. They leave the same remainder over pp as `m`, because interleaved depends on it.
+    """
+    few = 2 * pp + m % pp
+    return (m,) if m <= few + pp else (few, few + pp)
+
+
+def _at(m: int, sizes: tuple[int, ...], figures: Sequence[float]) -> float:
+    """A figure at `m`, on the straight line through those at the sample sizes."""
+    if len(sizes) == 1:
+        return figures[0]
+    return figures[0] + (figures[1] - figures[0]) / (sizes[1] - sizes[0]) * (m - sizes[0])

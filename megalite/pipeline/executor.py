@@ -1,0 +1,199 @@
+"""Runs a schedule's program on this rank: the one place where forward and backward passes happen.
+
+Everything a schedule decides (order, transfers) is in the program; the executor only obeys. Shapes: S sequence, B
+micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megalite.dist.collectives import Pending
+from megalite.pipeline.p2p import Channel
+from megalite.pipeline.schedule import Op, Program
+
+# Sends that may be under way before the oldest is waited for: they hold memory.
+_MAX_SENDS = 16
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Token ids and next-token targets, both int64 [S, B]; negative targets do not count."""
+
+    tokens_SB: torch.Tensor
+    targets_SB: torch.Tensor
+
+
+class OpClock(Protocol):
+    """Takes the times of operations (see pipeline.record.Recorder)."""
+
+    def around(self, do: Callable[[Op], None]) -> Callable[[Op], None]: ...
+    def arrived(self) -> None: ...
+
+
+class WeightGradQueue(Protocol):
+    """Keeps weight gradients for later (see tensor_parallel.linear.WgradQueue)."""
+
+    def defer(self, microbatch: int) -> AbstractContextManager[None]: ...
+    def run(self, microbatch: int) -> None: ...
+
+
+class Stage(Protocol):
+    """What the executor asks of a pipeline stage (see model.gpt.GPTStage).
+
+    Called with (x, targets_SB, position, label_smoothing); gives hidden states, or token losses on the last stage.
+    """
+
+    __call__: Callable[..., Any]
+
+    @property
+    def first(self) -> bool: ...
+    @property
+    def last(self) -> bool: ...
+    @property
+    def queue(self) -> WeightGradQueue: ...
+
+
+class Executor:
+    """Executes programs over the stages of one pipeline rank.
+
+    Args:
+        stages: this rank's stages by global index.
+        activations, gradients: channels of the two directions.
+        label_smoothing: passed to the last stage in training.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel, label_smoothing: float = 0.0
+    ) -> None:
+        self.stages, self.activations, self.gradients = stages, activations, gradients
+        self.label_smoothing = label_smoothing
+        self.recorder: OpClock | None = None
+
+    def run(
+        self, program: Program, microbatches: Sequence[MicroBatch], step: int, dp_rank: int, grad_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Run one program.
+
+        Args:
+            program: this rank's operations, in order; forward operations only for evaluation (under `no_grad`).
+            microbatches: this data-parallel rank's share of the batch.
+            step, dp_rank: keys of the dropout masks.
+            grad_scale: gradient of the sum of all token losses.
+
+        Returns:
+            Sum of the token losses that this rank saw, fp64 0-dim: the batch's on the last stage, else 0.
+        """
+        flight = _Flight(self, microbatches, (step, dp_rank), grad_scale)
+        do = flight.do if self.recorder is None else self.recorder.around(flight.do)
+        for op in program:
+            do(op)
+        return flight.finish()
+
+
+class _Flight:
+    """Tensors of one program run, keyed by (micro-batch, stage)."""
+
+    def __init__(
+        self, executor: Executor, microbatches: Sequence[MicroBatch], position: tuple[int, int], grad_scale: float
+    ) -> None:
+        self.executor, self.microbatches = executor, microbatches
+        self.position, self.grad_scale = position, grad_scale
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.activations.device)
+        self.received: dict[tuple[str, int, int], tuple[torch.Tensor, Pending]] = {}
+        self.inputs: dict[tuple[int, int], torch.Tensor] = {}
+        self.outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self.edges: dict[tuple[int, int], GradientEdge] = {}
+        self.input_grads: dict[tuple[int, int], torch.Tensor] = {}
+        self.sends: deque[Pending] = deque()
+        self.loss_shape = torch.Size()
+
+    def do(self, op: Op) -> None:
+        key = (op.microbatch, op.stage)
+        match op.kind:
+            case "F":
+                self.forward(*key)
+            case "B":
+                self.backward(*key, nullcontext())
+            case "I":
+                self.backward(*key, self.executor.stages[op.stage].queue.defer(op.microbatch))
+            case "W":
+                self.executor.stages[op.stage].queue.run(op.microbatch)
+            case "RF":
+                assert op.peer is not None
+                self.received[("F", op.microbatch, op.stage)] = self.executor.activations.receive(op.peer)
+            case "RB":
+                assert op.peer is not None
+                self.received[("B", op.microbatch, op.stage)] = self.executor.gradients.receive(op.peer)
+            case "SF":
+                assert op.peer is not None
+                self.keep(self.executor.activations.send(self.outputs.pop(key), op.peer))
+            case "SB":
+                assert op.peer is not None
+                self.keep(self.executor.gradients.send(self.input_grads.pop(key), op.peer))
+
+    def forward(self, mb: int, index: int) -> None:
+        stage, batch = self.executor.stages[index], self.microbatches[mb]
+        if stage.first:
+            x = batch.tokens_SB
+        else:
+            # Sent by another rank, or handed over by the previous stage on this one.
+            x = self.take("F", mb, index) if ("F", mb, index) in self.received else self.outputs.pop((mb, index - 1))
+            x.requires_grad_(torch.is_grad_enabled())
+        targets = batch.targets_SB if stage.last else None
+        # Smoothing is of the training objective; an evaluation reports the cross-entropy itself.
+        smoothing = self.executor.label_smoothing if torch.is_grad_enabled() else 0.0
+        y = stage(x, targets, (*self.position, mb), smoothing)
+        if torch.is_grad_enabled():
+            self.inputs[mb, index] = x
+            # The graph is all that backward needs: the output's memory is free once it was sent or handed over.
+            self.edges[mb, index] = get_gradient_edge(y)
+        if stage.last:
+            self.loss_sum += y.detach().sum(dtype=torch.float64)
+            self.loss_shape = y.shape
+        else:
+            self.outputs[mb, index] = y.detach()
+
+    def backward(self, mb: int, index: int, weight_grads: AbstractContextManager[None]) -> None:
+        stage = self.executor.stages[index]
+        if stage.last:
+            grad = torch.full(self.loss_shape, self.grad_scale, device=self.loss_sum.device)
+        elif ("B", mb, index) in self.received:
+            grad = self.take("B", mb, index)
+        else:
+            grad = self.input_grads.pop((mb, index + 1))
+        with weight_grads:
+            torch.autograd.backward(self.edges.pop((mb, index)), grad)
+        x = self.inputs.pop((mb, index))
+        if not stage.first:
+            assert x.grad is not None
+            self.input_grads[mb, index] = x.grad
+
+    def take(self, kind: str, mb: int, index: int) -> torch.Tensor:
+        buffer, work = self.received.pop((kind, mb, index))
+        work.wait()
+        if self.executor.recorder is not None:
+            self.executor.recorder.arrived()
+        return buffer
+
+    def keep(self, work: Pending) -> None:
+        self.sends.append(work)
+        if len(self.sends) > _MAX_SENDS:
+            self.sends.popleft().wait()
+
+    def finish(self) -> torch.Tensor:
+        while self.sends:
+            self.sends.popleft().wait()
+        return self.loss_sum
+
+
+def forward_program(program: Program) -> Program:
+    """The forward half of a program, for evaluation."""
+    return tuple(op for op in program if op.kind in ("F", "SF", "RF"))

@@ -1,0 +1,237 @@
+"""The order in which each pipeline rank runs its compute operations, one generator per schedule.
+
+Notation: p = pp, v = vp (chunks per rank), m = num_microbatches, r = rank. An order is a list of F (forward),
+B (whole backward), I (input gradient) and W (weight gradient); transfers are added by `lowering`.
+
+Every schedule takes the forwards and the backwards of one chunk in micro-batch order. So each weight sums its
+micro-batch gradients in the same order under every schedule, and `main_grad` is bitwise equal over all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+COMPUTE_KINDS = ("F", "B", "I", "W")
+TRANSFER_KINDS = ("SF", "RF", "SB", "RB")
+
+
+class Op(NamedTuple):
+    """One entry of a rank's program.
+
+    Attributes:
+        kind: compute "F", "B", "I", "W"; send "SF", "SB"; receive "RF", "RB" (F: activations, B: their gradients).
+        microbatch: index in 0..m-1.
+        stage: global stage. Compute: the stage that runs. "SF": the stage whose output is sent. "RF": the stage that
+            will consume the input. "SB": the stage whose input gradient is sent. "RB": the stage that will consume
+            the output gradient. So a transfer always names the stage on its own rank.
+        peer: pipeline rank of the other side for transfers, None for compute.
+    """
+
+    kind: str
+    microbatch: int
+    stage: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}.{self.stage}" + ("" if self.peer is None else f"@{self.peer}")
+
+    @property
+    def is_compute(self) -> bool:
+        return self.peer is None
+
+
+Orders = list[list[Op]]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which global stage.
+
+    Loop: stage = chunk * pp + rank. V: odd chunks run backwards over the ranks, so rank 0 holds the first and the
+    last stage, and rank pp-1 hands over to itself.
+    """
+
+    pp: int
+    vp: int
+    v_shape: bool = False
+
+    @cached_property
+    def num_stages(self) -> int:
+        return self.pp * self.vp
+
+    def chunk_of(self, stage: int) -> int:
+        """The local chunk index (0..vp-1) of a global stage on its rank."""
+        return stage // self.pp
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a global stage."""
+        chunk, position = divmod(stage, self.pp)
+        return self.pp - 1 - position if self.v_shape and chunk % 2 else position
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The global stage of a rank's local chunk."""
+        position = self.pp - 1 - rank if self.v_shape and chunk % 2 else rank
+        return chunk * self.pp + position
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The global stages of a rank, in chunk order."""
+        return tuple(self.stage_of(rank, chunk) for chunk in range(self.vp))
+
+
+class _Emitter:
+    """Collects one rank's ops from patterns like "F0 I0 W0" (kind, chunk), counting micro-batches by itself.
+
+    "B" and "I" of a chunk share a count. A bare "W" is the oldest pending weight gradient of any chunk.
+    """
+
+    def __init__(self, place: Placement, rank: int) -> None:
+        self.stages = place.stages_of(rank)
+        self.ops: list[Op] = []
+        self.pending_w: list[Op] = []
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def add(self, pattern: str, times: int = 1) -> None:
+        for _ in range(times):
+            for token in pattern.split():
+                self.ops.append(self._next_op(token[0], token[1:]))
+
+    def _next_op(self, kind: str, chunk: str) -> Op:
+        if not chunk:
+            return self.pending_w.pop(0)
+        key = ("B" if kind == "I" else kind, int(chunk))
+        op = Op(kind, self._counts[key], self.stages[int(chunk)])
+        self._counts[key] += 1
+        if kind == "I":
+            self.pending_w.append(op._replace(kind="W"))
+        return op
+
+
+def naive(place: Placement, m: int) -> Orders:
+    """One micro-batch at a time through all stages and back: the reference that others are compared with."""
+    orders: Orders = []
+    for r in range(place.pp):
+        e = _Emitter(place, r)
+        chunks = range(place.vp)
+        e.add(" ".join([f"F{c}" for c in chunks] + [f"B{c}" for c in reversed(chunks)]), m)
+        orders.append(e.ops)
+    return orders
+
+
+def gpipe(place: Placement, m: int) -> Orders:
+    """All forwards, then all backwards, chunk by chunk (Huang et al. 2019; for vp > 1 breadth-first, 2211.05953)."""
+    orders: Orders = []
+    for r in range(place.pp):
+        e = _Emitter(place, r)
+        for c in range(place.vp):
+            e.add(f"F{c}", m)
+        for c in reversed(range(place.vp)):
+            e.add(f"B{c}", m)
+        orders.append(e.ops)
+    return orders
+
+
+def one_f_one_b(place: Placement, m: int, eager: bool = False) -> Orders:
+    """1F1B (PipeDream-flush, 2006.09503): p-r-1 warm-up forwards, then one forward, one backward.
+
+    Eager: twice the warm-up, so that a transfer can hide behind a compute op each way.
+    """
+    orders: Orders = []
+    for r in range(place.pp):
+        warmup = min((place.pp - r - 1) * (2 if eager else 1), m)
+        e = _Emitter(place, r)
+        e.add("F0", warmup)
+        e.add("F0 B0", m - warmup)
+        e.add("B0", warmup)
+        orders.append(e.ops)
+    return orders
+
+
+def one_f_one_b_eager(place: Placement, m: int) -> Orders:
+    return one_f_one_b(place, m, eager=True)
+
+
+def interleaved(place: Placement, m: int, group_size: int) -> Orders:
+    """Interleaved 1F1B (2104.04473): each chunk takes `group_size` micro-batches before the next chunk runs."""
+    v = place.vp
+    sequence = [
+        (chunk, microbatch)
+        for start in range(0, m, group_size)
+        for chunk in range(v)
+        for microbatch in range(start, min(start + group_size, m))
+    ]
+    n = len(sequence)
+    orders: Orders = []
+    for r in range(place.pp):
+        stages = place.stages_of(r)
+        forwards = [Op("F", mb, stages[c]) for c, mb in sequence]
+        backwards = [Op("B", mb, stages[v - 1 - c]) for c, mb in sequence]
+        warmup = min(2 * (place.pp - r - 1) + (v - 1) * group_size, n)
+        steady = [op for pair in zip(forwards[warmup:], backwards) for op in pair]
+        orders.append(forwards[:warmup] + steady + backwards[n - warmup :])
+    return orders
+
+
+def zb_h1(place: Placement, m: int, doubled: bool = False) -> Orders:
+    """Zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B."""
+    orders: Orders = []
+    for r in range(place.pp):
+        factor = 2 if doubled else 1
+        warmup = min((place.pp - r - 1) * factor, m)
+        delay = min(r * factor, m - warmup)
+        e = _Emitter(place, r)
+        e.add("F0", warmup)
+        e.add("F0 I0", delay)
+        e.add("F0 I0 W0", m - warmup - delay)
+        e.add("I0 W0", warmup)
+        e.add("W0", delay)
+        orders.append(e.ops)
+    return orders
+
+
+def zb_h2(place: Placement, m: int) -> Orders:
+    """Zero bubble H2 (2401.10241): twice the warm-up and memory of H1. With a flush it gains nothing over H1."""
+    return zb_h1(place, m, doubled=True)
+
+
+def zb_v(place: Placement, m: int) -> Orders:
+    """Zero bubble V (ZB-V, 2405.15362): two chunks a rank in a V, at the memory of 1F1B on every rank."""
+    p = place.pp
+    padded = max(m, 2 * p - 1)
+    orders: Orders = []
+    for r in range(p):
+        e = _Emitter(place, r)
+        e.add("F0", 2 * (p - r) - 1)
+        e.add("F1 F0", r)
+        e.add("F1 I1 W1", p - r)
+        e.add("F0 I0 W0 F1 I1 W1", padded - 2 * p + r + 1)
+        e.add("I0 W0 F1 I1 W1", p - 1 - r)
+        e.add("I0 I1", r)
+        e.add("I0 W0", p - r)
+        e.add("W1", r)
+        e.add("W0", r)
+        orders.append([op for op in e.ops if op.microbatch < m])
+    return orders
+
+
+def dualpipev(place: Placement, m: int) -> Orders:
+    """DualPipeV (DeepSeek-V3's DualPipe cut in half), with the overlapped pairs as two ops. m >= 2p."""
+    p = place.pp
+    orders: Orders = []
+    for r in range(p):
+        e = _Emitter(place, r)
+        e.add("F0", 2 * (p - r - 1))
+        e.add("F0 F1", r + 1)
+        e.add("I1 W F1", p - r - 1)
+        e.add("F0 B1 F1 B0", m - 2 * p + r + 1)
+        e.add("B1 F1 B0", p - r - 1)
+        # Of the last 2(r+1) backwards the second half is split.
+        e.add("B1 B0", (r + 1) // 2)
+        e.add("B1 I0", 1 - r % 2)
+        e.add("I1 I0", (r + 1) // 2)
+        e.add("W I0", p - r - 1)
+        e.add("W", len(e.pending_w))
+        orders.append(e.ops)
+    return orders

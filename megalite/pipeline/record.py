@@ -1,0 +1,106 @@
+"""When each operation of a pipeline step really ran: `--record-schedule`, read by `measured` and tools/schedule.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.dist import collectives
+from megalite.dist.context import ParallelContext
+from megalite.log import logger
+from megalite.pipeline.executor import Executor
+from megalite.pipeline.schedule import Op, Schedule
+
+
+class Recorder:
+    """Writes the times of one pipeline's operations: that of the first data- and tensor-parallel rank.
+
+    One file a pipeline rank, JSON lines: what was run, then for each recorded step
+    {"step": n, "ops": [[op, begun, ready, done], ...]}, seconds since a barrier before the step. `ready` is when what
+    the operation had to wait for was there. On a GPU the times are the device's: what the operation enqueued.
+
+    Args:
+        folder: where the files go.
+        ctx: this rank's axes.
+        executor: runs the steps.
+        schedule: what it runs.
+        steps: steps to record; none when empty.
+    """
+
+    def __init__(
+        self, folder: Path, ctx: ParallelContext, executor: Executor, schedule: Schedule, steps: range
+    ) -> None:
+        self.path = folder / f"pipeline_rank_{ctx.pp.rank}.jsonl"
+        self.ctx, self.executor, self.schedule = ctx, executor, schedule
+        self.steps = steps if ctx.dp.rank == 0 and ctx.tp.rank == 0 else range(0)
+        self._marks: list[tuple[str, Any, Any, Any]] = []
+        self._ready: Any = None
+        self._headed = False
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Record what the executor runs inside, if `step` is one of the steps asked for."""
+        if step not in self.steps:
+            yield
+            return
+        # All ranks of the pipeline leave this at one time, which is the zero of their clocks, on several hosts as well.
+        meeting = torch.zeros(1, device=self.ctx.device)
+        collectives.all_reduce(meeting, self.ctx.pp).wait()
+        meeting.item()
+        self._marks = []
+        zero = self._now()
+        self.executor.recorder = self
+        try:
+            yield
+        finally:
+            self.executor.recorder = None
+        self._write(step, zero)
+
+    def around(self, do: Callable[[Op], None]) -> Callable[[Op], None]:
+        """`do` with its times taken."""
+
+        def timed(op: Op) -> None:
+            self._ready = None
+            begun = self._now()
+            do(op)
+            self._marks.append((str(op), begun, self._ready or begun, self._now()))
+
+        return timed
+
+    def arrived(self) -> None:
+        """What the present operation waited for is there."""
+        self._ready = self._now()
+
+    def _now(self) -> Any:
+        if self.ctx.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.ctx.device, enable_timing=True)
+        event.record()
+        return event
+
+    def _write(self, step: int, zero: Any) -> None:
+        def seconds(mark: Any) -> float:
+            return mark - zero if isinstance(mark, float) else zero.elapsed_time(mark) / 1e3
+
+        if self._marks and not isinstance(zero, float):
+            self._marks[-1][3].synchronize()
+        ops = [[op, *(round(seconds(mark), 7) for mark in marks)] for op, *marks in self._marks]
+        lines = [{"step": step, "ops": ops}]
+        if not self._headed:
+            s = self.schedule
+            head = {"schedule": s.name, "pp": s.pp, "vp": s.vp, "num_microbatches": s.num_microbatches}
+            lines.insert(0, {**head, "pipeline_rank": self.ctx.pp.rank, "device": self.ctx.device.type})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a" if self._headed else "w") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+            self._headed = True
+        except OSError as e:
+            logger.warning(f"--record-schedule: {self.path} cannot be written ({e.strerror}); no more is recorded")
+            self.steps = range(0)

@@ -1,0 +1,78 @@
+"""Model FLOPs per token, in the two conventions that published numbers use, and the peaks of GPUs.
+
+Model FLOPs count what the mathematics needs, forward and backward, never recomputation, padding or elementwise work:
+6 (L (W + q s) + V h) with causal attention, 6 (L (W + 2 q s) + V h) with every key counted (Chowdhery et al. 2022,
+appendix B); W weight elements of a block's matrices, q = heads x head size, s sequence, V vocabulary, h hidden.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from megalite.config import ModelConfig
+from megalite.model.gpt_layout import token_work
+
+# Dense bf16 peaks in FLOP/s, from the data sheets (theirs with sparsity are twice these). First match counts.
+_PEAKS = (
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H200 NVL", 835e12),
+    ("A100", 312e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+)
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Model FLOPs of one token in training, forward and backward.
+
+    Attributes:
+        matrices: matrix products of all blocks.
+        attention: scores and weighted sums of all blocks, all seq_len keys counted.
+        head: output layer.
+    """
+
+    matrices: int
+    attention: int
+    head: int
+
+    @property
+    def causal(self) -> float:
+        """Total with the half of attention that a causal mask leaves (Megatron-LM today)."""
+        return self.matrices + self.attention / 2 + self.head
+
+    @property
+    def full(self) -> float:
+        """Total with all of attention (PaLM's MFU, nanotron)."""
+        return float(self.matrices + self.attention + self.head)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.causal:.5e} causal, {self.full:.5e} full attention "
+            f"(matrices {self.matrices:.4e}, attention {self.attention / 2:.4e} or {self.attention:.4e}, "
+            f"head {self.head:.4e})"
+        )
+
+
+def flops_per_token(cfg: ModelConfig) -> FlopsPerToken:
+    """Model FLOPs of one token of a sequence of cfg.seq_len tokens."""
+    work, layers = token_work(cfg), cfg.num_layers
+    return FlopsPerToken(6 * layers * work.layer, 6 * layers * work.attention, 6 * work.head)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of a device in FLOP/s; None for a CPU and for a GPU that is not in the table."""
+    return peak_of_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of_name(name: str) -> float | None:
+    """Peak by the name that torch.cuda gives ("NVIDIA H100 80GB HBM3"); None where it is not known."""
+    if "MIG" in name:  # a slice of a GPU under the whole one's name
+        return None
+    # Whole words: GH200 and GB200 are other chips than H200 and B200.
+    return next((peak for words, peak in _PEAKS if re.search(rf"\b{words}\b", name)), None)

@@ -1,0 +1,255 @@
+"""Bytes on every pipeline rank before anything runs: states from the parameter table, activations in closed form.
+
+States are exact but for the alignment of buckets (at most 128 dp elements each). Activations are what this project's
+layers keep for backward (after Korthikanti et al. 2022, section 4, with fused attention), times what the schedule holds
+at once. Not counted: the allocator's slack, the device's context, communication buffers, kernels' workspace.
+
+Notation: q and kv widths of all queries and of all keys, e bytes of a weight or activation, t tp, sp = t with sequence
+parallelism, else 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config import Config
+from megalite.dist.topology import Topology
+from megalite.errors import UserError
+from megalite.model.gpt_layout import head_cost, layer_split
+from megalite.model.param_map import param_map
+from megalite.params import Shard, count_parameters
+from megalite.pipeline.choose import resolve_schedule
+from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
+from megalite.pipeline.simulate import Costs, simulate
+from megalite.plan.flops import flops_per_token
+
+# fp32 copies of the logits that the loss makes and drops (torch reference on a GPU), bytes a logit.
+_LOSS_WORK = 8
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What the ranks of one pipeline position hold at most, bytes (`parameters`: elements).
+
+    Attributes:
+        parameters: local elements, vocabulary padding included.
+        weights: in the type of the run.
+        main_grad: fp32 gradients, and the copy that travels where gradients are reduced in bf16.
+        optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments.
+        activations: kept for backward at the peak, and the one layer that is being recomputed.
+        logits: the output layer's at that moment, with the loss's work space.
+    """
+
+    parameters: int
+    weights: int
+    main_grad: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.main_grad + self.optimizer + self.activations + self.logits
+
+
+def memory_per_rank(cfg: Config, topology: Topology) -> list[RankMemory]:
+    """Memory by pipeline rank; all dp and tp ranks of one pipeline rank hold the same.
+
+    Raises:
+        UserError: the batch does not divide, or the schedule cannot run it.
+    """
+    schedule = _schedule(cfg, topology)
+    layers = layer_split(cfg.model, schedule.placement.num_stages)
+    out = []
+    for rank, program in enumerate(schedule.programs):
+        parameters = parameters_on_rank(cfg, topology.tp, schedule.placement, rank)
+        weights, main_grad, optimizer = state_bytes(cfg, parameters, topology.dp)
+        activations, logits = _peak_bytes(cfg, program, layers)
+        out.append(RankMemory(parameters, weights, main_grad, optimizer, activations, logits))
+    return out
+
+
+def parameters_on_rank(cfg: Config, tp: int, placement: Placement, rank: int) -> int:
+    """Elements that a tensor-parallel rank of pipeline rank `rank` holds, vocabulary padding included."""
+    specs = param_map(cfg.model)
+    layers = layer_split(cfg.model, placement.num_stages)
+    stages = placement.stages_of(rank)
+    prefixes = [f"layers.{i}." for stage in stages for i in layers[stage]]
+    if 0 in stages:
+        prefixes.append("embed_")
+    if placement.num_stages - 1 in stages:
+        prefixes += ["norm.", "lm_head."]
+    total = 0
+    for name, spec in specs.items():
+        # Both uses of a tied embedding on one rank are one parameter.
+        if name.startswith(tuple(prefixes)) and not (spec.tied_to and 0 in stages):
+            rows = 1
+            for n in Shard(spec, 0, tp, cfg.parallel.vocab_divisible_by).shape:
+                rows *= n
+            total += rows
+    return total
+
+
+def state_bytes(cfg: Config, parameters: int, dp: int) -> tuple[int, int, int]:
+    """(weights, main_grad, optimizer) of `parameters` local elements: 6 + 12 / dp bytes each for bf16 with ZeRO-1."""
+    size = element_size(cfg)
+    travelling = 2 if cfg.train.grad_reduce_dtype == "bf16" else 0
+    master = 0 if cfg.train.precision == "fp32" else 4
+    moments = 4 if cfg.optim.optimizer == "sgd" else 8
+    share = -(-parameters // dp) if cfg.parallel.zero else parameters
+    return size * parameters, (4 + travelling) * parameters, (master + moments) * share
+
+
+def element_size(cfg: Config) -> int:
+    """Bytes of a weight or activation."""
+    return 4 if cfg.train.precision == "fp32" else 2
+
+
+def layer_activations(cfg: Config, recompute: str | None = None) -> int:
+    """Bytes that one block keeps of one micro-batch until its backward.
+
+    Args:
+        recompute: instead of the config's mode.
+    """
+    m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
+    t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
+    recompute = recompute or cfg.train.recompute
+    if recompute == "full":
+        return e * tokens * m.hidden_size // sp
+    q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
+    # Inputs and outputs of both norms (with a parallel residual they share their input), and their statistics.
+    residual = (3 if m.parallel_residual else 4) * e * m.hidden_size + (16 if m.norm == "layernorm" else 8)
+    if m.hidden_dropout:
+        # Two masks: bytes on a GPU, of the activations' type on a CPU.
+        residual += 2 * m.hidden_size * (e if cfg.parallel.device == "cpu" else 1)
+    # What goes into attention and what comes out; the MLP before its activation and after it.
+    split = e * (2 * q + 2 * kv) + e * (3 if m.gated else 2) * m.ffn_size
+    if recompute == "none":
+        split += _core_bytes(cfg)
+    return tokens * residual // sp + tokens * split // t
+
+
+def _core_bytes(cfg: Config) -> int:
+    """Bytes a token (over all tp ranks) that the attention core keeps besides its packed input and its output."""
+    m, e = cfg.model, element_size(cfg)
+    q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
+    log_sum_exp = 4 * m.num_heads
+    if m.qk_norm == "none":
+        return log_sum_exp
+    packed_again = e * (q + 2 * kv)
+    if m.qk_norm == "head":
+        return log_sum_exp + packed_again + 4 * (m.num_heads + m.kv_heads)
+    # The norm over all heads is plain torch in fp32: its result, and an fp32 copy in place of the packed input.
+    return log_sum_exp + e * (q + kv) + (packed_again if e == 4 else 4 * (q + kv))
+
+
+def _live_bytes(cfg: Config) -> int:
+    """What recomputing one layer brings back for a moment."""
+    if cfg.train.recompute == "none":
+        return 0
+    if cfg.train.recompute == "full":
+        return layer_activations(cfg, "none")
+    m, tokens = cfg.model, cfg.train.micro_batch_size * cfg.model.seq_len
+    packed = element_size(cfg) * (m.num_heads + 2 * m.kv_heads) * m.head_size
+    return tokens * (packed + _core_bytes(cfg)) // cfg.parallel.tp
+
+
+def _peak_bytes(cfg: Config, program: Program, layers: list[range]) -> tuple[int, int]:
+    """(activations, logits) at the moment when a rank's program holds most of both."""
+    m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
+    t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
+    vocab = Shard(param_map(m)["lm_head.weight"], 0, t, cfg.parallel.vocab_divisible_by).shape[0]
+    per_layer, last = layer_activations(cfg), len(layers) - 1
+    # What the final norm keeps: its input and its output.
+    ends = {last: 2 * e * tokens * m.hidden_size // sp}
+    recomputed = _live_bytes(cfg)
+    # By chunks, no logits are kept and one chunk's exist for a moment, in both passes.
+    rows = min(cfg.train.loss_chunk, tokens) or tokens
+    logits_kept = 0 if cfg.train.loss_chunk else e * tokens * vocab
+    loss_work = e * rows * vocab if cfg.train.loss_chunk else 0
+    loss_work += 0 if cfg.parallel.device == "cpu" else _LOSS_WORK * rows * vocab
+    alive = logits = 0
+    peak = (0, 0)
+    for op in program:
+        kept = len(layers[op.stage]) * per_layer + ends.get(op.stage, 0) if op.is_compute else 0
+        at_loss = op.is_compute and op.stage == last
+        of_loss = logits_kept if at_loss else 0
+        if op.kind == "F":
+            alive, logits = alive + kept, logits + of_loss
+        # What an op needs for itself comes on top of what is kept.
+        extra = recomputed if op.kind in ("B", "I") else 0
+        work = loss_work if at_loss and op.kind != "W" else 0
+        peak = max(peak, (alive + extra, logits + work), key=sum)
+        if op.kind in ("B", "W"):  # a split backward frees a chunk when its weight gradients are done
+            alive, logits = alive - kept, logits - of_loss
+    return peak
+
+
+def _schedule(cfg: Config, topology: Topology) -> Schedule:
+    p, m = cfg.parallel, cfg.num_microbatches(topology.dp)
+    name = resolve_schedule(p.schedule, p.pp, p.vp, m, split_backward=cfg.train.recompute != "full")
+    return build_schedule(name, p.pp, p.vp, m)
+
+
+def dry_run_report(cfg: Config, topology: Topology) -> str:
+    """What a run would be, on a page: layout, layers of each stage, parameters, memory of each rank, FLOPs.
+
+    Raises:
+        UserError: no vocabulary size, a batch that does not divide, or a schedule that cannot run it.
+    """
+    m, p, t = cfg.model, cfg.parallel, cfg.train
+    if m.vocab_size is None:
+        raise UserError("--dry-run", "needs the vocabulary's size", "give --vocab-size, or --tokenizer")
+    schedule = _schedule(cfg, topology)
+    layers = layer_split(m, schedule.placement.num_stages)
+    scale = tuple(len(r) + (head_cost(m) if i == len(layers) - 1 else 0.0) for i, r in enumerate(layers))
+    bubble = simulate(schedule, Costs(stage_scale=scale)).bubble
+    ranks = memory_per_rank(cfg, topology)
+    worst = max(range(len(ranks)), key=lambda r: ranks[r].total)
+    flops = flops_per_token(m)
+    per_step = t.global_batch_size * m.seq_len
+    sequence = ", sequence parallel" if cfg.sequence_parallel else ""
+    padded = Shard(param_map(m)["lm_head.weight"], 0, p.tp, p.vocab_divisible_by).shape[0] * p.tp
+    holders = f"rank {topology.rank(pp=worst)}" + (" and its dp and tp peers" if topology.dp * topology.tp > 1 else "")
+    rows = [
+        ("model", f"{m.arch}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads "
+         f"({m.kv_heads} key/value), MLP {m.ffn_size}, sequence {m.seq_len}"),
+        ("vocabulary", f"{m.vocab:,}, padded to {padded:,}"),
+        ("parameters", f"{count_parameters(param_map(m)):,}"),
+        ("layout", f"{topology.world} ranks = dp {topology.dp} x pp {p.pp} x tp {p.tp}{sequence}; vp {p.vp}, "
+         f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
+        ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens a step; {schedule.num_microbatches} "
+         f"micro-batches of {t.micro_batch_size} on each dp rank"),
+        ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),
+        ("FLOPs", f"{flops.causal:.4g} a token (causal attention), {flops.full:.4g} (full attention)"),
+        ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.attention / 2:.3g} causal, "
+         f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} a step"),
+    ]  # fmt: skip
+    head = "\n".join(f"{name:<12}{text}" for name, text in rows)
+    unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"
+    return f"{head}\n\n{_table(ranks, worst, unit, schedule.placement, layers)}\n\n" + (
+        f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n"
+        "not counted: the allocator's slack, the device's context, communication buffers, kernels' work space"
+    )
+
+
+def _table(ranks: list[RankMemory], worst: int, unit: str, placement: Placement, layers: list[range]) -> str:
+    """A line per pipeline rank; * marks the one that holds most."""
+    columns = ("weights", "main_grad", "optimizer", "activations", "logits", "total")
+    where = [" + ".join(_span(layers[s]) for s in placement.stages_of(rank)) for rank in range(len(ranks))]
+    width = max(len("layers"), *(len(text) for text in where))
+    title = f"{'pp rank':<9}{'layers':<{width}}{'parameters':>16}" + "".join(f"{c:>12}" for c in columns)
+    lines = [f"{title}  ({unit})"]
+    for rank, memory in enumerate(ranks):
+        cells = "".join(f"{_in(unit, getattr(memory, c)):>12}" for c in columns)
+        name = f"{rank}{' *' if rank == worst else ''}"
+        lines.append(f"{name:<9}{where[rank]:<{width}}{memory.parameters:>16,}{cells}")
+    return "\n".join(lines)
+
+
+def _span(layers: range) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def _in(unit: str, size: int) -> str:
+    return f"{size / {'MiB': 2**20, 'GiB': 2**30}[unit]:.2f}"
