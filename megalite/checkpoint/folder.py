@@ -1,0 +1,121 @@
+"""Names inside `RUN_DIR/checkpoints`, and the steps that change them: commit, set aside, prune, clean up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.manifest import Manifest, commit_text
+from megalite.checkpoint.safetensors_io import sync_folder, write_file
+
+_STEP = re.compile(r"step_(\d{8,})")
+TEMPORARY = ".tmp_"
+
+
+def checkpoints_folder(run_dir: str | Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
+def step_name(step: int) -> str:
+    """Folder name of a full checkpoint."""
+    return f"step_{step:08d}"
+
+
+def model_name(step: int) -> str:
+    """Folder name of a checkpoint of weights alone."""
+    return f"model_{step:08d}"
+
+
+def step_folders(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of everything named like a full checkpoint, newest step first; times of files play no part."""
+    if not root.is_dir():
+        return []
+    found = [(_STEP.fullmatch(p.name), p) for p in root.iterdir()]
+    return sorted(((int(m[1]), p) for m, p in found if m), reverse=True)
+
+
+def commit(root: Path, temporary: Path, name: str, manifest: Manifest, aside: Sequence[str]) -> list[str]:
+    """Turn a folder of finished shards into checkpoint `name`.
+
+    The rename is the one moment at which the checkpoint comes to exist; everything in it has reached the disk by then.
+
+    Args:
+        root: the run's checkpoints folder.
+        temporary: holds the shards.
+        name: final name; a folder that has it is set aside.
+        aside: other folders to set aside: checkpoints that this run does not continue.
+
+    Returns:
+        What was set aside, as "old -> new".
+    """
+    commit_in_place(temporary, manifest)
+    moved = [set_aside(root, other) for other in dict.fromkeys([*aside, name]) if (root / other).exists()]
+    os.rename(temporary, root / name)
+    sync_folder(root)
+    return moved
+
+
+def commit_in_place(folder: Path, manifest: Manifest) -> None:
+    """Write manifest and COMMIT beside finished shards."""
+    data = manifest.to_json()
+    # What cannot be loaded is not committed.
+    Manifest.from_json(data, "manifest of this save")
+    write_file(folder / "manifest.json", [data])
+    write_file(folder / "COMMIT", [commit_text(data)])
+    sync_folder(folder)
+
+
+def set_aside(root: Path, name: str) -> str:
+    """Give a folder a name under which no run resumes from it or prunes it."""
+    number = 1
+    while (root / f"aside_{number}_{name}").exists():
+        number += 1
+    os.rename(root / name, root / f"aside_{number}_{name}")
+    return f"{name} -> aside_{number}_{name}"
+
+
+def point_latest(root: Path, name: str) -> None:
+    """Make the link `latest`, a hint for people and scripts; resuming reads the folders themselves."""
+    hint = root / f"{TEMPORARY}latest"
+    hint.unlink(missing_ok=True)
+    hint.symlink_to(name)
+    os.replace(hint, root / "latest")
+
+
+def prune(root: Path, keep_last: int, keep: Sequence[str]) -> list[str]:
+    """Delete all but the newest `keep_last` full checkpoints and those named in `keep`; returns the deleted names."""
+    deleted = []
+    for _, path in step_folders(root)[keep_last:]:
+        if path.name in keep:
+            continue
+        # Half deleted, it must not look like a checkpoint.
+        doomed = root / f"{TEMPORARY}prune_{path.name}"
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+        deleted.append(path.name)
+    return deleted
+
+
+def clean_up(root: Path) -> list[str]:
+    """Delete what interrupted saves left; returns the names."""
+    left = sorted(p for p in root.iterdir() if p.name.startswith(TEMPORARY))
+    for path in left:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return [p.name for p in left]
+
+
+def read_fragment(path: Path) -> dict[str, Any] | None:
+    """A rank's part of the manifest, None until it is there."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None

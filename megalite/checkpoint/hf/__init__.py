@@ -1,0 +1,1 @@
+"""Hugging Face folders, both ways: tensor by tensor, one process, no GPU, without transformers."""

@@ -1,0 +1,279 @@
+"""Hugging Face folder to megalite checkpoint and back, tensor by tensor: memory stays near two tensors.
+
+Both directions write into a folder beside the target and rename it at the end: a target is whole or not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.folder import checkpoints_folder, commit_in_place
+from megalite.checkpoint.hf.config import packed, write_config
+from megalite.checkpoint.hf.families import ARCHS
+from megalite.checkpoint.hf.source import HFSource
+from megalite.checkpoint.hf.tokenizer import export_tokenizer
+from megalite.checkpoint.load import ShardReader, find_latest, weights_of
+from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key, read_manifest
+from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
+from megalite.config import ModelConfig, RopeScaling
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.model.param_map import param_map
+from megalite.params import ParamSpec
+
+# Files of an export, and of an imported checkpoint, are at most this large (one larger tensor makes one larger file).
+SHARD_BYTES = 5_000_000_000
+_TYPES = {
+    "float32": ("F32", torch.float32),
+    "bfloat16": ("BF16", torch.bfloat16),
+    "float16": ("F16", torch.float16),
+}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Tensors that are written together, since they come out of one tensor: (name, dtype, shape) of each."""
+
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    make: Callable[[], list[torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes(dtype, shape) for _, dtype, shape in self.tensors)
+
+
+def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> Manifest:
+    """Make a checkpoint (step 0, fp32 weights, no moments) of a Hugging Face folder.
+
+    Args:
+        source: folder with config.json and safetensors.
+        out: the checkpoint's folder; must not exist or be empty.
+        shard_bytes: largest size of a file.
+
+    Raises:
+        UserError: see `HFSource`; or `out` is taken or cannot be written. Nothing is left behind.
+    """
+    hf = HFSource(source)
+    try:
+        groups = [
+            _Group(((_key(spec), "F32", spec.shape),), lambda s=spec, w=where: [hf.read(s, w)])  # type: ignore[misc]
+            for spec, where in hf.tensors()
+        ]
+        names = {_key(spec): spec.name for spec, _ in hf.tensors()}
+        with new_folder(out) as folder:
+            shards = _shards(groups, shard_bytes)
+            files: list[FileEntry] = []
+            tensors: dict[str, TensorEntry] = {}
+            for number, shard in enumerate(shards):
+                header, entries = make_header(t for g in shard for t in g.tensors)
+                name = f"rank_{number:05d}.safetensors"
+                size, crcs = write_file(folder / name, _bytes(header, shard, torch.float32))
+                files.append(FileEntry(name, size, len(header), tuple(crcs)))
+                for key, e in entries.items():
+                    box = Box(number, e.begin, (0,) * len(e.shape), e.shape)
+                    tensors[names[key]] = TensorEntry("F32", e.shape, (box,))
+            meta = {
+                "step": 0,
+                "consumed_samples": 0,
+                "scalars": {},
+                "config": {"model": dataclasses.asdict(hf.config)},
+                "hf": {**hf.special, "dtype": hf.dtype},
+            }
+            run_id = f"import-{secrets.token_hex(4)}"
+            manifest = Manifest(run_id, 0, {"world": 1}, meta, tuple(files), {"master": tensors})
+            commit_in_place(folder, manifest)
+    finally:
+        hf.close()
+    return manifest
+
+
+def _key(spec: ParamSpec) -> str:
+    """Name of a whole tensor in a shard."""
+    return box_key("master", spec.name, (0,) * len(spec.shape))
+
+
+def export_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    dtype: str | None = None,
+    tokenizer: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, Any]:
+    """Write a checkpoint's weights as a Hugging Face folder.
+
+    Args:
+        checkpoint: a checkpoint's folder, `latest`, a checkpoints folder or a run directory.
+        out: folder to make; must not exist or be empty.
+        dtype: "fp32", "bf16" or "fp16"; default: the type of the imported model, or the precision of the training.
+        tokenizer: folder or file; default: the one that the run names, if it is still there.
+        shard_bytes: largest size of a file.
+
+    Returns:
+        The config.json that was written.
+
+    Raises:
+        UserError: a damaged checkpoint, a model that its family has no words for, a tokenizer that would give other
+            ids, or a target that is taken or cannot be written. Nothing is left behind.
+    """
+    path = resolve_checkpoint(checkpoint)
+    reader = ShardReader(path, read_manifest(path))
+    try:
+        reader.verify()
+        meta = reader.manifest.meta
+        cfg = model_config(meta, path)
+        kind = _export_type(meta, dtype)
+        given = tokenizer or _known_tokenizer(meta)
+        with new_folder(out) as folder:
+            special = dict(meta.get("hf", {}))
+            if given:
+                special.update(export_tokenizer(given, folder, cfg, meta.get("tokenizer_sha256")))
+            else:
+                logger.warning("no tokenizer is known (give --tokenizer): the export has none")
+            config = write_config(cfg, kind, special)
+            _write_weights(reader, cfg, kind, folder, shard_bytes)
+            _write_json(folder / "config.json", config)
+            ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
+            _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+    finally:
+        reader.close()
+    return config
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """The checkpoint meant by a folder: itself, or the newest of a run directory or checkpoints folder."""
+    path = Path(path)
+    if (path / "manifest.json").exists() or (path / "COMMIT").exists():
+        return path
+    for root in (path, checkpoints_folder(path)):
+        found = find_latest(root)
+        if found is not None:
+            return found
+    raise BadCheckpoint(
+        f"checkpoint {path}", "holds no manifest.json and no step_* folders", "give a checkpoint's folder"
+    )
+
+
+def model_config(meta: dict[str, Any], path: Path) -> ModelConfig:
+    """The model that a checkpoint's meta describes."""
+    try:
+        options = dict(meta["config"]["model"])
+        if options.get("rope_scaling"):
+            options["rope_scaling"] = RopeScaling(**options["rope_scaling"])
+        return ModelConfig(**options)
+    except (KeyError, TypeError) as e:
+        raise BadCheckpoint(str(path), f"its manifest does not describe the model ({e!r:.100})") from None
+
+
+def _export_type(meta: dict[str, Any], dtype: str | None) -> str:
+    if dtype is not None:
+        if dtype not in _SHORT:
+            raise UserError(f"--dtype {dtype}", f"must be one of {', '.join(_SHORT)}", "choose one of these")
+        return _SHORT[dtype]
+    trained = meta.get("config", {}).get("train", {}).get("precision", "fp32")
+    return meta.get("hf", {}).get("dtype") or _SHORT[trained]
+
+
+def _known_tokenizer(meta: dict[str, Any]) -> str | None:
+    path = meta.get("config", {}).get("data", {}).get("tokenizer")
+    return path if path and (path == "bytes" or Path(path).exists()) else None
+
+
+def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Path, shard_bytes: int) -> None:
+    """model.safetensors, or numbered files and their index."""
+    arch, tensors = ARCHS[cfg.arch], weights_of(reader.manifest, reader.path)
+    specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
+    _check_names(reader.path, specs, tensors)
+    code, dtype = _TYPES[kind]
+
+    def group(spec: ParamSpec) -> _Group:
+        where = packed(arch, spec.name)
+
+        def make() -> list[torch.Tensor]:
+            whole = torch.empty(spec.shape, dtype=torch.float32)
+            reader.rectangle(tensors[spec.name], (0,) * len(spec.shape), whole)
+            return where.split(whole.to(dtype), spec, cfg.num_heads)
+
+        return _Group(tuple((n, code, s) for n, s in zip(where.names, where.shapes(spec))), make)
+
+    shards = _shards([group(spec) for spec in specs.values()], shard_bytes)
+    weight_map, total = {}, 0
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header, _ = make_header(t for g in shard for t in g.tensors)
+        write_file(folder / name, _bytes(header, shard, dtype))
+        weight_map.update({tensor: name for g in shard for tensor, _, _ in g.tensors})
+        total += sum(g.num_bytes for g in shard)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _check_names(path: Path, specs: dict[str, ParamSpec], tensors: dict[str, TensorEntry]) -> None:
+    differ = sorted(specs.keys() ^ tensors.keys())
+    differ += [n for n, s in specs.items() if n in tensors and tensors[n].shape != s.shape]
+    if differ:
+        raise BadCheckpoint(str(path), f"its tensor {differ[0]} is not what its own model config describes")
+
+
+def _shards(groups: Sequence[_Group], limit: int) -> list[list[_Group]]:
+    """Groups in order, a new file where the next one would not fit."""
+    shards: list[list[_Group]] = [[]]
+    size = 0
+    for group in groups:
+        if shards[-1] and size + group.num_bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(group)
+        size += group.num_bytes
+    return shards
+
+
+def _bytes(header: bytes, groups: Sequence[_Group], dtype: torch.dtype) -> Iterator[bytes | memoryview]:
+    yield header
+    for group in groups:
+        tensors = group.make()
+        for (name, _, shape), tensor in zip(group.tensors, tensors, strict=True):
+            assert tensor.shape == shape, name
+            assert tensor.dtype == dtype, name
+            yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).cast("B")
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A folder to write into that becomes `out` at the end, or vanishes with the first error.
+
+    Raises:
+        UserError: `out` holds something, or cannot be written.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"--out {out}", "must not exist or be an empty folder: nothing is overwritten", "choose another"
+        )
+    temporary = out.parent / f".tmp_{out.name}_{secrets.token_hex(4)}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        # An empty folder is replaced by the rename.
+        os.rename(temporary, out)
+    except OSError as e:
+        raise UserError(f"--out {out}", f"cannot be written ({e.strerror or e})", "choose another place") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_file(path, [json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"])

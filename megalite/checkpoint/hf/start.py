@@ -1,0 +1,81 @@
+"""Starting a run straight from a Hugging Face folder, in any layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.checkpoint.hf.config import TRAINING_ONLY
+from megalite.checkpoint.hf.source import HFSource
+from megalite.config import ModelConfig
+from megalite.dist.agree import agree
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.optim.distributed_optimizer import StateTensor
+
+
+def hf_model_config(folder: str | Path) -> ModelConfig:
+    """The model of a Hugging Face folder, whose files are checked; seq_len is the number of positions it is made for.
+
+    Raises:
+        UserError: see `HFSource`.
+    """
+    source = HFSource(folder)
+    source.close()
+    return source.config
+
+
+def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
+    """Fill the masters of all ranks from a Hugging Face folder; moments become zero. Every rank calls it.
+
+    A rank reads the whole tensors that it holds a part of, one at a time.
+
+    Args:
+        folder: config.json and safetensors.
+        cfg: the run's model; its sequence length and dropout may be others than the folder's.
+        states: what this rank holds; filled in place.
+        ctx: this rank's axes.
+
+    Raises:
+        UserError: see `HFSource`; or the run's model is another. On every rank.
+    """
+    source = agree(ctx, lambda: _open(folder, cfg))
+
+    def fill() -> None:
+        try:
+            by_name: dict[str, list[StateTensor]] = {}
+            for state in states:
+                state.flat.detach().zero_()
+                if state.kind == "master" and state.pieces:
+                    by_name.setdefault(state.name, []).append(state)
+            for spec, where in source.tensors():
+                if spec.name not in by_name:
+                    continue
+                whole = source.read(spec, where)
+                for state in by_name[spec.name]:
+                    for start, piece in state.pieces:
+                        part = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))]
+                        state.flat.detach()[start : start + math.prod(piece.shape)].view(piece.shape).copy_(part)
+        finally:
+            source.close()
+
+    agree(ctx, fill)
+    logger.info(f"weights from {folder} ({source.dtype}); the optimizer starts at zero")
+
+
+def _open(folder: str | Path, cfg: ModelConfig) -> HFSource:
+    source = HFSource(folder)
+    differ = [
+        f"{name} {getattr(cfg, name)!r} here, {value!r} there"
+        for name, value in vars(source.config).items()
+        if name not in (*TRAINING_ONLY, "max_position_embeddings") and getattr(cfg, name) != value
+    ]
+    if cfg.position == "learned" and cfg.positions != source.config.positions:
+        differ.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
+    if differ:
+        source.close()
+        rule = f"its model differs from the run's: {'; '.join(differ)}"
+        raise UserError(f"--init-from-hf {folder}", rule, "leave the model options to the folder")
+    return source

@@ -1,0 +1,311 @@
+"""Loading a checkpoint into any layout: a rank reads the intersections of what it holds with what was saved.
+
+Before a byte is used every block of every shard has been checked, each rank taking its share.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.folder import step_folders
+from megalite.checkpoint.manifest import Box, Manifest, TensorEntry, as_matrix, box_key, read_manifest
+from megalite.checkpoint.safetensors_io import BLOCK, ITEM_SIZE, BadCheckpoint, open_inside, read_exactly, read_header
+from megalite.dist.agree import agree
+from megalite.dist.collectives import all_reduce, gather_texts
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.optim.distributed_optimizer import StateTensor
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Reads go through a buffer of at most this many bytes.
+_STAGE = 16 << 20
+
+
+@dataclass
+class ReadStats:
+    """Bytes this rank read to fill its states, and bytes it read to check checksums."""
+
+    loaded: int = 0
+    verified: int = 0
+
+
+@dataclass
+class ShardReader:
+    """Open shards of one checkpoint."""
+
+    path: Path
+    manifest: Manifest
+    stats: ReadStats = field(default_factory=ReadStats)
+    _open: dict[int, int] = field(default_factory=dict)
+    _stage: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def descriptor(self, number: int) -> int:
+        """Descriptor of shard `number`, opened and its size checked at first use."""
+        if number not in self._open:
+            entry = self.manifest.files[number]
+            fd = open_inside(self.path, entry.name)
+            self._open[number] = fd
+            size = os.fstat(fd).st_size
+            if size != entry.size:
+                raise BadCheckpoint(str(self.path / entry.name), f"has {size} bytes, the manifest says {entry.size}")
+        return self._open[number]
+
+    def verify(self, rank: int = 0, world: int = 1) -> None:
+        """Check every `world`-th block from `rank` on, and that headers say what the manifest says.
+
+        Raises:
+            BadCheckpoint: names the file and the bytes.
+        """
+        buffer = bytearray(min(BLOCK, max((f.size for f in self.manifest.files), default=1)))
+        turn = 0
+        for number, entry in enumerate(self.manifest.files):
+            fd = self.descriptor(number)
+            for block, crc in enumerate(entry.crc32):
+                turn += 1
+                if (turn - 1) % world != rank:
+                    continue
+                begin = block * BLOCK
+                view = memoryview(buffer)[: min(BLOCK, entry.size - begin)]
+                read_exactly(fd, view, begin, self.path / entry.name)
+                self.stats.verified += len(view)
+                if zlib.crc32(view) != crc:
+                    where = f"bytes {begin} to {begin + len(view)}"
+                    raise BadCheckpoint(str(self.path / entry.name), f"{where} are not what was written (CRC32)")
+            if number % world == rank:
+                self._check_header(number, fd)
+
+    def _check_header(self, number: int, fd: int) -> None:
+        path = self.path / self.manifest.files[number].name
+        there = {key: (e.begin, e.dtype, e.shape) for key, e in read_header(fd, path).items()}
+        ours = {
+            box_key(kind, name, b.offset): (b.begin, t.dtype, b.shape)
+            for kind, tensors in self.manifest.tensors.items()
+            for name, t in tensors.items()
+            for b in t.boxes
+            if b.file == number
+        }
+        if there != ours:
+            raise BadCheckpoint(str(path), "its header does not list the boxes of the manifest")
+
+    def strangers(self) -> list[str]:
+        """Files beside the checkpoint that are no part of it."""
+        known = {"manifest.json", "COMMIT", *(f.name for f in self.manifest.files)}
+        return sorted(e.name for e in os.scandir(self.path) if e.name not in known)
+
+    def rectangle(self, tensor: TensorEntry, offset: Sequence[int], out: torch.Tensor) -> None:
+        """Fill `out` (any type, any device; one or two dimensions) with the elements from global `offset` on."""
+        row, column = as_matrix(offset, 0)
+        target = out if out.dim() == 2 else out.unsqueeze(0)
+        rows, columns = target.shape
+        for box in tensor.boxes:
+            (r, c), (n, m) = as_matrix(box.offset, 0), as_matrix(box.shape, 1)
+            low, high = max(r, row), min(r + n, row + rows)
+            left, right = max(c, column), min(c + m, column + columns)
+            if low < high and left < right:
+                for at, part in self._read(box, tensor.dtype, (low - r, left - c), (high - low, right - left)):
+                    first = low - row + at
+                    target[first : first + part.shape[0], left - column : right - column].copy_(part)
+
+    def _read(
+        self, box: Box, dtype: str, corner: tuple[int, int], shape: tuple[int, int]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, rows) of a part of a box, as many rows at a time as fit into the buffer, which is used again."""
+        item, width = ITEM_SIZE[dtype], as_matrix(box.shape, 1)[1]
+        fd, path = self.descriptor(box.file), self.path / self.manifest.files[box.file].name
+        rows_at_once = max(1, _STAGE // (shape[1] * item))
+        for row in range(0, shape[0], rows_at_once):
+            rows = min(rows_at_once, shape[0] - row)
+            stage = self._staging(rows * shape[1] * item)
+            view = memoryview(stage.numpy().data).cast("B")
+            begin = box.begin + ((corner[0] + row) * width + corner[1]) * item
+            # Whole rows of the box lie one after the other; parts of rows are read one by one.
+            count, length = (1, len(view)) if shape[1] == width else (rows, shape[1] * item)
+            for i in range(count):
+                read_exactly(fd, view[i * length : (i + 1) * length], begin + i * width * item, path)
+            self.stats.loaded += len(view)
+            yield row, stage.view(DTYPES[dtype]).view(rows, shape[1])
+
+    def _staging(self, size: int) -> torch.Tensor:
+        """Bytes to read into, the same memory each time."""
+        if size > len(self._stage):
+            self._stage = torch.empty(size, dtype=torch.uint8)
+        return self._stage[:size]
+
+    def close(self) -> None:
+        """Close the shards."""
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+
+def find_latest(root: str | Path) -> Path | None:
+    """The newest committed full checkpoint in a checkpoints folder, None where there is none.
+
+    Folders without COMMIT are passed over and named. Shards are not looked at.
+
+    Raises:
+        BadCheckpoint: the newest one's manifest is not the committed one.
+    """
+    for path in _committed(Path(root)):
+        read_manifest(path)
+        return path
+    return None
+
+
+def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) -> Path | None:
+    """As `find_latest`, by all ranks together, with every checksum checked.
+
+    Args:
+        fallback: take the checkpoint before one that is damaged, and say so, instead of raising.
+    """
+    names = "\n".join(p.name for p in _committed(Path(root))) if ctx.rank == 0 else ""
+    names = gather_texts(names, ctx.world, ctx.device)[0]
+    for name in names.split("\n") if names else ():
+        path = Path(root) / name
+        try:
+            verify_together(path, ctx)
+            return path
+        except UserError as e:
+            if not fallback:
+                raise
+            logger.warning(f"--resume-fallback: passing over {path}: {e}")
+    if names:
+        raise BadCheckpoint(str(root), "none of its checkpoints is whole", "restore one, or start with --resume never")
+    return None
+
+
+def _committed(root: Path) -> list[Path]:
+    found = []
+    for _, path in step_folders(root):
+        if (path / "COMMIT").exists():
+            found.append(path)
+        else:
+            logger.warning(f"{path} was not committed and is passed over")
+    return found
+
+
+def read_meta(path: str | Path) -> dict[str, Any]:
+    """The `meta` that a checkpoint was saved with.
+
+    Raises:
+        BadCheckpoint: not a committed checkpoint.
+    """
+    return read_manifest(Path(path)).meta
+
+
+def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
+    """Check a checkpoint, each rank its share of the blocks; `UserError` on every rank where one finds damage."""
+
+    def mine() -> ReadStats:
+        reader = ShardReader(path, read_manifest(path))
+        try:
+            reader.verify(ctx.rank, ctx.world.size)
+            if ctx.rank == 0 and (extra := reader.strangers()):
+                logger.warning(f"{path} holds files that are no part of it and are ignored: {', '.join(extra)}")
+        finally:
+            reader.close()
+        return reader.stats
+
+    return agree(ctx, mine)
+
+
+def load_checkpoint(
+    path: str | Path, states: Sequence[StateTensor], ctx: ParallelContext, verify: bool = True
+) -> tuple[dict[str, Any], ReadStats]:
+    """Fill the states of all ranks from a checkpoint of any layout; every rank calls it.
+
+    Moments that the checkpoint does not hold (weights imported or saved alone) become zero, which is logged.
+
+    Args:
+        path: the checkpoint's folder.
+        states: what this rank holds; filled in place.
+        ctx: this rank's axes.
+        verify: check all checksums first; only without need after `find_good`.
+
+    Returns:
+        The checkpoint's meta, and the bytes this rank read.
+
+    Raises:
+        UserError: damaged, or of another model; on every rank, and no state was touched.
+    """
+    path = Path(path)
+    stats = verify_together(path, ctx) if verify else ReadStats()
+    manifest = agree(ctx, lambda: read_manifest(path))
+    sources = agree(ctx, lambda: _match(path, manifest, states))
+    _all_used(path, manifest, states, ctx)
+    reader = ShardReader(path, manifest, stats)
+
+    def fill() -> None:
+        try:
+            for state, source in zip(states, sources):
+                # Vocabulary padding, which no checkpoint holds, is zero as in a new run.
+                state.flat.detach().zero_()
+                for start, piece in state.pieces:
+                    region = state.flat.detach()[start : start + math.prod(piece.shape)].view(piece.shape)
+                    if source is not None:
+                        reader.rectangle(source, piece.offset, region)
+        finally:
+            reader.close()
+
+    agree(ctx, fill)
+    missing = sorted({s.kind for s, source in zip(states, sources) if source is None})
+    if missing:
+        logger.warning(f"{path} holds no {', '.join(missing)}: they start at zero")
+    return manifest.meta, stats
+
+
+def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
+    """A checkpoint's weights: masters, or bf16 weights saved alone."""
+    for kind in ("master", "model"):
+        if kind in manifest.tensors:
+            return manifest.tensors[kind]
+    raise BadCheckpoint(str(path), "holds no weights")
+
+
+def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> list[TensorEntry | None]:
+    """The saved tensor of each state; None for moments that were not saved at all."""
+    sources: list[TensorEntry | None] = []
+    for state in states:
+        if state.kind == "master":
+            tensors = weights_of(manifest, path)
+        elif state.kind in manifest.tensors:
+            tensors = manifest.tensors[state.kind]
+        else:
+            sources.append(None)
+            continue
+        entry = tensors.get(state.name)
+        if entry is None or entry.shape != state.global_shape:
+            rule = f"has shape {list(entry.shape)} there" if entry else "is not there"
+            raise BadCheckpoint(
+                str(path),
+                f"{state.kind} {state.name} of shape {list(state.global_shape)} {rule}: it is of another model",
+                "use the model options that the checkpoint was made with",
+            )
+        sources.append(entry)
+    return sources
+
+
+def _all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
+    """Refuse a checkpoint with tensors that no rank asks for: it is of a larger model."""
+    names = sorted(weights_of(manifest, path))
+    mine = {state.name for state in states}
+    used = torch.tensor([float(name in mine) for name in names], device=ctx.device)
+    all_reduce(used, ctx.world, dist.ReduceOp.MAX).wait()
+    unused = [name for name, flag in zip(names, used.tolist()) if not flag]
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise BadCheckpoint(
+            str(path),
+            f"holds {unused[0]}{more}, which this model does not have",
+            "use the model options that the checkpoint was made with",
+        )

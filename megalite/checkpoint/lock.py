@@ -1,0 +1,134 @@
+"""One job a run directory: a file that says who owns it. Clocks play no part."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.safetensors_io import write_file
+from megalite.errors import UserError
+from megalite.log import logger
+
+
+class RunLock:
+    """Ownership of a folder, from `acquire` to `release` or the end of the process.
+
+    The lock file holds run id, host, pid and what tells this process from a later one of the same pid. The lock of a
+    process that is gone is taken over on the same host; on another host nobody can know, so a person decides.
+
+    Args:
+        folder: the folder to own; exists.
+        run_id: told to whoever finds the folder taken.
+    """
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self.path = folder / "lock"
+        self._mine = {"run_id": run_id, "host": socket.gethostname(), **_process(os.getpid())}
+        self._held = False
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            UserError: a living process (or one on another host) has it.
+            OSError: the folder cannot be written.
+        """
+        while True:
+            with contextlib.suppress(FileExistsError):
+                self._create(self.path)
+                self._held = True
+                return
+            if self._take_over():
+                self._held = True
+                return
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self._held:
+            self.path.unlink(missing_ok=True)
+            self._held = False
+
+    def _create(self, path: Path) -> None:
+        """The file appears with its content or not at all."""
+        part = path.with_name(f"lock_{self._mine['host']}_{os.getpid()}")
+        part.unlink(missing_ok=True)
+        write_file(part, [json.dumps(self._mine).encode()])
+        try:
+            os.link(part, path)
+        finally:
+            part.unlink()
+
+    def _take_over(self) -> bool:
+        """Replace the lock of a dead process of this host; False when it changed meanwhile."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            # Of several that find a dead owner one goes first; the others then see another file under the name.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not _same_file(fd, self.path):
+                return False
+            owner = _parse(os.read(fd, 1 << 16))
+            if owner is None or self._alive(owner):
+                raise UserError(
+                    f"run directory {self.path.parent.parent}",
+                    f"is in use by {_describe(owner)}",
+                    f"give another --run-dir, wait for that job, or, if it is gone for certain, delete {self.path}",
+                )
+            logger.warning(f"taking over {self.path} of {_describe(owner)}, which no longer runs")
+            part = self.path.with_name(f"lock_{self._mine['host']}_{os.getpid()}")
+            part.unlink(missing_ok=True)
+            write_file(part, [json.dumps(self._mine).encode()])
+            os.replace(part, self.path)
+            return True
+        finally:
+            os.close(fd)
+
+    def _alive(self, owner: dict[str, Any]) -> bool:
+        """Whether the owner may still run: another host's always may."""
+        if owner["host"] != self._mine["host"]:
+            return True
+        return _process(owner["pid"]) == {k: owner[k] for k in ("pid", "boot", "started")}
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """What identifies a process on its host: pid, boot and start time in ticks since boot ("" when it is gone)."""
+    boot = started = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # After the command in parentheses: state is field 3, start time field 22.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        started = "" if fields[0] == "Z" else fields[19]
+    return {"pid": pid, "boot": boot, "started": started}
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    try:
+        owner = json.loads(data)
+        ok = isinstance(owner["pid"], int) and all(
+            isinstance(owner[k], str) for k in ("run_id", "host", "boot", "started")
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+    return owner if ok else None
+
+
+def _describe(owner: dict[str, Any] | None) -> str:
+    if owner is None:
+        return "an owner that its lock file does not name"
+    return f"run {owner['run_id']}, pid {owner['pid']} on {owner['host']}"
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)

@@ -1,0 +1,276 @@
+"""What a checkpoint holds: global boxes of every logical tensor, and checksums of every block of every file.
+
+`manifest.json` is checked as a whole before anything is read through it: it may come from anywhere. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.safetensors_io import (
+    BLOCK,
+    ITEM_SIZE,
+    MAX_BYTES,
+    BadCheckpoint,
+    num_bytes,
+    open_inside,
+    read_exactly,
+)
+
+FORMAT, VERSION = "megalite-checkpoint", 1
+# A manifest of honest size stays far below this for each shard; a larger one is refused before it is parsed.
+_MAX_PER_FILE = 4 << 20
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a tensor: `shape` elements at global `offset`, stored row by row from byte `begin` of a file."""
+
+    file: int
+    begin: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A logical tensor and the boxes that tile it exactly."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A shard: size and header length in bytes, CRC32 of every block of `BLOCK` bytes (the last may be shorter)."""
+
+    name: str
+    size: int
+    header: int
+    crc32: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's table of contents.
+
+    Attributes:
+        run_id: the run that wrote it.
+        step: optimizer steps done.
+        topology: layout it was saved in, for information only.
+        meta: what the run wants back: consumed_samples, scalars, config, hashes.
+        files: shards; boxes refer to them by index.
+        tensors: kind ("master", "exp_avg", "exp_avg_sq"; "model" for weights alone) -> global name -> tensor.
+    """
+
+    run_id: str
+    step: int
+    topology: dict[str, int]
+    meta: dict[str, Any]
+    files: tuple[FileEntry, ...]
+    tensors: dict[str, dict[str, TensorEntry]]
+
+    def to_json(self) -> bytes:
+        """The file's content."""
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "run_id": self.run_id,
+            "step": self.step,
+            "topology": self.topology,
+            "meta": self.meta,
+            "block": BLOCK,
+            "files": [{"name": f.name, "size": f.size, "header": f.header, "crc32": f.crc32} for f in self.files],
+            "tensors": {
+                kind: {name: tensor_to_json(t) for name, t in tensors.items()} for kind, tensors in self.tensors.items()
+            },
+        }
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Manifest:
+        """Parse and check everything that can be checked without the shards.
+
+        Raises:
+            BadCheckpoint: names the entry and the rule it breaks.
+        """
+        try:
+            content = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise BadCheckpoint(where, f"is not JSON ({type(e).__name__}: {str(e)[:200]})") from None
+        try:
+            return cls._parse(content)
+        except (_Rule, KeyError, TypeError, ValueError, AttributeError) as e:
+            what = str(e) if isinstance(e, _Rule) else f"an entry is missing or of the wrong type ({e!r:.200})"
+            raise BadCheckpoint(where, what) from None
+
+    @classmethod
+    def _parse(cls, content: Any) -> Manifest:
+        _require(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
+        _require(content["version"] == VERSION, f"has format version {content['version']!r:.20}, not {VERSION}")
+        _require(isinstance(content["meta"], dict) and isinstance(content["run_id"], str), "meta or run_id is missing")
+        topology = {str(k): _whole(v, "topology") for k, v in content["topology"].items()}
+        manifest = cls(
+            content["run_id"],
+            _whole(content["step"], "step"),
+            topology,
+            content["meta"],
+            tuple(_parse_file(f) for f in content["files"]),
+            {
+                _name(kind): {_name(name): _parse_tensor(name, t) for name, t in tensors.items()}
+                for kind, tensors in content["tensors"].items()
+            },
+        )
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Boxes tile every tensor, tensors fill every file: no gap, no overlap, nothing outside."""
+        names = [f.name for f in self.files]
+        _require(len(set(names)) == len(names), "lists a file twice")
+        spans: list[list[tuple[int, int]]] = [[] for _ in self.files]
+        for kind, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                what = f"tensor {kind} {name}"
+                _check_tiling(tensor, what)
+                for box in tensor.boxes:
+                    _require(box.file < len(self.files), f"{what}: file number {box.file} does not exist")
+                    spans[box.file].append((box.begin, box.begin + num_bytes(tensor.dtype, box.shape)))
+        for entry, span in zip(self.files, spans):
+            at = entry.header
+            for begin, end in sorted(span):
+                _require(begin == at, f"file {entry.name}: boxes overlap or leave a gap at byte {at}")
+                at = end
+            _require(at == entry.size, f"file {entry.name}: boxes end at byte {at} of {entry.size}")
+
+
+def box_key(kind: str, name: str, offset: Sequence[int]) -> str:
+    """Name of a box in its shard."""
+    return f"{kind}.{name}.{'_'.join(map(str, offset))}"
+
+
+def tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
+    """JSON form of a tensor's entry; a box is [file, begin, offset, shape]."""
+    boxes = [[b.file, b.begin, b.offset, b.shape] for b in tensor.boxes]
+    return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
+
+
+class _Rule(Exception):
+    """A rule that a manifest breaks."""
+
+
+def _require(ok: bool, rule: str) -> None:
+    if not ok:
+        raise _Rule(rule)
+
+
+def _whole(value: Any, what: str, low: int = 0, high: int = MAX_BYTES) -> int:
+    _require(type(value) is int and low <= value <= high, f"{what}: {value!r:.40} is not a number from {low} to {high}")
+    return value
+
+
+def _name(value: Any) -> str:
+    _require(isinstance(value, str) and bool(_NAME.fullmatch(value)), f"{value!r:.80} is not a name")
+    return value
+
+
+def _extents(value: Any, what: str, low: int) -> tuple[int, ...]:
+    _require(isinstance(value, list) and 1 <= len(value) <= 2, f"{what}: one or two dimensions are allowed")
+    return tuple(_whole(n, what, low) for n in value)
+
+
+def _parse_file(entry: Mapping[str, Any]) -> FileEntry:
+    name = entry["name"]
+    _require(isinstance(name, str) and bool(_FILE.fullmatch(name)), f"file name {name!r:.80} is not NAME.safetensors")
+    size = _whole(entry["size"], f"file {name}: size", 8)
+    header = _whole(entry["header"], f"file {name}: header", 8, size)
+    crcs = entry["crc32"]
+    _require(isinstance(crcs, list) and len(crcs) == -(-size // BLOCK), f"file {name}: wrong number of checksums")
+    return FileEntry(name, size, header, tuple(_whole(c, f"file {name}: crc32", 0, 2**32 - 1) for c in crcs))
+
+
+def _parse_tensor(name: str, entry: Mapping[str, Any]) -> TensorEntry:
+    what = f"tensor {name}"
+    dtype = entry["dtype"]
+    _require(isinstance(dtype, str) and dtype in ITEM_SIZE, f"{what}: unknown type {dtype!r:.20}")
+    shape = _extents(entry["shape"], what, 1)
+    _require(num_bytes(dtype, shape) <= MAX_BYTES, f"{what}: is too large")
+    boxes = []
+    for file, begin, offset, extent in entry["boxes"]:
+        box = Box(_whole(file, what), _whole(begin, what), _extents(offset, what, 0), _extents(extent, what, 1))
+        inside = len(box.offset) == len(box.shape) == len(shape) and all(
+            o + n <= m for o, n, m in zip(box.offset, box.shape, shape)
+        )
+        _require(inside, f"{what}: box {box.offset} + {box.shape} is outside {shape}")
+        boxes.append(box)
+    return TensorEntry(dtype, shape, tuple(boxes))
+
+
+def _check_tiling(tensor: TensorEntry, what: str) -> None:
+    """Sweep over the rows: the boxes that cover a row must not share a column; the areas must add up."""
+    area = sum(num_bytes("U8", b.shape) for b in tensor.boxes)
+    _require(area == num_bytes("U8", tensor.shape), f"{what}: boxes hold {area} elements, shape {tensor.shape}")
+    events = []
+    for box in tensor.boxes:
+        (row, column), (rows, columns) = as_matrix(box.offset, 0), as_matrix(box.shape, 1)
+        # At one row, ends come before starts.
+        events.append((row, 1, column, column + columns))
+        events.append((row + rows, 0, column, column + columns))
+    active: list[tuple[int, int]] = []
+    for _, starts, low, high in sorted(events):
+        at = bisect.bisect_left(active, (low, high))
+        if not starts:
+            active.pop(at)
+            continue
+        free = (at == 0 or active[at - 1][1] <= low) and (at == len(active) or high <= active[at][0])
+        _require(free, f"{what}: boxes overlap")
+        active.insert(at, (low, high))
+
+
+def as_matrix(extents: Sequence[int], row: int) -> tuple[int, int]:
+    """An offset or a shape with two dimensions: a vector is one row."""
+    return (extents[0], extents[1]) if len(extents) == 2 else (row, extents[0])
+
+
+def commit_text(manifest: bytes) -> bytes:
+    """Content of COMMIT: SHA-256 of the manifest."""
+    return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a committed checkpoint.
+
+    Raises:
+        BadCheckpoint: no COMMIT, a manifest that is not the committed one, or one that breaks a rule.
+    """
+    # Sizes first: nothing is read into memory that an honest checkpoint would not hold.
+    shards = sum(1 for e in os.scandir(folder) if e.name.endswith(".safetensors")) if folder.is_dir() else 0
+    commit = _read_small(folder, "COMMIT", 1024)
+    data = _read_small(folder, "manifest.json", _MAX_PER_FILE * (1 + shards))
+    if commit != commit_text(data):
+        raise BadCheckpoint(str(folder / "manifest.json"), "its SHA-256 is not the one in COMMIT: one of them changed")
+    return Manifest.from_json(data, str(folder / "manifest.json"))
+
+
+def _read_small(folder: Path, name: str, limit: int) -> bytes:
+    fd = open_inside(folder, name)
+    try:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise BadCheckpoint(str(folder / name), f"has {size} bytes, more than the {limit} of any honest one")
+        data = bytearray(size)
+        read_exactly(fd, memoryview(data), 0, folder / name)
+    finally:
+        os.close(fd)
+    return bytes(data)

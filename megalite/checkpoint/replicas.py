@@ -1,0 +1,54 @@
+"""Copies that must be equal: weights over dp, and over tp those that are not cut. Compared before they are saved.
+
+A bit flipped in one copy, or copies that drift apart, show in no loss; saved, they would be there for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megalite.checkpoint.save import SaveError
+from megalite.dist.collectives import all_gather, gather_texts
+from megalite.dist.context import Axis, ParallelContext
+from megalite.params import ShardedParameter
+
+
+@torch.no_grad()
+def check_replicas(params: Sequence[ShardedParameter], ctx: ParallelContext) -> None:
+    """Compare the copies of this rank's parameters; every rank calls it.
+
+    A copy's fingerprint is the sum of its elements' bits as integers: any one flipped bit changes it.
+
+    Raises:
+        SaveError: copies differ; on every rank, naming parameter and ranks.
+    """
+    whole = [p for p in params if p.shard.spec.tp_dim is None]
+    # Both comparisons run on every rank, whatever the first finds: they are collectives.
+    found = [_differing(params, ctx.dp, ctx), _differing(whole, ctx.tp, ctx)]
+    problem = found[0] or found[1]
+    problems = [text for text in gather_texts(problem, ctx.world, ctx.device) if text]
+    if problems:
+        raise SaveError(
+            f"nothing saved: {problems[0]}; resume from the last checkpoint, on other hardware if it recurs"
+        )
+
+
+def _differing(params: Sequence[ShardedParameter], axis: Axis, ctx: ParallelContext) -> str:
+    """What differs over an axis; "" when nothing does."""
+    if not params:
+        return ""
+    bits = {4: torch.int32, 2: torch.int16}
+    sums = torch.stack([p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in params])
+    gathered = torch.empty(axis.size * len(sums), dtype=torch.int64, device=ctx.device)
+    all_gather(gathered, sums, axis).wait()
+    table = gathered.view(axis.size, -1).cpu()
+    for column, param in zip(table.t(), params):
+        if (column != column[0]).any():
+            # The value that most ranks have is taken for the right one.
+            usual = column.mode().values
+            ranks = [axis.ranks[i] for i in range(axis.size) if column[i] != usual]
+            others = [rank for rank in axis.ranks if rank not in ranks]
+            return f"{param.shard.spec.name} of rank {ranks} differs from its copies on rank {others} ({axis.name})"
+    return ""

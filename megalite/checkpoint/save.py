@@ -1,0 +1,414 @@
+"""Saving a run's state: snapshot, then a writer process a rank; one save under way at a time.
+
+A save in the foreground is a save in the background that is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import secrets
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import megalite
+from megalite.checkpoint import folder
+from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.safetensors_io import num_bytes
+from megalite.checkpoint.writer import ABANDONED, receive, send
+from megalite.dist.agree import agree
+from megalite.dist.collectives import gather_texts
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.optim.distributed_optimizer import StateTensor
+from megalite.params import Piece
+
+# How long an ending process lets its writer go on with a save that nobody waited for.
+_CLOSE_S = 8.0
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those written before are as they were."""
+
+
+class Checkpointer:
+    """The checkpoints of one run, written by all its ranks.
+
+    Args:
+        root: folder of the run's checkpoints ("RUN_DIR/checkpoints"); made if missing, owned until `close`.
+        ctx: this rank's axes.
+        run_id: told in the manifest and to whoever finds the folder in use.
+        keep_last: full checkpoints kept; older ones are deleted after a commit.
+        on_error: "stop" raises when a save fails, "warn" logs it and goes on.
+
+    Raises:
+        UserError: the folder is in use or cannot be written (on every rank).
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        ctx: ParallelContext,
+        run_id: str = "",
+        keep_last: int = 2,
+        on_error: Literal["stop", "warn"] = "stop",
+    ) -> None:
+        self.root, self.ctx, self.on_error = Path(root), ctx, on_error
+        self.run_id = run_id or secrets.token_hex(8)
+        self.keep_last = keep_last
+        self._lock = RunLock(self.root, self.run_id)
+        self._resumed_from: str | None = None
+        self._base = -1
+        self._own: set[str] = set()
+        agree(ctx, self._open)
+        self._writer, self._channel = _start_writer()
+        self._file, self._tensor = -1, torch.empty(0, dtype=torch.uint8)
+        # Nothing to share until there is something to save.
+        self._shared = True
+        self._job: dict[str, Any] | None = None
+        self._answer: dict[str, Any] | None = None
+        self._told = False
+
+    def _open(self) -> None:
+        if self.ctx.rank != 0:
+            return
+        if self.keep_last < 2:
+            raise UserError(
+                f"--keep-last {self.keep_last}",
+                "must be at least 2: should the newest checkpoint turn out damaged, one must be left",
+                "use --keep-last 2 or more",
+            )
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            left = folder.clean_up(self.root)
+        except OSError as e:
+            self._lock.release()
+            rule = f"must be a folder this user can write ({e.strerror or e})"
+            raise UserError(f"checkpoints folder {self.root}", rule, "choose another --run-dir") from None
+        if left:
+            logger.info(f"deleted what an interrupted save left: {', '.join(left)}")
+
+    def continues(self, path: str | Path) -> None:
+        """Say which checkpoint this run goes on from: it is never pruned, and later ones of the folder are set aside
+        with the first commit, since they are of a history that this run does not continue."""
+        path = Path(path).resolve()
+        if path.parent == self.root.resolve():
+            self._resumed_from = path.name
+            self._base = next((step for step, p in folder.step_folders(self.root) if p.name == path.name), -1)
+
+    def save(
+        self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
+    ) -> Path | None:
+        """Save the full state; every rank calls it.
+
+        Args:
+            step: optimizer steps done.
+            states: what this rank holds; may change as soon as this returns.
+            meta: JSON content that comes back with the checkpoint.
+            background: return after the snapshot; `poll` or `finish` tell how the rest went.
+
+        Returns:
+            The checkpoint's folder (in the background: where it will be); None where it failed and only a warning was
+            asked for.
+
+        Raises:
+            SaveError: this save, or the one before it, failed; on every rank.
+        """
+        return self._save(folder.step_name(step), step, _boxes(states, None), meta, background)
+
+    def save_model(
+        self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
+    ) -> Path | None:
+        """Save the weights alone, as bf16, to `model_NNNNNNNN`: a sixth of the bytes; for evaluation and export.
+
+        Nothing is written where a full checkpoint of this step holds them or is about to. These are never pruned, and
+        a run never resumes from them by itself.
+        """
+        full = folder.step_name(step)
+        if full in self._own or (self._job is not None and self._job["name"] == full):
+            return self.root / full
+        return self._save(folder.model_name(step), step, _boxes(states, "model"), meta, background)
+
+    def _save(
+        self, name: str, step: int, boxes: list[dict[str, Any]], meta: dict[str, Any], background: bool
+    ) -> Path | None:
+        self.finish()
+        # What JSON cannot hold is found here, not in the writer.
+        json.dumps(meta, allow_nan=False)
+        temporary = self.root / f"{folder.TEMPORARY}{name}"
+        started = time.perf_counter()
+        save_id = self._begin(temporary)
+        total = self._snapshot(boxes)
+        t = self.ctx.topology
+        self._job = {
+            "root": str(self.root),
+            "temporary": str(temporary),
+            "name": name,
+            "full": name == folder.step_name(step),
+            "save_id": save_id,
+            "rank": self.ctx.rank,
+            "world": self.ctx.world.size,
+            "num_bytes": total,
+            "capacity": len(self._tensor),
+            "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
+        }
+        if self.ctx.rank == 0:
+            self._job |= {
+                "manifest": {
+                    "run_id": self.run_id,
+                    "step": step,
+                    "topology": {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp},
+                    "meta": meta,
+                },
+                "aside": self._not_continued(step),
+                "keep_last": self.keep_last,
+                "keep": [self._resumed_from] if self._resumed_from else [],
+            }
+        self._hand_over()
+        self._started, self._seconds = started, time.perf_counter() - started
+        path = self.root / name
+        if background:
+            return path
+        return path if self.finish() else None
+
+    def _begin(self, temporary: Path) -> str:
+        """Rank 0 makes the folder; everyone learns the save's random name, by which its parts know each other."""
+        text = ""
+        if self.ctx.rank == 0:
+            try:
+                if temporary.exists():
+                    shutil.rmtree(temporary)
+                os.mkdir(temporary)
+                text = "ok " + secrets.token_hex(8)
+            except OSError as e:
+                text = f"{temporary}: {e.strerror or e}"
+        answer = gather_texts(text, self.ctx.world, self.ctx.device)[0]
+        if not answer.startswith("ok "):
+            raise SaveError(f"checkpoint not saved: {answer}")
+        return answer[3:]
+
+    def _snapshot(self, boxes: list[dict[str, Any]]) -> int:
+        """Copy the boxes, one after the other, into memory that the writer shares; returns their bytes."""
+        total = sum(num_bytes(b["dtype"], b["shape"]) for b in boxes)
+        if total > len(self._tensor):
+            self._allocate(total)
+        at = 0
+        for box in boxes:
+            source, count = box["source"], num_bytes(box["dtype"], box["shape"])
+            target = self._tensor[at : at + count].view(_DTYPES[box["dtype"]])
+            target.copy_(source, non_blocking=True)
+            at += count
+        if self.ctx.device.type == "cuda":
+            torch.cuda.current_stream(self.ctx.device).synchronize()
+        return total
+
+    def _allocate(self, size: int) -> None:
+        """Memory with a descriptor, not under /dev/shm, whose size containers limit."""
+        self._free()
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("megalite-snapshot")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+        os.ftruncate(self._file, size)
+        self._shared = False
+        self._tensor = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
+        if self.ctx.device.type == "cuda":
+            # Page-locked, so that the copy from the GPU runs at full speed.
+            torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), size, 0)
+
+    def _free(self) -> None:
+        if self._file < 0:
+            return
+        if self.ctx.device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        os.close(self._file)
+        self._file = -1
+
+    def _hand_over(self) -> None:
+        assert self._job is not None
+        self._answer, self._told = None, False
+        try:
+            # The writer keeps its view of the memory from one save to the next.
+            send(self._channel, self._job, () if self._shared else (self._file,))
+            self._shared = True
+        except OSError:
+            self._answer = self._died()
+
+    def _not_continued(self, step: int) -> list[str]:
+        """Checkpoints of this folder that would hide what this run saves, or are of a history it left."""
+        newest = min(step, self._base + 1) if self._base >= 0 else step
+        return [p.name for s, p in folder.step_folders(self.root) if s >= newest and p.name not in self._own]
+
+    def poll(self) -> Path | None:
+        """Look, without waiting, how a save in the background goes; call it at every step.
+
+        Returns:
+            The checkpoint's folder, once, on rank 0, when it has been committed; else None.
+
+        Raises:
+            SaveError: this rank's write failed; the other ranks learn of it in `finish`.
+        """
+        if self._job is None or self._told or not self._receive(0):
+            return None
+        assert self._answer is not None
+        self._told = True
+        if "error" in self._answer:
+            self._fail(f"rank {self.ctx.rank}: {self._answer['error']}")
+            return None
+        return self._committed() if self.ctx.rank == 0 else None
+
+    def finish(self) -> bool:
+        """Wait for the save under way, if there is one; every rank calls it.
+
+        Returns:
+            False where a save failed and only a warning was asked for.
+
+        Raises:
+            SaveError: it failed; on every rank, naming the first that failed.
+        """
+        if self._job is None:
+            return True
+        rank0 = self.ctx.rank == 0
+        # Rank 0's writer waits for all others: it must hear of a failure among them.
+        if not rank0:
+            self._receive(None)
+        problems = self._gather_problems()
+        if any(problems) and rank0 and not self._receive(0):
+            with contextlib.suppress(OSError):
+                send(self._channel, {"abandon": True})
+        if rank0:
+            self._receive(None)
+        problems = [mine or late for mine, late in zip(problems, self._gather_problems())]
+        job = self._job
+        if not any(problems):
+            if rank0 and not self._told:
+                self._committed()
+            self._own.add(job["name"])
+            self._job = None
+            return True
+        self._job = None
+        if rank0:
+            shutil.rmtree(job["temporary"], ignore_errors=True)
+        first = next(rank for rank, text in enumerate(problems) if text and text != ABANDONED)
+        self._fail(f"rank {first}: {problems[first]}")
+        return False
+
+    def _gather_problems(self) -> list[str]:
+        text = self._answer.get("error", "") if self._answer else ""
+        return list(gather_texts(text, self.ctx.world, self.ctx.device))
+
+    def _receive(self, seconds: float | None) -> bool:
+        """Wait for the writer's answer; whether it is there."""
+        if self._answer is not None:
+            return True
+        if not select.select([self._channel], [], [], seconds)[0]:
+            return False
+        try:
+            message = receive(self._channel)
+        except OSError:
+            message = None
+        self._answer = message[0] if message else self._died()
+        return True
+
+    def _died(self) -> dict[str, Any]:
+        code = self._writer.wait()
+        self._restart()
+        return {"error": f"the process that writes checkpoints died (exit code {code})"}
+
+    def _restart(self) -> None:
+        self._channel.close()
+        self._writer, self._channel = _start_writer()
+        self._shared = self._file < 0
+
+    def _committed(self) -> Path:
+        """Log a finished save (rank 0)."""
+        assert self._job is not None
+        assert self._answer is not None
+        path = self.root / self._job["name"]
+        whole = time.perf_counter() - self._started
+        logger.info(f"saved {path} in {whole:.2f} s, training stood still for {self._seconds:.2f} s")
+        for moved in self._answer.get("moved", ()):
+            logger.warning(f"set aside, as this run does not continue it: {moved}")
+        return path
+
+    def _fail(self, problem: str) -> None:
+        if self.on_error == "stop":
+            raise SaveError(f"checkpoint not saved: {problem}")
+        logger.warning(f"checkpoint not saved, training goes on (--save-errors warn): {problem}")
+
+    def close(self) -> None:
+        """Release the folder and end the writer. A save under way gets a few seconds more; `finish` waits for it."""
+        if self._job is not None:
+            self._receive(_CLOSE_S)
+        self._channel.close()
+        self._writer.wait()
+        self._free()
+        if self.ctx.rank == 0:
+            self._lock.release()
+
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+
+def _boxes(states: Sequence[StateTensor], only_as: str | None) -> list[dict[str, Any]]:
+    """What this rank writes: every rectangle of a tensor it owns; with `only_as`, the masters as bf16 of that kind."""
+    out = []
+    for state in states:
+        if not state.owner or (only_as is not None and state.kind != "master"):
+            continue
+        for start, offset, shape in _merged(state.pieces):
+            out.append(
+                {
+                    "kind": only_as or state.kind,
+                    "name": state.name,
+                    "dtype": "BF16" if only_as else "F32",
+                    "global_shape": list(state.global_shape),
+                    "offset": list(offset),
+                    "shape": list(shape),
+                    "source": state.flat.detach()[start : start + math.prod(shape)],
+                }
+            )
+    return out
+
+
+def _merged(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(start in flat, offset, shape) of the pieces, those joined that lie on top of each other in both places."""
+    out: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    for start, piece in pieces:
+        if out:
+            at, offset, shape = out[-1]
+            below = (offset[0] + shape[0], *offset[1:]) == piece.offset and shape[1:] == piece.shape[1:]
+            if below and at + math.prod(shape) == start:
+                out[-1] = (at, offset, (shape[0] + piece.shape[0], *shape[1:]))
+                continue
+        out.append((start, piece.offset, piece.shape))
+    return out
+
+
+def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    # By path, so that it runs whatever the current folder is and whether megalite is installed or not.
+    root = str(Path(megalite.__file__).resolve().parent.parent)
+    code = f"import sys; sys.path.insert(0, {root!r}); from megalite.checkpoint import writer; writer.main({{}})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code.format(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+    )
+    theirs.close()
+    return process, ours

@@ -1,0 +1,178 @@
+"""The process that writes one rank's shard while training goes on; rank 0's also commits.
+
+It is a separate interpreter without torch: it starts in a fraction of a second, shares no lock and no CUDA context with
+the training process, and a failure in it is a message or an exit, never a lost thread. Snapshots come as a descriptor
+of shared memory. Ranks meet on the disk: each writer leaves a fragment of the manifest beside its shard, and rank 0's
+waits for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import folder
+from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key
+from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_file
+
+# The answer of a writer that was told to give up.
+ABANDONED = "another rank's write failed"
+
+
+class _Abandoned(Exception):
+    """Another rank failed; this save will not be committed."""
+
+
+def send(channel: socket.socket, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
+    """Send a JSON message, with descriptors beside its length."""
+    data = json.dumps(message).encode()
+    socket.send_fds(channel, [struct.pack("<Q", len(data))], list(descriptors))
+    channel.sendall(data)
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Next message and its descriptors; None when the other side is gone."""
+    try:
+        head, descriptors, _, _ = socket.recv_fds(channel, 8, 1)
+        while 0 < len(head) < 8:
+            more = channel.recv(8 - len(head))
+            head = head + more if more else b""
+        if not head:
+            return None
+        (length,) = struct.unpack("<Q", head)
+        data = bytearray()
+        while len(data) < length:
+            piece = channel.recv(min(1 << 20, length - len(data)))
+            if not piece:
+                return None
+            data += piece
+    except ConnectionResetError:
+        # Killed with a message of ours unread: gone all the same.
+        return None
+    return json.loads(data), descriptors
+
+
+def main(descriptor: int) -> None:
+    """Serve jobs from the socket `descriptor` until the training process closes it."""
+    # The training process decides when to stop: a signal to the whole group must not cut a save short.
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    # Where training needs every core, it gets nine parts in ten of them.
+    os.nice(10)
+    channel = socket.socket(fileno=descriptor)
+    buffer: mmap.mmap | None = None
+    while (message := receive(channel)) is not None:
+        job, descriptors = message
+        if "abandon" in job:
+            continue
+        if descriptors:
+            buffer = mmap.mmap(descriptors[0], job["capacity"])
+            os.close(descriptors[0])
+        answer = _serve(job, buffer, channel)
+        with contextlib.suppress(OSError):
+            send(channel, answer)
+
+
+def _serve(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> dict[str, Any]:
+    try:
+        _write_shard(job, buffer, channel)
+        if job["rank"] == 0:
+            return _commit(job, channel)
+        return {"ok": True}
+    except _Abandoned:
+        return {"error": ABANDONED}
+    except OSError as e:
+        name = errno.errorcode.get(e.errno or 0, "OSError")
+        where = e.filename or job["temporary"]
+        return {"error": f"{where}: {name} ({e.strerror}) while writing {job['num_bytes']:,} bytes"}
+    except Exception as e:
+        return {"error": f"{job['temporary']}: {type(e).__name__}: {e}"}
+
+
+def _check_parent(channel: socket.socket) -> None:
+    """Stop when the training process is gone or has given this save up."""
+    if select.select([channel], [], [], 0)[0]:
+        message = receive(channel)
+        if message is None:
+            os._exit(1)
+        raise _Abandoned
+
+
+def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> None:
+    """Write `rank_NNNNN.safetensors` from the snapshot, then, as a sign that it is whole, `rank_NNNNN.json`."""
+    temporary = Path(job["temporary"])
+    stem = f"rank_{job['rank']:05d}"
+    keys = [box_key(b["kind"], b["name"], b["offset"]) for b in job["boxes"]]
+    header, entries = make_header((k, b["dtype"], tuple(b["shape"])) for k, b in zip(keys, job["boxes"]))
+    data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
+    path = temporary / f"{stem}.safetensors"
+    try:
+        size, crcs = write_file(path, [header, data], lambda: _check_parent(channel))
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+    finally:
+        data.release()
+    fragment = {
+        "save_id": job["save_id"],
+        "file": {"name": path.name, "size": size, "header": len(header), "crc32": crcs},
+        "boxes": [{**b, "begin": entries[k].begin} for k, b in zip(keys, job["boxes"])],
+    }
+    write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
+    os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")
+    sync_folder(temporary)
+
+
+def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
+    """Wait for every rank's fragment, then commit, point `latest` at the result, and prune."""
+    root, temporary = Path(job["root"]), Path(job["temporary"])
+    fragments: list[dict[str, Any]] = []
+    while len(fragments) < job["world"]:
+        path = temporary / f"rank_{len(fragments):05d}.json"
+        fragment = folder.read_fragment(path)
+        if fragment is None:
+            _check_parent(channel)
+            time.sleep(0.01)
+            continue
+        if fragment["save_id"] != job["save_id"]:
+            raise RuntimeError(f"{path} belongs to another save: two jobs write here")
+        fragments.append(fragment)
+    manifest = _assemble(job["manifest"], fragments)
+    for rank in range(job["world"]):
+        (temporary / f"rank_{rank:05d}.json").unlink()
+    moved = folder.commit(root, temporary, job["name"], manifest, job["aside"])
+    deleted: list[str] = []
+    if job["full"]:
+        folder.point_latest(root, job["name"])
+        deleted = folder.prune(root, job["keep_last"], job["keep"])
+    return {"ok": True, "moved": moved, "deleted": deleted}
+
+
+def _assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
+    files: list[FileEntry] = []
+    found: dict[tuple[str, str, str, tuple[int, ...]], list[Box]] = {}
+    for number, fragment in enumerate(fragments):
+        f = fragment["file"]
+        files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"])))
+        for b in fragment["boxes"]:
+            box = Box(number, b["begin"], tuple(b["offset"]), tuple(b["shape"]))
+            found.setdefault((b["kind"], b["name"], b["dtype"], tuple(b["global_shape"])), []).append(box)
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for (kind, name, dtype, shape), boxes in found.items():
+        tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(boxes))
+    return Manifest(head["run_id"], head["step"], head["topology"], head["meta"], tuple(files), tensors)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
