@@ -1,0 +1,242 @@
+"""Machine code of every kernel, judged without a GPU: `python benchmarks/aot.py [--cuda-library FILE] [--json FILE]`.
+
+Compiles every Triton kernel ahead of time for sm_80, sm_90 and sm_100 (and reads the CUDA kernels out of a built
+library), disassembles, and holds each to the table below: no spills (local loads or stores), 128-bit global loads where
+promised, registers under a cap. Exit 1 with a line per breach. Needs the triton wheel: its cuobjdump and nvdisasm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ARCHS = (80, 90, 100)
+
+
+@dataclass(frozen=True)
+class Code:
+    """What one kernel compiled to for one architecture; loads are counted in instructions."""
+
+    kernel: str
+    arch: int
+    registers: int
+    spills: int
+    wide_loads: int
+    all_loads: int
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a kernel promises: registers at most, global loads of 128 bits at least, narrower loads at most."""
+
+    registers: int
+    wide_loads: int
+    narrow_loads: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Triton kernel as it is launched: its constexprs and warps, and what it promises."""
+
+    name: str
+    kernel: Any
+    constants: Mapping[str, Any]
+    num_warps: int
+    limit: Limit
+
+
+# Argument types of the kernels by name; other pointers are bf16, other arguments i32.
+TYPES = {"target_ptr": "*i64"}
+TYPES |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr", "cos_ptr", "sin_ptr", "flat_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("stats_ptr", "lse_ptr", "scale_ptr", "partial_ptr", "multiplier_ptr", "param_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("exp_avg_ptr", "exp_avg_sq_ptr"), "*fp32")
+TYPES |= dict.fromkeys(("eps", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"), "fp32")
+TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
+
+
+def triton_cases() -> list[Case]:
+    """Every Triton kernel in the shapes of a Llama-8B bf16 step."""
+    from megalite.ops.triton_kernels import activation, cross_entropy, flat, norm, rope
+    from megalite.ops.triton_kernels.support import row_launch
+
+    block, warps = row_launch(4096)
+    cases = []
+    for name, rms, forward, backward in (
+        ("add_rmsnorm", True, Limit(48, 6), Limit(96, 8, 1)),
+        ("add_layernorm", False, Limit(48, 8), Limit(128, 8, 2)),
+    ):
+        constants = {"RMS": rms, "RESIDUAL": True, "BLOCK": block}
+        cases.append(Case(name, norm.norm_forward_kernel, constants, warps, forward))
+        cases.append(Case(f"{name}_backward", norm.norm_backward_kernel, constants, warps, backward))
+    rotary = {"INVERSE": False, "COPY_REST": False, "BLOCK_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_REST": 1}
+    cases.append(Case("rope", rope.rope_kernel, rotary, 4, Limit(64, 8)))
+    for kind, label in ((0, "silu"), (1, "gelu"), (2, "gelu_tanh")):
+        constants = {"KIND": kind, "BLOCK": 1024}
+        cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, constants, 4, Limit(40, 2)))
+        cases.append(Case(f"glu_{label}_backward", activation.glu_backward_kernel, constants, 4, Limit(48, 3)))
+        constants = {"BIAS": True, **constants}
+        cases.append(Case(f"bias_{label}", activation.bias_gelu_forward_kernel, constants, 4, Limit(40, 2)))
+        cases.append(Case(f"bias_{label}_backward", activation.bias_gelu_backward_kernel, constants, 4, Limit(56, 3)))
+    adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
+    return [
+        *cases,
+        Case("ce_stats", cross_entropy.stats_kernel, {"BLOCK": 4096}, 8, Limit(48, 2, 2)),
+        Case("ce_grad", cross_entropy.grad_kernel, {"BLOCK": 2048}, 8, Limit(32, 1, 3)),
+        Case("adamw_triton", flat.adamw_kernel, adamw, 4, Limit(56, 7, 1)),
+        Case("sum_squares_triton", flat.sum_squares_kernel, {"BLOCK": 4096}, 8, Limit(48, 4)),
+    ]
+
+
+# Kernels of the CUDA library by a pattern of their demangled names; the first match counts. A kernel that takes its
+# operands one element at a time (kVec = 1: unaligned buffers) promises no wide loads.
+CUDA_LIMITS: tuple[tuple[str, Limit], ...] = (
+    (r"adamw_kernel<.*, 1>", Limit(40, 0, 99)),
+    (r"adamw_kernel<float, .*, 4>", Limit(56, 4, 99)),
+    (r"adamw_kernel<.*, 8>", Limit(72, 7, 99)),
+    (r"direction_kernel<.*, 1>", Limit(40, 0, 99)),
+    (r"direction_kernel<float, 4>", Limit(56, 4, 99)),
+    (r"direction_kernel<.*, 8>", Limit(72, 7, 99)),
+    (r"apply_kernel<.*, 1>", Limit(48, 0, 99)),
+    (r"apply_kernel<.*, 4>", Limit(56, 2, 99)),
+    (r"sum_squares_kernel<.*, 1>", Limit(48, 0, 99)),
+    (r"sum_squares_kernel<", Limit(64, 2, 99)),
+    (r"finish_kernel", Limit(48, 0, 99)),
+)
+
+
+def nvidia_tool(name: str) -> str:
+    """Path of a tool that comes in the Triton wheel."""
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def disassemble(binary: Path) -> Iterator[tuple[int, str, int, list[str]]]:
+    """(architecture, mangled kernel name, registers, opcodes) of every kernel in a cubin or a shared library."""
+    tool = nvidia_tool("cuobjdump")
+    usage = subprocess.run([tool, "-res-usage", str(binary)], check=True, capture_output=True, text=True).stdout
+    sass = subprocess.run([tool, "-sass", str(binary)], check=True, capture_output=True, text=True).stdout
+    registers: dict[tuple[int, str], int] = {}
+    arch = 0
+    function = ""
+    for line in usage.splitlines():
+        if found := re.search(r"arch = sm_(\d+)", line):
+            arch = int(found[1])
+        elif found := re.search(r"Function (\S+):", line):
+            function = found[1]
+        elif found := re.search(r"REG:(\d+)", line):
+            registers[arch, function] = int(found[1])
+    codes: dict[tuple[int, str], list[str]] = {}
+    elf_arch = 0
+    for line in sass.splitlines():
+        if found := re.search(r"arch = sm_(\d+)", line):
+            elf_arch = int(found[1])
+        elif found := re.search(r"Function : (\S+)", line):
+            codes[elf_arch, found[1]] = []
+            opcodes = codes[elf_arch, found[1]]
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.a-z]*)", line):
+            opcodes.append(found[1])
+    for (sm, name), ops in codes.items():
+        # A bare cubin's usage listing names no architecture.
+        count = registers.get((sm, name), registers.get((0, name)))
+        if count is None:
+            raise RuntimeError(f"no register count for {name} on sm_{sm} in {binary}")
+        yield sm, name, count, ops
+
+
+def to_code(name: str, arch: int, registers: int, opcodes: list[str]) -> Code:
+    loads = [op for op in opcodes if op.startswith("LDG")]
+    wide = [op for op in loads if ".128" in op or ".256" in op]
+    spills = [op for op in opcodes if op.startswith(("LDL", "STL"))]
+    return Code(name, arch, registers, len(spills), len(wide), len(loads))
+
+
+def compile_triton(case: Case, arch: int) -> Code:
+    """Compile one case for one architecture with every pointer and size divisible by 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {}
+    for name in case.kernel.arg_names:
+        if name in case.constants:
+            signature[name] = "constexpr"
+        else:
+            signature[name] = TYPES.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, kind in enumerate(signature.values())
+        if kind == "i32" or kind.startswith("*")
+    }
+    source = ASTSource(case.kernel, signature, dict(case.constants), divisible)
+    options = {"num_warps": case.num_warps, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        (_, _, registers, opcodes) = next(disassemble(cubin))
+    return to_code(case.name, arch, registers, opcodes)
+
+
+def read_cuda(library: Path) -> list[tuple[Code, Limit]]:
+    """Every kernel of a CUDA library with its limit; a kernel that the table does not know is an error."""
+    found = list(disassemble(library))
+    mangled = "\n".join(name for _, name, _, _ in found)
+    names = subprocess.run(["c++filt"], input=mangled, check=True, capture_output=True, text=True).stdout.splitlines()
+    judged = []
+    for (arch, _, registers, opcodes), name in zip(found, names):
+        short = name.replace("megalite::(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
+        limits = [limit for pattern, limit in CUDA_LIMITS if re.search(pattern, short)]
+        if not limits:
+            raise RuntimeError(f"{short} has no line in CUDA_LIMITS")
+        judged.append((to_code(short, arch, registers, opcodes), limits[0]))
+    return judged
+
+
+def breaches(code: Code, limit: Limit) -> list[str]:
+    """One line per broken promise."""
+    where = f"{code.kernel} sm_{code.arch}"
+    narrow = code.all_loads - code.wide_loads
+    rules: tuple[tuple[bool, Callable[[], str]], ...] = (
+        (code.spills == 0, lambda: f"{code.spills} spill instructions"),
+        (code.registers <= limit.registers, lambda: f"{code.registers} registers, cap {limit.registers}"),
+        (code.wide_loads >= limit.wide_loads, lambda: f"{code.wide_loads} 128-bit loads, promised {limit.wide_loads}"),
+        (narrow <= limit.narrow_loads, lambda: f"{narrow} loads below 128 bits, allowed {limit.narrow_loads}"),
+    )
+    return [f"{where}: {message()}" for kept, message in rules if not kept]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cuda-library", type=Path, help="a built _native_cuda.so to judge as well")
+    parser.add_argument("--json", type=Path, help="write the table there")
+    parser.add_argument("--only", default="", help="only Triton kernels whose name contains this")
+    args = parser.parse_args()
+    judged = [(compile_triton(c, a), c.limit) for c in triton_cases() if args.only in c.name for a in ARCHS]
+    if args.cuda_library:
+        judged += read_cuda(args.cuda_library)
+    print(f"{'kernel':44} {'arch':>6} {'regs':>5} {'cap':>4} {'spills':>6} {'128-bit':>7} {'loads':>5}")
+    for code, limit in judged:
+        print(
+            f"{code.kernel:44.44} {f'sm_{code.arch}':>6} {code.registers:5} {limit.registers:4} "
+            f"{code.spills:6} {code.wide_loads:7} {code.all_loads:5}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(code) for code, _ in judged], indent=1))
+    broken = [line for code, limit in judged for line in breaches(code, limit)]
+    for line in broken:
+        print(f"error: {line}", file=sys.stderr)
+    print(f"{len(judged)} kernels, {len(broken)} broken promises")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""One tiny Llama in plain torch, Hugging Face transformers, DDP, DTensor, torch.distributed.pipelining and megalite.
+
+All peers of a layout live in the same processes and take turns, a step each, in an order that rotates: whatever else
+the machine does falls on all of them alike. Every step is timed from a barrier to the slowest rank's end, with what
+megalite would overlap with its next step included. Ratios are of each round's two neighbours, then their median.
+
+    python benchmarks/peers.py --rounds 15 --json peers.json --markdown peers.md
+
+One thread and one core per process when there are several (ranks share cores in turn where there are fewer), all cores
+when there is one. Losses are printed: peers of a layout that
+do the same work print the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import queue
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import UserError, run_tool
+
+NAMES = ("single", "dp2", "tp2", "pp2", "pp2 vp2", "tp2 pp2")
+
+
+def _worker(
+    rank: int, rank_core: int | None, store: str, layout: str, rounds: int, warmup: int, results: mp.Queue[Any]
+) -> None:
+    """One rank: builds every peer of the layout, then takes turns."""
+    if rank_core is not None:
+        # Before any thread starts: left alone, the kernel may put two ranks on one core and leave the other idle.
+        os.sched_setaffinity(0, {rank_core})
+    sys.path.insert(0, str(Path(__file__).parent))
+    import numpy as np
+    import peer_models
+    import torch
+    import torch.distributed as dist
+
+    (world, tp, pp, vp), peers = peer_models.LAYOUTS[layout]
+    torch.set_num_threads(1 if world > 1 else len(os.sched_getaffinity(0)))
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    steps = {name: make(tp, pp, vp) for name, make in peers.items()}
+    names = list(steps)
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    draws = np.random.default_rng(0)
+    dp = world // (tp * pp)
+    shape = (peer_models.GLOBAL_BATCH, peer_models.SEQ + 1)
+    for turn in range(warmup + rounds):
+        # Skewed, so that there is something to learn.
+        batch = (draws.random(shape) ** 3 * peer_models.VOCAB).astype(np.int64)
+        share = np.split(batch, dp)[rank if dp > 1 else 0]
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if world > 1:
+                dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            loss = steps[name](share)
+            spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
+            if world > 1:
+                dist.all_reduce(spent[:1], dist.ReduceOp.MAX)
+                dist.all_reduce(spent[1:], dist.ReduceOp.SUM)
+            rows[name].append((spent[0].item(), spent[1].item(), loss))
+    if rank == 0:
+        results.put(rows)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run_layout(layout: str, world: int, rounds: int, warmup: int) -> dict[str, list[tuple[float, float, float]]]:
+    """(wall seconds, CPU seconds of all ranks, loss) of every step of every peer, warm-up included."""
+    spawn = mp.get_context("spawn")
+    results = spawn.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        cores = sorted(os.sched_getaffinity(0))
+        workers = []
+        for rank in range(world):
+            core = cores[rank % len(cores)] if world > 1 else None
+            arguments = (rank, core, store, layout, rounds, warmup, results)
+            workers.append(spawn.Process(target=_worker, args=arguments))
+        for worker in workers:
+            worker.start()
+        try:
+            while True:
+                try:
+                    rows = results.get(timeout=1.0)
+                    break
+                except queue.Empty:
+                    if any(worker.exitcode for worker in workers):
+                        raise RuntimeError(f"{layout}: a worker failed; its traceback is above") from None
+            for worker in workers:
+                worker.join()
+        finally:
+            for worker in workers:
+                worker.kill()
+    return rows
+
+
+def summarise(rows: dict[str, list[tuple[float, float, float]]], warmup: int, tokens: int) -> list[dict[str, Any]]:
+    """Medians, spread and ratios to megalite of every peer. A ratio above 1: megalite is ahead."""
+    ours = rows["megalite"][warmup:]
+    out = []
+    for name, steps in rows.items():
+        measured = steps[warmup:]
+        wall, cpu = [s[0] for s in measured], [s[1] for s in measured]
+        quarters = statistics.quantiles(wall, n=4)
+        out.append(
+            {
+                "peer": name,
+                "wall_s": statistics.median(wall),
+                "wall_quartiles_s": [quarters[0], quarters[2]],
+                "cpu_s": statistics.median(cpu),
+                "tokens_per_s": tokens / statistics.median(wall),
+                "wall_ratio": statistics.median(a[0] / b[0] for a, b in zip(measured, ours)),
+                "cpu_ratio": statistics.median(a[1] / b[1] for a, b in zip(measured, ours)),
+                "first_losses": [s[2] for s in steps[:3]],
+                "last_loss": steps[-1][2],
+            }
+        )
+    return out
+
+
+def machine() -> dict[str, Any]:
+    import torch
+    import transformers
+
+    import megalite
+
+    cpus = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":")[1].strip() for line in cpus.splitlines() if "model name" in line]
+    return {
+        "cpu": names[0] if names else "unknown",
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "megalite": megalite.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    lines = [
+        "| layout | peer | step, ms (quartiles) | CPU, ms | tokens/s | time / megalite's | CPU / megalite's "
+        "| loss of step 1, 3, last |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for layout, rows in report["layouts"].items():
+        for row in rows:
+            low, high = row["wall_quartiles_s"]
+            losses = ", ".join(f"{x:.6f}" for x in (row["first_losses"][0], row["first_losses"][-1], row["last_loss"]))
+            lines.append(
+                f"| {layout} | {row['peer']} | {row['wall_s'] * 1e3:.0f} ({low * 1e3:.0f} to {high * 1e3:.0f}) "
+                f"| {row['cpu_s'] * 1e3:.0f} | {row['tokens_per_s']:,.0f} | {row['wall_ratio']:.2f} "
+                f"| {row['cpu_ratio']:.2f} | {losses} |"
+            )
+    m = report["machine"]
+    lines += [
+        "",
+        f"{m['date']}, {m['cores']} cores of {m['cpu']}, load average {m['load_average']:.1f} at the start, torch "
+        f"{m['torch']}, transformers {m['transformers']}, megalite {m['megalite']}; medians of {report['rounds']} "
+        "rounds.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--layouts", nargs="+", default=list(NAMES), choices=NAMES, metavar="NAME", help=", ".join(NAMES)
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="measured steps of every peer (15)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of every peer before that (3)")
+    parser.add_argument("--json", type=Path, metavar="F", help="also write all figures to F")
+    parser.add_argument("--markdown", type=Path, metavar="F", help="also write the table to F")
+    args = parser.parse_args()
+    if args.rounds < 2 or args.warmup < 0:
+        raise UserError(f"--rounds {args.rounds} --warmup {args.warmup}", "needs 2 rounds or more", "leave them out")
+    worlds = dict(zip(NAMES, (1, 2, 2, 2, 2, 4)))
+    report: dict[str, Any] = {"machine": machine(), "rounds": args.rounds, "layouts": {}}
+    tokens = 16 * 128
+    for layout in args.layouts:
+        rows = run_layout(layout, worlds[layout], args.rounds, args.warmup)
+        report["layouts"][layout] = summarise(rows, args.warmup, tokens)
+        # Told as it comes: a run takes minutes.
+        print("\n".join(markdown({**report, "layouts": {layout: report["layouts"][layout]}}).splitlines()[2:-2]))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    if args.markdown:
+        args.markdown.write_text(markdown(report) + "\n")
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,239 @@
+"""`torchrun … tools/cluster_check.py --tp 2 --pp 2`: is this cluster fit for a run, and if not, where is it broken?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.diagnose import host, links
+from megalite.diagnose.burn import burn
+from megalite.diagnose.host import HostFacts
+from megalite.diagnose.stuck import StuckWatch
+from megalite.diagnose.verdict import Problem, RankReport, groups_of, judge, unequal_versions
+from megalite.dist.collectives import gather_texts
+from megalite.dist.context import Axis, ParallelContext, init_process_group, pick_device, shutdown, world_size
+from megalite.dist.topology import Topology
+from megalite.errors import UserError
+from megalite.log import env_rank
+
+_MEASURED = ("tp", "pp", "dp", "model", "world")
+_STEERING = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
+_LOADING_S = 60.0
+# Rows of the table of ranks.
+_SHOWN = 16
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        description="Check the ranks that torchrun started: versions, sums and messages on every axis, bandwidth, "
+        "speed, clocks, the shared run directory. Exit 0: all is well; 1: something is wrong, and the table says "
+        "where.",
+        epilog="torchrun --nproc-per-node 8 tools/cluster_check.py --tp 2 --pp 2 --run-dir runs/big --json check.json",
+    )
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the run to come (default 1)")
+    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1); dp is what is left")
+    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    p.add_argument("--run-dir", type=Path, help="also check that all ranks share this folder")
+    p.add_argument("--size-mb", type=float, help="megabytes of a large message (default: 256 on GPUs, 4 on CPUs)")
+    p.add_argument("--slow-factor", type=float, help="times slower than the others' median that is a problem "
+                   "(default: 1.3 on GPUs, 5 on CPUs)")  # fmt: skip
+    p.add_argument("--burn", type=float, nargs="?", const=10.0, default=0.0, metavar="SECONDS",
+                   help="also multiply matrices on every GPU and compare all results (10 s unless told)")  # fmt: skip
+    p.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
+                   help="a check that takes longer is stuck: name who is at fault and leave (default 60)")  # fmt: skip
+    p.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    return p
+
+
+def main(environment: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
+    """Run the checks on this rank; rank 0 tells. The same exit code on every rank.
+
+    Args:
+        environment: the process's: torchrun's LOCAL_WORLD_SIZE, and what steers communication.
+        argv: command line; default: the process's.
+    """
+    args = _parser().parse_args(argv)
+    for flag in ("size_mb", "slow_factor", "timeout"):
+        value = getattr(args, flag)
+        if value is not None and value <= 0:
+            raise UserError(f"--{flag.replace('_', '-')} {value:g}", "must be above 0", "give a larger one")
+    topology = Topology(world_size(), args.tp, args.pp)
+    device = pick_device(args.device, args.tp)
+    watch = StuckWatch(env_rank(), socket.gethostname(), args.timeout)
+    # Some ranks may still be loading torch.
+    with watch.stage("rendezvous of all ranks", grace=_LOADING_S):
+        init_process_group(device)
+        watch.join(topology.world)
+    try:
+        return _check(args, topology, device, watch, environment)
+    finally:
+        shutdown()
+
+
+def _check(
+    args: argparse.Namespace,
+    topology: Topology,
+    device: torch.device,
+    watch: StuckWatch,
+    environment: Mapping[str, str],
+) -> int:
+    world = _world_axis(topology.world)
+    with watch.stage("comparison of versions"):
+        facts = _own_facts(device, environment)
+        hosts = [RankReport.from_json(t).facts for t in gather_texts(RankReport(facts).to_json(), world, device)]
+    # Ranks of different code need not even take the same steps from here on.
+    problems = unequal_versions(hosts)
+    if problems:
+        return _tell(args, topology, [RankReport(f) for f in hosts], problems)
+    with watch.stage("creation of all process groups"):
+        ctx = ParallelContext.create(topology, device)
+    report = _measure(args, ctx, facts, watch)
+    with watch.stage("collection of results"):
+        reports = [RankReport.from_json(text) for text in gather_texts(report.to_json(), world, device)]
+    return _tell(args, topology, reports, judge(reports, args.slow_factor))
+
+
+def _world_axis(size: int) -> Axis:
+    return Axis("world", size, dist.get_rank(), tuple(range(size)), dist.group.WORLD) if size > 1 else Axis("world")
+
+
+def _own_facts(device: torch.device, environment: Mapping[str, str]) -> HostFacts:
+    local_world = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    return host.host_facts(device, local_world, {k: v for k, v in environment.items() if k.startswith(_STEERING)})
+
+
+def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: HostFacts, watch: StuckWatch) -> RankReport:
+    device, on_gpu = ctx.device, ctx.device.type == "cuda"
+    size = int((args.size_mb or (256 if on_gpu else 4)) * 1e6)
+    axes = []
+    for name in _MEASURED:
+        axis: Axis = getattr(ctx, name)
+        with watch.stage(f"all-reduce over {name}, ranks {', '.join(map(str, axis.ranks))}"):
+            links.meet(ctx.world, device)
+            if axis.size > 1:
+                axes.append(links.check_axis(axis, device, size))
+    with watch.stage(f"messages along the pipeline of ranks {', '.join(map(str, ctx.pp.ranks))}"):
+        messages = links.check_pipeline(ctx, size)
+    with watch.stage("matrix product"):
+        links.meet(ctx.world, device)
+        compute = links.compute_time(device)
+        links.meet(ctx.world, device)
+    with watch.stage("comparison of clocks"):
+        clock = links.clock_offset(ctx.world, device)
+    unseen, cannot_write = None, ""
+    if args.run_dir is not None:
+        with watch.stage("shared run directory"):
+            unseen, cannot_write = links.unseen_files(args.run_dir, ctx.world, device)
+    heat = None
+    if args.burn and on_gpu:
+        with watch.stage("burn", grace=args.burn):
+            heat = burn(device, args.burn)
+    return RankReport(
+        facts,
+        tuple(axes),
+        tuple(messages),
+        compute,
+        clock,
+        None if unseen is None else tuple(unseen),
+        cannot_write,
+        heat,
+    )
+
+
+def _tell(args: argparse.Namespace, topology: Topology, reports: list[RankReport], problems: list[Problem]) -> int:
+    if env_rank() == 0:
+        skipped = "burn: left out, there is no GPU to burn (device cpu)" if args.burn and not reports[0].burn else ""
+        hardware = host.describe_topology()
+        print(table(topology, reports, problems, skipped, hardware), flush=True)
+        if args.json is not None:
+            found = as_json(topology, reports, problems, hardware)
+            try:
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
+            except OSError as e:
+                print(f"--json {args.json} cannot be written ({e.strerror})", file=sys.stderr)
+                return 1
+    return 1 if problems else 0
+
+
+def as_json(
+    topology: Topology, reports: Sequence[RankReport], problems: Sequence[Problem], hardware: str
+) -> dict[str, Any]:
+    """Everything measured."""
+    return {
+        "ok": not problems,
+        "problems": [dataclasses.asdict(p) for p in problems],
+        "layout": {"world": topology.world, "dp": topology.dp, "pp": topology.pp, "tp": topology.tp},
+        "groups": [dataclasses.asdict(g) for g in groups_of(reports)],
+        "ranks": [dataclasses.asdict(r) for r in reports],
+        "topology": hardware,
+    }
+
+
+def table(
+    topology: Topology, reports: Sequence[RankReport], problems: Sequence[Problem], skipped: str, hardware: str
+) -> str:
+    """The page that a person reads."""
+    t, facts = topology, [r.facts for r in reports]
+    hosts = list(dict.fromkeys(f.host for f in facts))
+    versions = ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
+    lines = [
+        f"{t.world} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}: dp {t.dp} x pp {t.pp} x tp {t.tp}",
+        f"rank 0: {facts[0].device[0]} ({facts[0].device[1]}); {versions}",
+    ]
+    different = {k for f in facts for k in f.variables if {g.variables.get(k) for g in facts} != {f.variables[k]}}
+    if different - {"CUDA_VISIBLE_DEVICES"}:
+        lines.append(f"not the same on all ranks: {', '.join(sorted(different - {'CUDA_VISIBLE_DEVICES'}))}")
+    if any(r.compute_s for r in reports):
+        lines += ["", *_axis_rows(reports), "", *_rank_rows(reports)]
+    if reports[0].unseen is not None and not any(p.check == "run dir" for p in problems):
+        lines.append("run directory: seen by all ranks")
+    lines += [skipped] * bool(skipped)
+    lines += ["", f"host of rank 0, {hosts[0]}:", hardware, ""]
+    for p in problems:
+        ranks = f"rank{'s' * (len(p.ranks) > 1)} {', '.join(map(str, p.ranks))}"
+        lines.append(f"PROBLEM {p.check}: {ranks} on {', '.join(p.hosts)}: {p.text}")
+    return "\n".join([*lines, "all is well" if not problems else f"problems: {len(problems)}"])
+
+
+def _axis_rows(reports: Sequence[RankReport]) -> list[str]:
+    head = f"{'axis':<9}{'groups':>7}{'ranks each':>12}{'hosts':>7}{'sums':>8}{'latency':>12}{'bandwidth':>13}"
+    rows = [f"{head}{'should give':>13}   (worst group)"]
+    groups = groups_of(reports)
+    for axis in dict.fromkeys(g.axis for g in groups):
+        own = [g for g in groups if g.axis == axis]
+        worst = min(own, key=lambda g: g.bandwidth_bps)
+        expected = f"{worst.expected_bps / 1e9:.4g} GB/s" if worst.expected_bps else "?"
+        right = "wrong" if any(g.wrong for g in own) else "right"
+        rows.append(
+            f"{axis:<9}{len(own):>7}{len(worst.ranks):>12}{len(worst.hosts):>7}{right:>8}"
+            f"{max(g.latency_s for g in own) * 1e6:>9.0f} us{worst.bandwidth_bps / 1e9:>8.2f} GB/s{expected:>13}"
+        )
+    messages = [link for r in reports for link in r.links]
+    for name in dict.fromkeys(link.group for link in messages):
+        own_links = [link for link in messages if link.group == name]
+        lowest = min(link.bandwidth_bps for link in own_links)
+        right = "right" if all(link.right for link in own_links) else "wrong"
+        label = f"p2p {'down' if name == 'pp' else 'up'}"
+        rows.append(f"{label:<9}{len(own_links):>7}{2:>12}{'':>7}{right:>8}{'':>12}{lowest / 1e9:>8.2f} GB/s")
+    return rows
+
+
+def _rank_rows(reports: Sequence[RankReport]) -> list[str]:
+    slowest = sorted(range(len(reports)), key=lambda r: -reports[r].compute_s)[:_SHOWN]
+    note = f"   (the {_SHOWN} slowest of {len(reports)})" if len(reports) > _SHOWN else ""
+    rows = [f"{'rank':<6}{'host':<24}{'matrix product':>15}{'clock':>12}{'burn':>24}{note}"]
+    for rank in sorted(slowest):
+        r = reports[rank]
+        heat = f"{r.burn.tflops:.0f} TFLOP/s, {r.burn.wrong} wrong" if r.burn else "-"
+        clock = f"{r.clock_s * 1e3:+.1f} ms"
+        rows.append(f"{rank:<6}{r.facts.host:<24}{r.compute_s * 1e3:>12.3f} ms{clock:>12}{heat:>24}")
+    return rows

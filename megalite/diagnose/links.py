@@ -1,0 +1,196 @@
+"""Right sums and messages, latency and bandwidth on every axis: each rank measures, verdict.py judges."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+
+from megalite.dist import collectives
+from megalite.dist.collectives import gather_texts
+from megalite.dist.context import Axis, ParallelContext
+from megalite.pipeline.p2p import Channel
+
+_CLOCK_ROUNDS = 7
+_VISIBLE_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class AxisReading:
+    """One rank's view of one axis.
+
+    Attributes:
+        axis: name of the axis.
+        ranks: global ranks of the group.
+        wrong: global ranks whose share of the sum came out wrong here.
+        latency_s: median time of an all-reduce of 4 bytes.
+        bandwidth_bps: bus bandwidth, 2 (n - 1) / n x bytes / best time.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    wrong: tuple[int, ...]
+    latency_s: float
+    bandwidth_bps: float
+
+
+@dataclass(frozen=True)
+class LinkReading:
+    """Messages from one pipeline rank to another, as the receiver saw them.
+
+    Attributes:
+        group: "pp" (activations) or "pp_grad" (gradients).
+        sender, receiver: global ranks.
+        right: what arrived is what was sent.
+        bandwidth_bps: bytes / best time.
+    """
+
+    group: str
+    sender: int
+    receiver: int
+    right: bool
+    bandwidth_bps: float
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def meet(axis: Axis, device: torch.device) -> None:
+    """Return when every rank of the axis has come here."""
+    meeting = torch.zeros(1, device=device)
+    collectives.all_reduce(meeting, axis).wait()
+    meeting.item()
+
+
+def check_axis(axis: Axis, device: torch.device, size: int) -> AxisReading:
+    """Sum, latency and bandwidth of one axis of two ranks or more.
+
+    Every rank contributes a block of its own, zeros elsewhere: a wrong block names the rank it came from.
+
+    Args:
+        size: bytes of the large all-reduce.
+    """
+    block = max(1, size // 4 // axis.size)
+    x = torch.zeros(axis.size, block, device=device)
+    x[axis.rank] = _pattern(axis.ranks[axis.rank], block, device)
+    collectives.all_reduce(x, axis).wait()
+    wrong = tuple(r for i, r in enumerate(axis.ranks) if not torch.equal(x[i], _pattern(r, block, device)))
+    small = torch.zeros(1, device=device)
+    latencies = _times(lambda: collectives.all_reduce(small, axis).wait(), device, 20)
+    x.zero_()
+    best = min(_times(lambda: collectives.all_reduce(x, axis).wait(), device, 5))
+    bandwidth = 2 * (axis.size - 1) / axis.size * x.nbytes / best
+    return AxisReading(axis.name, axis.ranks, wrong, median(latencies), bandwidth)
+
+
+def _pattern(rank: int, length: int, device: torch.device) -> torch.Tensor:
+    """Whole numbers below 2^11: their sums are exact in fp32."""
+    return (torch.arange(length, device=device) * (rank + 3) % 1999 + 1).float()
+
+
+def _times(act: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    act()
+    synchronize(device)
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        act()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def check_pipeline(ctx: ParallelContext, size: int) -> list[LinkReading]:
+    """Messages over every boundary of the pipeline: activations downstream, gradients upstream; [] when pp is 1.
+
+    The last rank and the first are neighbours too, as they are with interleaved schedules.
+    """
+    n, here = ctx.pp.size, ctx.pp.rank
+    readings = []
+    for axis, hop in ((ctx.pp, 1), (ctx.pp_grad, -1)):
+        for first in range(n if n > 1 else 0):
+            meet(ctx.pp, ctx.device)
+            sender, receiver = first, (first + hop) % n
+            channel = Channel(axis, (max(1, size // 4),), torch.float32, ctx.device)
+            if here == sender:
+                for _ in range(4):
+                    channel.send(_pattern(ctx.rank, size // 4, ctx.device), receiver).wait()
+                synchronize(ctx.device)
+            elif here == receiver:
+                readings.append(_receive(channel, axis, sender))
+    return readings
+
+
+def _receive(channel: Channel, axis: Axis, sender: int) -> LinkReading:
+    times, right = [], True
+    source = axis.ranks[sender]
+    expected = _pattern(source, channel.shape[0], channel.device)
+    for _ in range(4):
+        started = time.perf_counter()
+        buffer, work = channel.receive(sender)
+        work.wait()
+        synchronize(channel.device)
+        times.append(time.perf_counter() - started)
+        right = right and torch.equal(buffer, expected)
+    return LinkReading(axis.name, source, axis.ranks[axis.rank], right, buffer.nbytes / min(times[1:]))
+
+
+def compute_time(device: torch.device) -> float:
+    """Mean time of the same ten matrix products on every rank, seconds: a slow, throttled or crowded one stands out.
+
+    The mean, not the best: a rank that is held up now and then is slow too.
+    """
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a = torch.ones(size, size, dtype=dtype, device=device)
+    return mean(_times(lambda: torch.mm(a, a), device, 10))
+
+
+def clock_offset(world: Axis, device: torch.device) -> float:
+    """This rank's clock minus rank 0's, seconds; true to the time in which ranks leave an all-reduce together."""
+    offsets = []
+    for _ in range(_CLOCK_ROUNDS):
+        meet(world, device)
+        now = torch.tensor([time.time()], dtype=torch.float64, device=device)
+        all_nows = torch.empty(world.size, dtype=torch.float64, device=device)
+        collectives.all_gather(all_nows, now, world).wait()
+        offsets.append(float(all_nows[world.rank] - all_nows[0]))
+    return median(offsets)
+
+
+def unseen_files(run_dir: Path, world: Axis, device: torch.device) -> tuple[list[int], str]:
+    """Write a file a rank into the run directory and look for those of all ranks.
+
+    Returns:
+        (ranks whose file this rank does not see, why this rank could not write its own).
+    """
+    token = gather_texts(secrets.token_hex(8), world, device)[0]
+    folder = run_dir.absolute() / f".cluster_check_{token}"
+    mine, problem = folder / f"rank_{world.rank}", ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.write_text(token)
+    except OSError as e:
+        problem = f"{folder.parent}: {e.strerror}"
+    meet(world, device)
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while missing := [r for r in range(world.size) if not (folder / f"rank_{r}").exists()]:
+        # A network file system may show another host's file late.
+        if problem or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    meet(world, device)
+    mine.unlink(missing_ok=True)
+    meet(world, device)
+    # All ranks of this file system try, one of them succeeds.
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return missing, problem

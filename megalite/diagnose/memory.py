@@ -1,0 +1,223 @@
+"""Out of memory: one page with what is in it, and the cheapest flags with which the run fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megalite.config import Config
+from megalite.dist.topology import Topology
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.plan.flops import flops_per_token
+from megalite.plan.memory import RankMemory, memory_per_rank
+
+# Of what there is, and of what did not fit: the accounting is good to some 5 %, and allocators need room.
+_FILL = 0.9
+# What a process takes besides, bytes: communication buffers and work space; threads and libraries loaded late.
+_BESIDES = {"cuda": 2**30, "cpu": 128 * 2**20}
+# Rough factors of the step time, to put remedies in order.
+_SMALLER_MICRO_BATCH, _LARGER_TP = 1.03, 1.10
+_OFFERED = 3
+_RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Flags to add, with what the fullest rank then needs (bytes) and a rough factor of the step time."""
+
+    flags: tuple[str, ...]
+    total: int
+    slower: float
+
+    def __str__(self) -> str:
+        pace = f"about {self.slower - 1:.0%} slower" if self.slower >= 1.005 else "no slower"
+        return f"{' '.join(self.flags):<58}{_gib(self.total):>12}   {pace}"
+
+
+@dataclass
+class Known:
+    """What the diagnosis goes by; `cfg` may be replaced once the run is open (its vocabulary is known then).
+
+    Attributes:
+        cfg, topology, device, rank: of the run.
+        usable: bytes that a rank may take beyond what the process had at the start.
+    """
+
+    cfg: Config
+    topology: Topology
+    device: torch.device
+    rank: int
+    usable: int
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    """Whether an allocation failed, on the GPU or in the host's memory."""
+    if isinstance(e, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(e, RuntimeError) and "allocate memory" in str(e)
+
+
+@contextmanager
+def diagnosing_memory(cfg: Config, topology: Topology, device: torch.device, rank: int) -> Iterator[Known]:
+    """If what is inside runs out of memory, tell why and what helps; the error goes on its way.
+
+    The page goes to RUN_DIR/logs/out_of_memory_rank_N.txt and to the console.
+    """
+    known = Known(cfg, topology, device, rank, usable_bytes(device))
+    try:
+        yield known
+    except Exception as e:
+        if is_out_of_memory(e):
+            text = page(known, str(e).splitlines()[0] if str(e) else type(e).__name__)
+            path = Path(known.cfg.run.run_dir) / "logs" / f"out_of_memory_rank_{rank}.txt"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text + "\n")
+                text += f"\nthis page: {path}"
+            except OSError as why:
+                logger.warning(f"{path} cannot be written ({why.strerror})")
+            logger.error(text)
+        raise
+
+
+def usable_bytes(device: torch.device) -> int:
+    """What this process can still take: the GPU's free memory, or the tightest limit on the host's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    used = {key: int(status[key].split()[0]) * 1024 for key in ("VmSize", "VmData", "VmRSS")}
+    meminfo = Path("/proc/meminfo").read_text().split("MemTotal:")[1]
+    limits = [int(meminfo.split()[0]) * 1024 - used["VmRSS"]]
+    for kind, key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft - used[key])
+    group = Path("/sys/fs/cgroup/memory.max")
+    if group.exists() and group.read_text().strip() != "max":
+        limits.append(int(group.read_text()) - used["VmRSS"])
+    return max(0, min(limits))
+
+
+def page(known: Known, message: str) -> str:
+    """The diagnosis.
+
+    Args:
+        message: first line of the allocator's error.
+    """
+    cfg, t, pp_rank = known.cfg, known.topology, known.topology.coords(known.rank).pp
+    head = [
+        f"out of memory on rank {known.rank} (pp rank {pp_rank} of {t.pp}, {known.device})",
+        *textwrap.wrap(message, 110, initial_indent="  ", subsequent_indent="  "),
+        f"there were {_gib(known.usable)} when the run began",
+    ]
+    if known.device.type == "cuda":
+        peak, reserved = torch.cuda.max_memory_allocated(known.device), torch.cuda.memory_reserved(known.device)
+        head.append(f"measured: at most {_gib(peak)} in tensors, {_gib(reserved)} held by the allocator")
+    if cfg.model.vocab_size is None:
+        return "\n".join([*head, "the vocabulary was not known yet: try --dry-run with --vocab-size"])
+    ranks = memory_per_rank(cfg, t)
+    needs = max(m.total for m in ranks)
+    budget = int(_FILL * max(0, min(known.usable - _BESIDES[known.device.type], needs)))
+    found = remedies(cfg, t, budget)
+    lines = [*head, "", "what the run needs there by the planner's accounting:", *_account(ranks[pp_rank])]
+    lines += ["not counted: the allocator's slack, communication buffers, kernels' work space", ""]
+    if found:
+        lines += ["the cheapest flags that fit (what the fullest rank then needs; the pace is a rough guess):"]
+        lines += [f"  {remedy}" for remedy in found]
+    else:
+        lines += [
+            f"no layout, micro-batch or recomputation on {t.world} rank{'s' * (t.world > 1)} fits into {_gib(budget)}: "
+            "use more ranks, or a smaller model or --seq-len"
+        ]
+    return "\n".join(lines)
+
+
+def _account(memory: RankMemory) -> list[str]:
+    rows = [(f.name, getattr(memory, f.name)) for f in dataclasses.fields(memory) if f.name != "parameters"]
+    rows = [*sorted(rows, key=lambda row: -row[1]), ("total", memory.total)]
+    return [f"  {name:<14}{_gib(size):>12}{size / memory.total:>8.0%}" for name, size in rows]
+
+
+def remedies(cfg: Config, topology: Topology, budget: int) -> list[Remedy]:
+    """The cheapest changes with which every rank needs at most `budget` bytes, cheapest first; at most three.
+
+    The global batch, the model and the number of ranks stay as they are. A remedy is left out where a cheaper one
+    changes nothing else.
+    """
+    candidates = sorted(_candidates(cfg, topology), key=lambda c: (c[2], len(c[0])))
+    found: list[Remedy] = []
+    for flags, changed, slower in candidates:
+        if any(_names(r.flags) <= _names(flags) for r in found):
+            continue
+        try:
+            there = Topology(topology.world, changed.parallel.tp, changed.parallel.pp)
+            total = max(m.total for m in memory_per_rank(changed, there))
+        except UserError:
+            continue
+        if total <= budget:
+            found.append(Remedy(flags, total, slower))
+        if len(found) == _OFFERED:
+            break
+    return found
+
+
+def _names(flags: tuple[str, ...]) -> set[str]:
+    return {flag.split()[0] for flag in flags}
+
+
+def _candidates(cfg: Config, topology: Topology) -> Iterator[tuple[tuple[str, ...], Config, float]]:
+    """(flags, config, rough factor of the step time) of every change."""
+    p, t = cfg.parallel, cfg.train
+    smaller = [t.micro_batch_size >> k for k in range(t.micro_batch_size.bit_length())]
+    batches = [size for size in smaller if t.micro_batch_size % size == 0]
+    modes = _RECOMPUTE[_RECOMPUTE.index(t.recompute) :]
+    tps = [p.tp << k for k in range(topology.world.bit_length())]
+    pps = [p.pp << k for k in range(topology.world.bit_length())]
+    for tp, pp, batch, mode, zero in product(tps, pps, batches, modes, sorted({p.zero, max(1, p.zero)})):
+        if topology.world % (tp * pp):
+            continue
+        sequence = p.sequence_parallel or tp > 1
+        changes: dict[str, tuple[object, object]] = {
+            "--tp": (p.tp, tp),
+            "--pp": (p.pp, pp),
+            "--micro-batch-size": (t.micro_batch_size, batch),
+        }
+        changes |= {"--recompute": (t.recompute, mode), "--zero": (p.zero, zero)}
+        flags = tuple(f"{flag} {new}" for flag, (old, new) in changes.items() if old != new)
+        if sequence and not p.sequence_parallel:
+            flags += ("--sequence-parallel",)
+        if not flags:
+            continue
+        try:
+            changed = dataclasses.replace(
+                cfg,
+                parallel=dataclasses.replace(p, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence),
+                train=dataclasses.replace(t, micro_batch_size=batch, recompute=mode),
+            )
+            slower = _pace(changed, topology.world) / _pace(cfg, topology.world)
+        except UserError:
+            continue
+        yield flags, changed, slower
+
+
+def _pace(cfg: Config, world: int) -> float:
+    """A rough relative step time: recomputation by its FLOPs, pipeline by its bubble, the rest by rules of thumb."""
+    p, t, flops = cfg.parallel, cfg.train, flops_per_token(cfg.model)
+    again = {"none": 0.0, "selective": flops.attention / 2 / flops.causal / 3, "full": 1 / 3}[t.recompute]
+    bubble = (p.pp - 1) / (p.vp * cfg.num_microbatches(world // (p.tp * p.pp)))
+    larger = t.micro_batch_size.bit_length()
+    return (1 + again) * (1 + bubble) * _LARGER_TP ** p.tp.bit_length() / _SMALLER_MICRO_BATCH**larger
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

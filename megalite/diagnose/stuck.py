@@ -1,0 +1,92 @@
+"""A check that never comes back: say which one, and which ranks are the reason, then leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch.distributed as dist
+
+_BEAT_S = 1.0
+
+
+class StuckWatch:
+    """Ends this process when a stage takes longer than `limit` seconds.
+
+    Every rank's thread writes "stage beats" into the rendezvous store once a second. A rank that is stopped, dead or
+    cut off has no new beats; one that is stuck elsewhere is in an earlier stage.
+
+    Args:
+        rank, host: of this process.
+        limit: seconds.
+    """
+
+    def __init__(self, rank: int, host: str, limit: float) -> None:
+        self.rank, self.host, self.limit = rank, host, limit
+        self._stage, self._number, self._since = "", 0, time.monotonic()
+        self._world = 1
+        self._store: Any = None
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def join(self, world: int) -> None:
+        """The process group exists: beats go to its store from now on."""
+        if world > 1:
+            # A client of its own: the main thread may block inside the other.
+            store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
+            store.set(f"cluster_check/{self.rank}", "0 0")
+            self._world, self._store = world, store
+
+    @contextmanager
+    def stage(self, name: str, grace: float = 0.0) -> Iterator[None]:
+        """What the process does inside; it has `grace` seconds more than the limit."""
+        self._stage, self._number, self._since = name, self._number + 1, time.monotonic() + grace
+        yield
+        self._stage = ""
+
+    def _watch(self) -> None:
+        beats = 0
+        while True:
+            time.sleep(_BEAT_S)
+            beats += 1
+            if self._store is not None:
+                self._store.set(f"cluster_check/{self.rank}", f"{self._number} {beats}")
+            if self._stage and time.monotonic() - self._since > self.limit:
+                self._leave()
+
+    def _leave(self) -> None:
+        found: list[str] = []
+        reader = threading.Thread(target=lambda: found.append(self._culprits()), daemon=True)
+        reader.start()
+        reader.join(4 * _BEAT_S + 5)
+        why = found[0] if found else "the rendezvous store does not answer: is its host stopped or cut off?"
+        text = f"[rank {self.rank}, {self.host}] stuck for {self.limit:g} s in: {self._stage}; {why}"
+        print(text, file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _culprits(self) -> str:
+        store = self._store
+        if store is None:
+            return "not all ranks came to the rendezvous"
+        keys = [f"cluster_check/{r}" for r in range(self._world)]
+
+        def read() -> list[list[int]]:
+            return [[int(word) for word in store.get(key).split()] for key in keys]
+
+        before, mine = read(), [self._number, -1]
+        # The others' threads must beat meanwhile, and this one's cannot.
+        store.set(keys[self.rank], " ".join(map(str, mine)))
+        time.sleep(3 * _BEAT_S)
+        after = read()
+        others = [r for r in range(self._world) if r != self.rank]
+        silent = [r for r in others if after[r] == before[r] and after[r][1] >= 0]
+        behind = [r for r in others if 0 < after[r][0] < self._number]
+        if silent:
+            return f"no sign of life from rank {', '.join(map(str, silent))}: stopped, dead or cut off"
+        if behind:
+            return f"rank {', '.join(map(str, behind))} is in an earlier check"
+        return "all ranks are alive in it: the network between them does not pass (NCCL_SOCKET_IFNAME, firewall)"

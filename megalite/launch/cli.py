@@ -1,0 +1,213 @@
+"""`tools/launch.py`: the command line over hostfile, preflight, runner and emit."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.errors import UserError
+from megalite.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
+from megalite.launch.commands import LaunchSpec, host_command, launch_environment
+from megalite.launch.emit import BatchJob, batch_size, kubernetes_manifest, slurm_script
+from megalite.launch.hostfile import Host, check_equal_slots, filter_hosts, parse_hostfile
+from megalite.launch.preflight import PROBE_TIMEOUT_S, require_green, run_preflight, wants_cpu
+from megalite.launch.runner import Outcome, Runner
+from megalite.log import logger, setup_logging
+
+# A host whose end nobody saw has stopped by itself after this long (see agent.py).
+FENCED_AFTER_S = HEARTBEAT_TIMEOUT_S + TERM_GRACE_S + KILL_GRACE_S
+_USER_ERROR_CODE = 2
+_SSH_ONLY = (
+    "hostfile",
+    "include",
+    "exclude",
+    "master_addr",
+    "master_port",
+    "ssh_config",
+    "log_dir",
+    "preflight_timeout",
+)
+_EMIT_ONLY = ("nodes", "slots", "name", "image", "claim", "time_limit")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+
+_DESCRIPTION = """Start torchrun on every host of a hostfile over ssh and stop all of it together.
+
+  launch.py --hostfile hostfile -- pretrain_gpt.py --tp 8 --pp 4 --config recipe.yaml
+  launch.py --hostfile hostfile --include node1:0,1@node2:0,1 -- pretrain_gpt.py ...
+  launch.py --emit slurm --nodes 4 --slots 8 -- pretrain_gpt.py ... > job.sbatch
+  launch.py --emit k8s --nodes 4 --slots 8 --image IMAGE -- pretrain_gpt.py ... > job.yaml
+
+What follows "--" is the training script and its flags. SIGTERM or Ctrl-C: the ranks save and stop (twice: stop now);
+SIGUSR1: every rank prints its stacks. Exit code: 0, 2 for a mistake in what was asked, else that of the first
+host that failed."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="launch.py", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    both = parser.add_argument_group("both ways")
+    both.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable on every host")
+    both.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all hosts again after a failure")
+    both.add_argument("--python", metavar="PATH", help="the hosts' Python (this one; in images: python)")
+    both.add_argument("--dir", metavar="DIR", help="the checkout on the hosts (this directory; in images: /workspace)")
+    ssh = parser.add_argument_group("over ssh")
+    ssh.add_argument("--hostfile", type=Path, metavar="FILE", help="see hostfile.example (./hostfile)")
+    ssh.add_argument("--include", metavar="HOSTS", help="only these: node1:0,1@node2")
+    ssh.add_argument("--exclude", metavar="HOSTS", help="all but these: node3@node4:7")
+    ssh.add_argument("--master-addr", metavar="NAME", help="rank 0's host as the others know it (the first host)")
+    ssh.add_argument("--master-port", type=int, metavar="P", help="its port for the rendezvous (29500)")
+    ssh.add_argument("--ssh-config", metavar="FILE", help="ssh's -F")
+    ssh.add_argument("--log-dir", metavar="DIR", help="torchrun's files per rank (runs/launch/TIME)")
+    ssh.add_argument(
+        "--preflight-timeout", type=float, metavar="S", help=f"seconds a host may take to answer ({PROBE_TIMEOUT_S:g})"
+    )
+    ssh.add_argument("--no-preflight", action="store_true", help="start without asking the hosts first")
+    ssh.add_argument("--print-only", action="store_true", help="print the exact ssh commands, run nothing")
+    emit = parser.add_argument_group("for a scheduler")
+    emit.add_argument("--emit", choices=("slurm", "k8s"), help="print a batch script or manifest, run nothing")
+    emit.add_argument("--nodes", type=int, metavar="N")
+    emit.add_argument("--slots", type=int, metavar="S", help="ranks per node (= GPUs, unless --device cpu)")
+    emit.add_argument("--name", help="the job's name (megalite)")
+    emit.add_argument("--image", help="k8s: the container image")
+    emit.add_argument("--claim", help="k8s: PersistentVolumeClaim (ReadWriteMany) mounted at DIR/runs")
+    emit.add_argument("--time-limit", metavar="T", help="slurm: --time")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, then emit, print or run. Raises UserError."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, script = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    args = _parser().parse_args(own)
+    setup_logging(rank=0)
+    if not script:
+        raise UserError("no training command", "it follows '--'", "launch.py [flags] -- pretrain_gpt.py [its flags]")
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts {args.max_restarts}", "must not be negative", "give 0 or more")
+    env = _parse_env(args.env)
+    if args.emit:
+        _refuse(args, _SSH_ONLY, f"does not go with --emit {args.emit}")
+        sys.stdout.write(_emit(args, tuple(script), env))
+        return 0
+    _refuse(args, _EMIT_ONLY, "goes with --emit only")
+    hosts = filter_hosts(parse_hostfile(args.hostfile or Path("hostfile")), args.include, args.exclude)
+    spec = _spec(args, tuple(script), env, hosts)
+    if args.print_only:
+        check_equal_slots(hosts)
+        for rank in range(len(hosts)):
+            print(shlex.join(host_command(spec, hosts, rank)))
+        return 0
+    if args.no_preflight:
+        _refuse(args, ("preflight_timeout",), "does not go with --no-preflight")
+        return _run(spec, hosts, args.max_restarts, None)
+    patience_s = PROBE_TIMEOUT_S if args.preflight_timeout is None else args.preflight_timeout
+    if not patience_s > 0:
+        raise UserError(f"--preflight-timeout {patience_s:g}", "must be positive", "leave it out for 10 s")
+    return _run(spec, hosts, args.max_restarts, patience_s)
+
+
+def _run(spec: LaunchSpec, hosts: Sequence[Host], max_restarts: int, preflight_s: float | None) -> int:
+    """Attempts until one succeeds, is stopped by the user, or none is left. `preflight_s`: seconds a host may take."""
+    outcome = _attempt(spec, hosts, preflight_s)
+    for restart in range(1, max_restarts + 1):
+        if outcome.code == 0 or outcome.asked_to_stop:
+            break
+        if outcome.culprit is not None and outcome.culprit.code == _USER_ERROR_CODE:
+            logger.error("launch: not restarted: rank %d reports a mistake in what was asked", outcome.culprit.rank)
+            break
+        if outcome.unseen:
+            logger.warning(
+                "launch: waiting %g s until %s must have stopped by itself", FENCED_AFTER_S, ", ".join(outcome.unseen)
+            )
+            time.sleep(FENCED_AFTER_S)
+        logger.warning("launch: restart %d of %d: all hosts again", restart, max_restarts)
+        try:
+            outcome = _attempt(spec, hosts, preflight_s)
+        except UserError as e:
+            logger.error("launch: not restarted: %s", e)
+            break
+    return outcome.code
+
+
+def _attempt(spec: LaunchSpec, hosts: Sequence[Host], preflight_s: float | None) -> Outcome:
+    if preflight_s is not None:
+        hosts, report = run_preflight(spec, hosts, preflight_s)
+        require_green(report)
+    slots = check_equal_slots(hosts)
+    logger.info("launch: %d hosts x %d ranks, logs in %s on each host", len(hosts), slots, spec.log_dir)
+    commands = [host_command(spec, hosts, rank) for rank in range(len(hosts))]
+    return Runner([host.name for host in hosts], commands, spec.log_dir).run()
+
+
+def _parse_env(given: Sequence[str]) -> dict[str, str]:
+    env = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"--env {item}", "is not K=V", "for example --env NCCL_SOCKET_IFNAME==eth0")
+        if name == "CUDA_VISIBLE_DEVICES":
+            raise UserError(f"--env {item}", "the slots decide that", "use --include HOST:ID,ID")
+        if _SECRET.search(name):
+            logger.warning("launch: --env %s is visible in the process list of every host; a file is safer", name)
+        env[name] = value
+    return env
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')}", why, "leave it out")
+
+
+def _spec(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str], hosts: Sequence[Host]) -> LaunchSpec:
+    here = os.getcwd()
+    workdir = args.dir or here
+    if not os.path.isabs(workdir):
+        raise UserError(f"--dir {workdir}", "must be absolute and the same on every host", f"--dir /path/{workdir}")
+    python = args.python or sys.executable
+    if "/" in python:
+        python = os.path.join(workdir, python)
+    agent = Path(__file__).with_name("agent.py").resolve()
+    if agent.is_relative_to(here):  # then it is in the hosts' checkout as well, wherever that is
+        agent = workdir / agent.relative_to(here)
+    return LaunchSpec(
+        script=script,
+        workdir=workdir,
+        python=python,
+        master_addr=args.master_addr or hosts[0].name,
+        master_port=29500 if args.master_port is None else args.master_port,
+        log_dir=args.log_dir or time.strftime("runs/launch/%Y%m%d-%H%M%S"),
+        env=launch_environment(os.environ, env),
+        ssh_config=args.ssh_config,
+        agent=str(agent),
+    )
+
+
+def _emit(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str]) -> str:
+    nodes, slots = batch_size(args.nodes, args.slots)
+    slurm = args.emit == "slurm"
+    job = BatchJob(
+        script=script,
+        nodes=nodes,
+        slots=slots,
+        name=args.name or "megalite",
+        workdir=args.dir or (os.getcwd() if slurm else "/workspace"),
+        python=args.python or (sys.executable if slurm else "python"),
+        max_restarts=args.max_restarts,
+        cpu=wants_cpu(script),
+        env=env,
+    )
+    if slurm:
+        _refuse(args, ("image", "claim"), "goes with --emit k8s only")
+        return slurm_script(job, args.time_limit)
+    _refuse(args, ("time_limit",), "goes with --emit slurm only")
+    if args.image is None:
+        raise UserError("--emit k8s", "needs --image", "name an image that holds Python, torch and this checkout")
+    return kubernetes_manifest(job, args.image, args.claim)

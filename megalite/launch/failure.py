@@ -1,0 +1,79 @@
+"""Which rank failed first, and its own last words: one dead rank takes all others down, and each of them complains."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# How a rank sounds that failed only because another one went away (gloo, NCCL, TCPStore).
+_CONSEQUENCE = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|recvValue failed|"
+    r"failed to recv|ncclRemoteError|NCCL communicator was aborted|remote process exited|Socket Timeout|"
+    r"lost a peer|DistNetworkError|DistStoreError|Watchdog caught collective operation timeout"
+)
+_FAILED_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)\n\s*exitcode\s*: (-?\d+) \(pid")
+_TRACEBACK = "Traceback (most recent call last)"
+_SIGTERM = 15
+_KEPT_LINES = 200
+_SHOWN_WITHOUT_TRACEBACK = 20
+
+
+@dataclass
+class RankTail:
+    """The last lines of one rank's standard error; `failed_at` is when a traceback or `error:` line arrived."""
+
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
+    failed_at: float = float("inf")
+
+    def add(self, line: str, now: float) -> None:
+        """`now` in seconds of the launcher's monotonic clock: hosts' clocks differ."""
+        self.lines.append(line)
+        if line.startswith((_TRACEBACK, "error: ")):
+            self.failed_at = min(self.failed_at, now)
+
+    def last_words(self) -> list[str]:
+        """From the first traceback kept to the end; without one, the last 20 lines."""
+        lines = list(self.lines)
+        start = next((i for i, line in enumerate(lines) if line.startswith((_TRACEBACK, "error: "))), None)
+        return lines[-_SHOWN_WITHOUT_TRACEBACK:] if start is None else lines[start:]
+
+    def is_consequence(self) -> bool:
+        """Whether its last words speak of a peer that went away."""
+        return bool(_CONSEQUENCE.search("\n".join(self.last_words())))
+
+
+@dataclass(frozen=True)
+class FailedRank:
+    """One rank of torchrun's report. `code` < 0: killed by that signal; `reported_at`: launcher's monotonic seconds."""
+
+    host: str
+    rank: int
+    local_rank: int
+    code: int
+    reported_at: float
+
+    def cause(self) -> str:
+        """ "exit code 1" or "killed by signal 9"."""
+        return f"exit code {self.code}" if self.code >= 0 else f"killed by signal {-self.code}"
+
+
+def parse_report(host: str, text: str, now: float) -> list[FailedRank]:
+    """The failed ranks that torchrun's closing report names (there may be none: torchrun itself failed)."""
+    return [FailedRank(host, int(rank), int(local), int(code), now) for rank, local, code in _FAILED_RANK.findall(text)]
+
+
+def first_failure(failed: Sequence[FailedRank], tails: dict[int, RankTail]) -> FailedRank | None:
+    """The rank to blame.
+
+    Order: ranks that failed by themselves before those that lost a peer, before those that torchrun ended (SIGTERM);
+    within each, the one whose failure the launcher saw first.
+    """
+
+    def key(f: FailedRank) -> tuple[int, float, int]:
+        tail = tails.get(f.rank, RankTail())
+        weight = 2 if f.code == -_SIGTERM else int(tail.is_consequence())
+        return weight, min(tail.failed_at, f.reported_at), f.rank
+
+    return min(failed, key=key, default=None)

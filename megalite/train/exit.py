@@ -1,0 +1,104 @@
+"""How a rank leaves: 0 done, 2 a mistake in what was asked, 1 anything else; one message, never a hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megalite.checkpoint import SaveError
+from megalite.dist.agree import agree
+from megalite.dist.collectives import gather_texts
+from megalite.dist.context import ParallelContext, shutdown
+from megalite.errors import UserError
+from megalite.log import env_rank, logger, setup_logging
+
+
+class Diverged(FloatingPointError):
+    """Training cannot go on by itself; every rank raises it alike."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed, and tells of it itself."""
+
+
+def raise_together(ctx: ParallelContext, problem: Exception | None) -> NoReturn:
+    """Fail on every rank because of what went wrong on some; every rank calls it.
+
+    Args:
+        problem: what went wrong here; None on the other ranks.
+
+    Raises:
+        UserError, SaveError: where that is the problem of some rank; alike on every rank.
+        Exception: `problem` itself on its rank, `PeerFailed` on the others.
+    """
+    agree(ctx, lambda: _reraise(problem if isinstance(problem, UserError) else None))
+    unsaved = gather_texts(str(problem) if isinstance(problem, SaveError) else "", ctx.world, ctx.device)
+    if any(unsaved):
+        raise SaveError(next(filter(None, unsaved)))
+    _reraise(problem)
+    raise PeerFailed("another rank cannot go on")
+
+
+def _reraise(problem: Exception | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+@contextmanager
+def leaving_together() -> Iterator[None]:
+    """Run a rank's whole life inside; the process ends here.
+
+    Errors that every rank sees alike (the command line, the topology, anything agreed on) are told by rank 0 alone.
+    """
+    setup_logging()
+    rank = env_rank()
+    try:
+        yield
+    except UserError as e:
+        if rank == 0 or e.only_here:
+            where = f"[rank {rank}] " if e.only_here and rank else ""
+            print(f"{where}error: {e}", file=sys.stderr, flush=True)
+        _leave(2)
+    except KeyboardInterrupt:
+        _leave(130)
+    except SystemExit:
+        raise
+    except (SaveError, Diverged) as e:
+        # Every rank raises these alike, and where in the program says nothing.
+        if rank == 0:
+            logger.error(f"{type(e).__name__}: {e}")
+        _leave(1)
+    except BaseException as e:
+        if isinstance(e, PeerFailed) or _lost_peer(e):
+            print(f"[rank {rank}] lost a peer and leaves: another rank failed first", file=sys.stderr, flush=True)
+        else:
+            text = traceback.format_exc()
+            print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
+        _leave(1)
+    shutdown()
+
+
+def _leave(code: int) -> None:
+    """End this process now: destroying groups could wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _lost_peer(e: BaseException) -> bool:
+    """Whether a collective failed because a peer went away."""
+    text = str(e)
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Socket closed",
+        "NCCL error: remote",
+    )
+    return isinstance(e, (RuntimeError, dist.DistError)) and any(sign in text for sign in signs)

@@ -1,0 +1,173 @@
+"""A trained model in one process, whatever layout trained it: text and perplexity."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megalite import ops as kernels
+from megalite.checkpoint import find_latest, load_checkpoint, read_meta
+from megalite.config import ModelConfig
+from megalite.data import IndexedDataset, Tokenizer, load_tokenizer
+from megalite.dist.context import ParallelContext
+from megalite.dist.seeding import RngStreams, derive
+from megalite.errors import UserError
+from megalite.model.gpt import GPTStage
+from megalite.model.layers import Maker
+from megalite.model.param_map import param_map
+from megalite.optim.distributed_optimizer import StateTensor
+from megalite.params import ShardedParameter
+from megalite.tensor_parallel.linear import WgradQueue
+
+
+@dataclass
+class Model:
+    """A whole model for inference.
+
+    Attributes:
+        cfg: its shape.
+        stage: all its layers; `stage(tokens_SB)` gives logits [S, B, V padded].
+        tokenizer: the tokenizer of its run, if that was told.
+        step: optimizer steps it was trained for.
+    """
+
+    cfg: ModelConfig
+    stage: GPTStage
+    tokenizer: Tokenizer | None
+    step: int
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, V] of token ids [B, S]."""
+        out = self.stage(tokens_BS.t().contiguous())
+        return out[..., : self.cfg.vocab].transpose(0, 1)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint folder, from itself or from its run directory."""
+    if (path / "manifest.json").exists():
+        return path
+    found = find_latest(path / "checkpoints") if (path / "checkpoints").is_dir() else None
+    if found is None:
+        raise UserError(str(path), "must be a run directory with a committed checkpoint, or a checkpoint", "check it")
+    return found
+
+
+def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
+    """Read a checkpoint's weights in fp32.
+
+    Args:
+        path: run directory or checkpoint.
+        device: where to put the model.
+        tokenizer: tokenizer folder or file; default: the one that the run was given, if it is still there.
+    """
+    checkpoint = find_checkpoint(path)
+    meta = read_meta(checkpoint)
+    cfg = ModelConfig.from_dict(meta["config"]["model"])
+    ctx = ParallelContext.single(device)
+    make = Maker(
+        cfg,
+        param_map(cfg),
+        ctx.tp,
+        sequence_parallel=False,
+        dtype=torch.float32,
+        device=device,
+        vocab_multiple=1,
+        ops=kernels.resolve(None, device, torch.float32),
+        rng=RngStreams(),
+        queue=WgradQueue(),
+    )
+    stage = GPTStage(make, range(cfg.num_layers), first=True, last=True)
+    load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
+    name = tokenizer or meta["config"]["data"].get("tokenizer")
+    usable = name if tokenizer or (name and (name == "bytes" or Path(name).exists())) else None
+    return Model(cfg, stage.eval(), load_tokenizer(usable) if usable else None, int(meta["step"]))
+
+
+def _whole(param: torch.nn.Parameter) -> StateTensor:
+    """A parameter of an unsharded model as something a checkpoint can be read into."""
+    assert isinstance(param, ShardedParameter)
+    spec, flat = param.shard.spec, param.data.view(-1)
+    pieces = param.shard.flat_pieces(0, flat.numel())
+    return StateTensor(spec.tied_to or spec.name, "master", spec.shape, flat, pieces, owner=False)
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompt: list[int],
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> list[int]:
+    """Continue a prompt.
+
+    Args:
+        model: from `load_model`.
+        prompt: token ids, at least one.
+        max_new_tokens: tokens to add at most.
+        temperature: 0 takes the likeliest token each time.
+        top_k: sample among the k likeliest; 0 = all.
+        seed: same seed, same text.
+        stop_id: token that ends the text (and is not returned).
+
+    Returns:
+        The new token ids.
+    """
+    device = next(model.stage.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    generator = torch.Generator(device).manual_seed(derive(seed, "generate") >> 65)
+    for _ in range(max_new_tokens):
+        # The window slides once the text is as long as the model's positions; every token is computed anew.
+        window = tokens[:, -model.cfg.positions :]
+        logits = model.logits(window)[0, -1].float()
+        if temperature == 0:
+            new = logits.argmax().view(1, 1)
+        else:
+            if 0 < top_k < logits.numel():
+                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+            new = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator).view(1, 1)
+        if stop_id is not None and int(new) == stop_id:
+            break
+        tokens = torch.cat((tokens, new), dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def mean_loss(model: Model, ids: np.ndarray, batch: int = 8) -> tuple[float, int]:
+    """(mean next-token cross-entropy, tokens predicted) over a stream of ids, in windows of the training length.
+
+    Windows do not overlap: each token after the first of the stream is predicted once, from its own window.
+    """
+    device, seq = next(model.stage.parameters()).device, model.cfg.seq_len
+    if len(ids) < 2:
+        raise UserError(
+            f"{len(ids)} tokens", "an evaluation predicts each token from those before it", "give more text"
+        )
+    if int(ids.max()) >= model.cfg.vocab:
+        rule = f"must be below the model's vocabulary of {model.cfg.vocab}"
+        raise UserError(f"token id {int(ids.max())}", rule, "use the tokenizer that the model was trained with")
+    total, count = 0.0, len(ids) - 1
+    whole = count // seq
+    windows = [ids[i * seq : i * seq + seq + 1] for i in range(whole)]
+    groups = [np.stack(windows[i : i + batch]) for i in range(0, whole, batch)]
+    if count > whole * seq:
+        groups.append(ids[None, whole * seq :])
+    for group in groups:
+        tokens = torch.from_numpy(group.astype(np.int64)).to(device)
+        logits = model.logits(tokens[:, :-1]).float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        total += loss.item()
+    return total / count, count
+
+
+def tokens_of(prefix: str, limit: int) -> np.ndarray:
+    """The first `limit` tokens of a data set, documents one after another."""
+    data = IndexedDataset(prefix)
+    return data.tokens(0, min(limit, data.num_tokens)).astype(np.int64)

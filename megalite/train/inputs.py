@@ -1,0 +1,87 @@
+"""What a run reads: vocabulary and token data, checked against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megalite.config import Config
+from megalite.data import (
+    Dataset,
+    Datasets,
+    IndexedDataset,
+    MockDataset,
+    Tokenizer,
+    build_datasets,
+    check_tokenizer_matches,
+    load_tokenizer,
+    prefixes_of,
+    read_sidecar,
+)
+from megalite.errors import UserError
+
+
+def resolve_vocabulary(cfg: Config) -> tuple[Config, Tokenizer | None]:
+    """The config with its vocabulary size, from the tokenizer or the data's description where it was not given."""
+    tokenizer = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
+    given = cfg.model.vocab_size
+    if given is not None:
+        if tokenizer is not None and tokenizer.vocab_size > given:
+            raise UserError(
+                f"--vocab-size {given}",
+                f"is smaller than the tokenizer's {tokenizer.vocab_size} entries",
+                f"use --vocab-size {tokenizer.vocab_size}, or leave it out",
+            )
+        return cfg, tokenizer
+    if tokenizer is not None:
+        size = tokenizer.vocab_size
+    elif cfg.data.mock_data:
+        size = 1024
+    else:
+        prefixes = data_prefixes(cfg)
+        for prefix in prefixes:
+            IndexedDataset(prefix)
+        described = [read_sidecar(prefix) for prefix in prefixes]
+        if any(d is None for d in described):
+            raise UserError(
+                "no --vocab-size",
+                "the vocabulary is known from a tokenizer or from PREFIX.json beside the data, and there is neither",
+                "give --tokenizer or --vocab-size",
+            )
+        size = max(int(d["vocab_size"]) for d in described if d is not None)
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=size)), tokenizer
+
+
+def data_prefixes(cfg: Config) -> list[str]:
+    """The token files of the training data."""
+    if not cfg.data.data:
+        raise UserError("no --data", "training needs tokens", "give --data PREFIX, or --mock-data to try without")
+    return prefixes_of(cfg.data.data)
+
+
+def open_data(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
+    """The data sets, checked against the tokenizer and the vocabulary."""
+    d, model, seed = cfg.data, cfg.model, cfg.train.seed
+    if d.mock_data:
+        mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
+        return Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1), None)
+    prefixes = data_prefixes(cfg)
+    if tokenizer is not None:
+        for prefix in prefixes + (prefixes_of(d.valid_data) if d.valid_data else []):
+            check_tokenizer_matches(prefix, tokenizer)
+    datasets = build_datasets(
+        d.data,
+        split=d.split,
+        seq_len=model.seq_len,
+        seed=seed,
+        shuffle=d.shuffle,
+        vocab_size=model.vocab,
+        valid_data=d.valid_data,
+        evaluate=cfg.run.eval_every > 0,
+    )
+    if cfg.run.eval_every and datasets.valid is None:
+        raise UserError(
+            f"--eval-every {cfg.run.eval_every} with --split {d.split}",
+            "leaves no documents to evaluate on",
+            "give --split a second part (99,1,0), or --valid-data",
+        )
+    return datasets

@@ -1,0 +1,233 @@
+"""The training loop, from the first step to the last save."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import resource
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megalite.checkpoint import SaveError
+from megalite.data import BatchLoader
+from megalite.log import logger
+from megalite.plan.flops import flops_per_token, peak_flops
+from megalite.train.exit import Diverged, raise_together
+from megalite.train.profile import gpu_readings
+from megalite.train.rewind import rewind
+from megalite.train.run import Run, save
+from megalite.train.step import StepResult, eval_step, train_step
+from megalite.train.straggler import StragglerReport
+from megalite.train.watchdog import CHILDREN, OWN, STRICT
+
+# fp32 and bf16 have no scale to lower: so many steps in a row without an update mean a broken run.
+_MAX_BAD_STEPS = 3
+
+
+@dataclass
+class Progress:
+    """What the loop keeps in mind from step to step.
+
+    Attributes:
+        stragglers: compares the ranks' own times.
+        begun: step that the first one of this process follows.
+        saved_at: step of the last save.
+        bad_steps: steps in a row whose update was left out; not those of a dynamic loss scale.
+        skipped: all steps whose update was left out.
+        problem: why this rank cannot go on; the others hear of it in the next step.
+        stop: some rank was asked to stop.
+    """
+
+    stragglers: StragglerReport
+    begun: int
+    saved_at: int
+    bad_steps: int = 0
+    skipped: int = 0
+    problem: Exception | None = None
+    stop: bool = False
+
+
+def fit(run: Run) -> None:
+    """Train to the last step, or until some rank is asked to stop; saves at the end."""
+    engine, cfg = run.engine, run.engine.cfg
+    signal.signal(signal.SIGTERM, run.on_signal)
+    signal.signal(signal.SIGINT, run.on_signal)
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    if run.step >= cfg.train.train_steps:
+        logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
+        return
+    if cfg.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    engine.train_program, engine.eval_program = (
+        run.heart.told(engine.train_program),
+        run.heart.told(engine.eval_program),
+    )
+    progress = Progress(StragglerReport(engine.ctx), run.step, run.step)
+    while run.step < cfg.train.train_steps and not progress.stop:
+        result = one_step(run, progress)
+        if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
+            continue
+        count_bad_steps(run, result, progress)
+        if cfg.run.eval_every and run.step % cfg.run.eval_every == 0:
+            evaluate(run)
+        progress.problem = failed_save(run)
+        # A state after bad steps is not worth a checkpoint: wait for a good one.
+        if cfg.run.save_every and run.step % cfg.run.save_every == 0 and not progress.bad_steps:
+            save_now(run, progress)
+        elif cfg.run.save_model_every and run.step % cfg.run.save_model_every == 0 and not progress.bad_steps:
+            run.heart.beat("save of the weights", run.step, CHILDREN)
+            save(run, weights_only=True)
+    if progress.saved_at != run.step:
+        save_now(run, progress)
+    run.heart.beat("last save", run.step, CHILDREN)
+    run.checkpointer.finish()
+
+
+def one_step(run: Run, progress: Progress) -> StepResult:
+    """Read a batch, train on it, and tell what came of it."""
+    step, engine = run.step + 1, run.engine
+    # The first step may have kernels to compile.
+    patience = OWN if run.step == progress.begun else STRICT
+    started = time.perf_counter()
+    progress.stragglers.start()
+    run.heart.beat("reading data", step, patience)
+    batch, no_data = next_batch(run)
+    waited = time.perf_counter() - started
+    problem = no_data or progress.problem
+    run.heart.beat("training", step, patience)
+    with run.recorder.step(step), run.profiler.step(step, engine.executor, waited):
+        result = train_step(
+            engine, batch, step, stop=run.stop_asked, failed=problem is not None, loss_limit=run.spikes.limit
+        )
+    if result.failed:
+        raise_together(engine.ctx, problem)
+    seconds = time.perf_counter() - started
+    run.step = step
+    progress.stop = result.stop
+    progress.skipped += result.skipped or result.spiked
+    run.metrics.step(step_record(run, result, progress.skipped, seconds, waited))
+    for rank, own, usual in progress.stragglers.end(seconds):
+        run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
+        if engine.ctx.rank == 0:
+            logger.warning(f"rank {rank} is slow: {own:.3f} s a step of its own work, its peers {usual:.3f} s")
+    return result
+
+
+def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
+    """Rewind after a spike; False where there is no checkpoint to go back to."""
+    spiked_at, limit, skips_from = run.step, run.spikes.limit, run.consumed_samples
+    run.heart.beat("rewind", run.step, CHILDREN)
+    source = rewind(run)
+    if source is None:
+        return False
+    progress.saved_at, progress.bad_steps = run.step, 0
+    told = f"loss {result.loss:.4f} after step {spiked_at} is a spike (above {limit:.4f})"
+    logger.info(f"{told}: back to {source}, going on with the sample after {skips_from}")
+    run.metrics.event(
+        "rewind", step=spiked_at, loss=result.loss, limit=limit, checkpoint=str(source), next_sample=skips_from
+    )
+    return True
+
+
+def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
+    """Tell of an update that was left out.
+
+    Raises:
+        Diverged: too many in a row.
+    """
+    if result.spiked:
+        logger.info(f"loss {result.loss:.4f} of step {run.step} is a spike: its update is left out")
+        run.metrics.event("spike", step=run.step, loss=result.loss, limit=run.spikes.limit)
+    elif result.skipped:
+        logger.info(f"gradients of step {run.step} are not finite: its update is left out")
+    else:
+        run.spikes.accept(result.loss)
+    # A dynamic loss scale overflows now and then by design, until there is nothing left to lower.
+    expected = result.skipped and run.engine.scaler.dynamic and result.loss_scale > 1.0
+    bad = (result.skipped or result.spiked) and not expected
+    progress.bad_steps = progress.bad_steps + 1 if bad else 0
+    if progress.bad_steps == _MAX_BAD_STEPS:
+        raise Diverged(
+            f"{'the loss spiked' if result.spiked else 'gradients were not finite'} in {_MAX_BAD_STEPS} steps in a row "
+            f"(up to step {run.step}, loss {result.loss}); nothing of them was saved: lower --lr, or resume from an "
+            "earlier checkpoint"
+        )
+
+
+def save_now(run: Run, progress: Progress) -> None:
+    """Start a full save."""
+    run.heart.beat("save", run.step, CHILDREN)
+    save(run)
+    progress.saved_at = run.step
+
+
+def failed_save(run: Run) -> SaveError | None:
+    """Why this rank's part of a save in the background failed, if it did: the other ranks hear of it in their step."""
+    try:
+        run.checkpointer.poll()
+    except SaveError as e:
+        return e
+    return None
+
+
+def next_batch(run: Run) -> tuple[npt.NDArray[np.int64], Exception | None]:
+    """The next batch, or a stand-in and why there is none: the other ranks must hear of it in their step."""
+    try:
+        return run.loader.next_batch(), None
+    except Exception as e:
+        return np.zeros((run.loader.rows, run.engine.cfg.model.seq_len + 1), np.int64), e
+
+
+def evaluate(run: Run) -> None:
+    """Mean loss over `eval_steps` global batches of the evaluation data, the same samples every time."""
+    cfg, dp = run.engine.cfg, run.engine.ctx.dp
+    if run.datasets.valid is None:
+        return
+    run.engine.optimizer.wait_weights()
+    with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, dp.rank, dp.size) as loader:
+        losses = []
+        for _ in range(cfg.run.eval_steps):
+            run.heart.beat("evaluation", run.step)
+            losses.append(eval_step(run.engine, loader.next_batch()))
+    loss = sum(losses) / len(losses)
+    run.metrics.event("eval", step=run.step, loss=loss)
+    logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
+
+
+def step_record(run: Run, result: StepResult, skipped: int, seconds: float, waited: float) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    cfg, ctx = run.engine.cfg, run.engine.ctx
+    tokens = cfg.train.global_batch_size * cfg.model.seq_len
+    per_second = tokens / seconds
+    flops = flops_per_token(cfg.model).causal * per_second / ctx.world.size
+    peak = peak_flops(ctx.device)
+    return {
+        "step": run.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "loss_scale": result.loss_scale,
+        "skipped_steps": skipped,
+        "consumed_samples": run.consumed_samples,
+        "consumed_tokens": run.consumed_samples * cfg.model.seq_len,
+        "step_time_s": seconds,
+        "tokens_per_s": per_second,
+        "tflops_per_gpu": flops / 1e12,
+        "mfu": flops / peak if peak else None,
+        "data_wait_s": waited,
+        "memory_gib": peak_memory(ctx.device) / 2**30,
+        **(gpu_readings(ctx.device) if ctx.rank == 0 else {}),
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Largest memory so far, bytes: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

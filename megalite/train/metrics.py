@@ -1,0 +1,231 @@
+"""The record of a run: a JSON line a step, console lines with an ETA, a progress bar, TensorBoard and wandb."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.train.trackers import BackgroundTracker, TensorBoardTracker, WandbTracker
+
+METRICS_FILE = "metrics.jsonl"
+# Steps over which the pace is measured that the ETA goes by: long enough to hold evaluations and saves.
+_PACE_STEPS = 100
+
+
+class MetricsLogger:
+    """Writes the record of a run. On ranks other than 0 every method does nothing.
+
+    `RUN_DIR/metrics.jsonl` is only ever appended to: after a resume, lines of steps run again follow the old ones, and
+    readers take the last line of each step (`read_metrics`). JSON has no NaN or infinity: such a value is written as
+    null and told by name in one more field, `"nonfinite": {"loss": "nan", "grad_norm": "inf"}`.
+
+    Args:
+        run_dir: the run's folder; made if missing.
+        rank: global rank.
+        total_steps: steps of the whole run, for the ETA and the bar.
+        log_every: steps between console lines; the last step always has one.
+        tensorboard: also write RUN_DIR/tensorboard.
+        wandb_project: also log to this wandb project; None: don't.
+        config: the resolved configuration, for wandb.
+        clock: seconds, for the ETA.
+
+    Raises:
+        UserError: metrics.jsonl cannot be opened for writing.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        total_steps: int,
+        log_every: int,
+        tensorboard: bool,
+        wandb_project: str | None,
+        config: dict[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._active = rank == 0
+        if not self._active:
+            return
+        self._total_steps, self._log_every, self._clock = total_steps, log_every, clock
+        # Events may come from a thread that saves a checkpoint.
+        self._lock = threading.Lock()
+        self._file = _open_for_append(run_dir / METRICS_FILE)
+        self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS + 1)
+        self._bar: tqdm[Any] | None = None
+        self._on_close = ExitStack()
+        self._trackers = []
+        if tensorboard:
+            self._trackers.append(BackgroundTracker("TensorBoard", lambda: TensorBoardTracker(run_dir)))
+        if wandb_project is not None:
+            self._trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(run_dir, wandb_project, config)))
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One step's line, on disk when this returns.
+
+        Args:
+            record: at least "step"; the console also shows loss, grad_norm, lr, tokens_per_s and step_time_s.
+        """
+        if not self._active:
+            return
+        self._write(record)
+        step = int(record["step"])
+        self._pace.append((self._clock(), step))
+        self._track({f"train/{k}": v for k, v in record.items() if k != "step"}, step)
+        self._advance_bar(step, record)
+        if step % self._log_every == 0 or step >= self._total_steps:
+            logger.info("%s", self._console_line(step, record))
+
+    def event(self, name: str, **fields: Any) -> None:
+        """A line about something that happened: {"event": name, ...}. With a "step", trackers get its numbers."""
+        if not self._active:
+            return
+        self._write({"event": name, **fields})
+        if "step" in fields:
+            self._track({f"{name}/{k}": v for k, v in fields.items() if k != "step"}, int(fields["step"]))
+
+    def close(self) -> None:
+        """Finish the bar, the trackers (within their time limit) and the file. May be called more than once."""
+        if not self._active:
+            return
+        self._active = False
+        if self._bar is not None:
+            self._bar.close()
+        self._on_close.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = json_line(record)
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
+
+    def _track(self, values: dict[str, Any], step: int) -> None:
+        numbers = {k: float(v) for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        if numbers:
+            for tracker in self._trackers:
+                tracker.log(numbers, step)
+
+    def _advance_bar(self, step: int, record: dict[str, Any]) -> None:
+        if self._bar is None:
+            if not sys.stderr.isatty():
+                return
+            # Log lines go through the bar from here on, so that they do not tear it.
+            self._on_close.enter_context(logging_redirect_tqdm([logger]))
+            self._bar = tqdm(total=self._total_steps, initial=step - 1, unit="step", dynamic_ncols=True, leave=False)
+        loss = record.get("loss")
+        if loss is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def _console_line(self, step: int, record: dict[str, Any]) -> str:
+        parts = [f"step {step}/{self._total_steps}"]
+        shown = {"loss": "loss {:.4f}", "grad_norm": "grad norm {:.3f}", "lr": "lr {:.2e}"}
+        shown |= {"tokens_per_s": "{:,.0f} tokens/s", "step_time_s": "{:.3f} s/step"}
+        parts += [text.format(record[name]) for name, text in shown.items() if record.get(name) is not None]
+        remaining = self._seconds_left(step, record)
+        if remaining is not None:
+            parts.append(f"ETA {duration(remaining)}")
+        return " | ".join(parts)
+
+    def _seconds_left(self, step: int, record: dict[str, Any]) -> float | None:
+        """By the recent pace, all that happens between steps included; by this step's own time on the first one."""
+        (t0, first), (t1, last) = self._pace[0], self._pace[-1]
+        per_step = (t1 - t0) / (last - first) if last > first else record.get("step_time_s")
+        return None if per_step is None else per_step * max(0, self._total_steps - step)
+
+
+def _open_for_append(path: Path) -> Any:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        broken = path.exists() and _lacks_newline(path)
+        file = path.open("a", encoding="utf-8")
+        if broken:
+            # What is there stays, but must not swallow the first new line.
+            logger.warning("%s ends in the middle of a line (a crash while writing?); going on below it", path)
+            file.write("\n")
+    except OSError as e:
+        raise UserError(
+            f"run directory {path.parent}", f"{path.name} cannot be written ({e.strerror})", "give another --run-dir"
+        ) from None
+    return file
+
+
+def _lacks_newline(path: Path) -> bool:
+    with path.open("rb") as f:
+        if f.seek(0, 2) == 0:
+            return False
+        f.seek(-1, 2)
+        return f.read(1) != b"\n"
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """A record as one line of strict JSON, floats in full precision; see `MetricsLogger` for values not finite."""
+    nonfinite = {k: str(float(v)) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+    if nonfinite:
+        record = {k: None if k in nonfinite else v for k, v in record.items()} | {"nonfinite": nonfinite}
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, days in front where there are any."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{h}:{m:02d}:{s:02d}"
+
+
+def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps and events of a run.
+
+    Lines that are no JSON (a crash while writing) are left out with a warning.
+
+    Returns:
+        (steps, events): the last line of each step, by step; event lines as they come. A run that was resumed further
+        back, or started anew in the same folder, is told by its last attempt alone.
+
+    Raises:
+        UserError: there is no metrics.jsonl in `run_dir`, or it cannot be read.
+    """
+    path = run_dir / METRICS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as e:
+        raise UserError(
+            f"run directory {run_dir}",
+            f"{path.name} in it cannot be read ({e.strerror})",
+            "give the --run-dir of a run that has made a step",
+        ) from None
+    steps: dict[int, dict[str, Any]] = {}
+    events: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line) if line.strip() else {}
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            logger.warning("%s line %d is broken and left out", path, number)
+        elif "event" in record:
+            if record["event"] in ("start", "resume") and isinstance(record.get("step"), int):
+                # What an earlier attempt did after this step is no longer this run's history.
+                steps = {s: kept for s, kept in steps.items() if s <= record["step"]}
+                events = [e for e in events if e["event"] != "eval" or e.get("step", 0) <= record["step"]]
+            events.append(record)
+        elif isinstance(record.get("step"), int):
+            steps[record["step"]] = record
+    return [steps[s] for s in sorted(steps)], events

@@ -1,0 +1,100 @@
+"""Which checkpoint a run starts from, whether it is of this run, and taking it in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import find_good, load_checkpoint, read_meta, verify_together
+from megalite.checkpoint.hf.config import TRAINING_ONLY
+from megalite.checkpoint.manifest import read_manifest
+from megalite.config import Config
+from megalite.dist.agree import agree
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.train.build import Engine
+
+# Options of the data that decide which sample comes when.
+_ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data")
+
+
+def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Path | None:
+    """The verified checkpoint to start from, the same on every rank; None for a new run."""
+    asked, fallback = cfg.run.resume, cfg.run.resume_fallback
+    if asked == "never":
+        return None
+    if asked == "latest":
+        return find_good(run_dir / "checkpoints", ctx, fallback)
+    path = Path(asked)
+    if (path / "checkpoints").is_dir():
+        found = find_good(path / "checkpoints", ctx, fallback)
+        if found is not None:
+            return found
+    if not (path / "manifest.json").exists():
+        raise UserError(
+            f"--resume {path}", "must be latest, never, a checkpoint, or a run directory that has one", "check the path"
+        )
+    verify_together(path, ctx)
+    return path
+
+
+def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Load a checkpoint into the engine after comparing what it was made with; returns what it says of the run."""
+    saved = agree(engine.ctx, lambda: read_meta(source))
+    ours = json.loads(json.dumps(meta))
+    theirs = saved["config"]["model"]
+    free = {*TRAINING_ONLY, *(("max_position_embeddings",) if engine.cfg.model.position == "rope" else ())}
+    differ = [
+        f"{key} {theirs.get(key)} there, {value} here"
+        for key, value in ours["config"]["model"].items()
+        if key not in free and theirs.get(key) != value
+    ]
+    if differ:
+        raise UserError(
+            f"checkpoint {source}",
+            f"was made with another model ({'; '.join(differ)})",
+            "use the same model options, another --run-dir, or --resume never",
+        )
+    _check_data(source, saved, ours)
+    optimizer = engine.optimizer
+    load_checkpoint(source, optimizer.states(), engine.ctx, verify=False)
+    # Imported weights come without an optimizer's past.
+    if saved["scalars"]:
+        optimizer.load_scalars(saved["scalars"])
+        engine.scaler.load_scalars(saved["scalars"])
+    optimizer.finish_load()
+    logger.info(f"resumed from {source} at step {saved['step']}")
+    there, t = read_manifest(source).topology, engine.ctx.topology
+    here = {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp}
+    if there != here:
+        layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]
+        logger.info(f"saved by {layouts[0]}; goes on with {layouts[1]}: the same samples, each exactly once")
+    return saved
+
+
+def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Refuse another tokenizer or other data: the order of samples would change unseen."""
+    if saved.get("tokenizer_sha256") and ours["tokenizer_sha256"]:
+        there, here = saved["tokenizer_sha256"], ours["tokenizer_sha256"]
+        if there != here:
+            raise UserError(
+                f"--tokenizer of SHA-256 {here}",
+                f"checkpoint {source} was trained with the one of SHA-256 {there}",
+                "give that tokenizer, or --resume never",
+            )
+    if not saved.get("data_hash"):
+        return
+    there, here = (
+        {"seq_len": config["model"]["seq_len"], "seed": config["train"]["seed"], **config["data"]}
+        for config in (saved["config"], ours["config"])
+    )
+    reordered = any(there[key] != here[key] for key in ("seed", "shuffle"))
+    if reordered or saved["data_hash"] != ours["data_hash"]:
+        changed = [f"{key} {there[key]} there, {here[key]} here" for key in _ORDER if there[key] != here[key]]
+        raise UserError(
+            "the training data",
+            f"checkpoint {source} was trained on other samples ({'; '.join(changed) or 'the files have changed'})",
+            "give the data, --split and --seed of the run, or --resume never",
+        )

@@ -1,0 +1,66 @@
+"""Going back to the last checkpoint after a loss spike, and past the samples that led to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megalite.checkpoint import verify_together
+from megalite.data import BatchLoader
+from megalite.dist.collectives import gather_texts
+from megalite.train.exit import Diverged
+from megalite.train.resume import resume
+from megalite.train.run import Run
+from megalite.train.spike import SpikeDetector
+
+# From one checkpoint, other samples are tried this often.
+_MOST_REWINDS = 3
+
+
+def rewind(run: Run) -> Path | None:
+    """Take the state of the last checkpoint, with the data going on after the sample consumed last.
+
+    All of it follows from the losses and the checkpoints, so that a run that is killed and resumed does the same again.
+
+    Returns:
+        The checkpoint; None where this run has none yet, and nothing was changed.
+
+    Raises:
+        Diverged: the loss spiked again after every earlier rewind to this checkpoint.
+    """
+    run.checkpointer.finish()
+    source = _last_commit(run)
+    if source is None:
+        return None
+    run.rewinds[source.name] = run.rewinds.get(source.name, 0) + 1
+    if run.rewinds[source.name] > _MOST_REWINDS:
+        raise Diverged(
+            f"the loss spiked again after {_MOST_REWINDS} rewinds to {source} with other samples; lower --lr, or raise "
+            "--spike-threshold"
+        )
+    cfg, dp, position = run.engine.cfg, run.engine.ctx.dp, run.consumed_samples
+    run.engine.optimizer.wait_weights()
+    verify_together(source, run.engine.ctx)
+    saved = resume(run.engine, source, run.meta)
+    run.step = int(saved["step"])
+    run.saved = [(step, path) for step, path in run.saved if step <= run.step]
+    run.sample_offset = position - run.step * cfg.train.global_batch_size
+    run.spikes = SpikeDetector(run.spikes.threshold, saved.get("loss_history", ()))
+    run.loader.close()
+    run.loader = BatchLoader(
+        run.datasets.train, cfg.train.global_batch_size, dp.rank, dp.size, consumed_samples=run.consumed_samples
+    )
+    return source
+
+
+def _last_commit(run: Run) -> Path | None:
+    """The newest checkpoint of this run's own history, as rank 0 sees it: after a failed save, the one before it.
+
+    Saves out of turn (a run that was asked to stop) do not count while there are regular ones: a run that was
+    interrupted must go back as far as one that was not.
+    """
+    ctx, every = run.engine.ctx, run.engine.cfg.run.save_every
+    committed = [(step, path) for step, path in run.saved if (path / "COMMIT").exists()] if ctx.rank == 0 else []
+    regular = [(step, path) for step, path in committed if every and step % every == 0]
+    newest = [str(path) for _, path in (regular or committed)[-1:]]
+    name = gather_texts("".join(newest), ctx.world, ctx.device)[0]
+    return Path(name) if name else None

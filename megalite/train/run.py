@@ -1,0 +1,232 @@
+"""From a config to a run: data, engine, run directory, and the state that an earlier run left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from megalite import cli
+from megalite.checkpoint import Checkpointer
+from megalite.checkpoint.folder import step_folders
+from megalite.checkpoint.hf.start import load_hf
+from megalite.checkpoint.replicas import check_replicas
+from megalite.config import Config, step_range
+from megalite.data import BatchLoader, Datasets
+from megalite.dist.agree import agree, check_equal
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from megalite.log import logger, setup_logging
+from megalite.model.param_map import param_map
+from megalite.params import ShardedParameter, count_parameters
+from megalite.pipeline.record import Recorder
+from megalite.train.build import Engine, build_engine, make_schedule
+from megalite.train.heartbeat import Heartbeat
+from megalite.train.inputs import open_data, resolve_vocabulary
+from megalite.train.metrics import MetricsLogger
+from megalite.train.profile import StepProfiler
+from megalite.train.resume import choose_checkpoint, resume
+from megalite.train.spike import SpikeDetector
+from megalite.train.watchdog import OWN
+
+
+@dataclass
+class Run:
+    """Everything that `fit` works on.
+
+    Attributes:
+        engine: model, schedule and optimizer of this rank.
+        datasets: training and evaluation data.
+        loader: global batches from the first sample that is not consumed yet.
+        metrics: metrics.jsonl and what else is told.
+        checkpointer: saves of this run.
+        recorder: times of pipeline operations, in the steps that `--record-schedule` names.
+        profiler: `--profile` and `--memory-snapshot`.
+        meta: what every checkpoint says of the run besides its state (config, hashes).
+        heart: tells the watchdog where this rank is.
+        spikes: which loss is a spike.
+        step: optimizer steps done so far.
+        sample_offset: samples consumed beyond those of `step` batches: skipped by a rewind, or of another batch size.
+        saved: (step, folder) of the checkpoints of this run's history, oldest first; the last may not be committed.
+        rewinds: number of rewinds to each of them.
+        stop_asked: this process got SIGTERM or SIGINT.
+    """
+
+    engine: Engine
+    datasets: Datasets
+    loader: BatchLoader
+    metrics: MetricsLogger
+    checkpointer: Checkpointer
+    recorder: Recorder
+    profiler: StepProfiler
+    meta: dict[str, Any]
+    heart: Heartbeat
+    spikes: SpikeDetector
+    step: int = 0
+    sample_offset: int = 0
+    saved: list[tuple[int, Path]] = field(default_factory=list)
+    rewinds: dict[str, int] = field(default_factory=dict)
+    stop_asked: bool = field(default=False, init=False)
+
+    @property
+    def consumed_samples(self) -> int:
+        return self.step * self.engine.cfg.train.global_batch_size + self.sample_offset
+
+    def close(self) -> None:
+        """Stop reading ahead and finish what is being written."""
+        self.heart.beat("closing", self.step, OWN)
+        with contextlib.ExitStack() as left:
+            # All of them, in this order from the last, also where one of them fails.
+            for part in (self.heart, self.checkpointer, self.metrics, self.loader, self.profiler):
+                left.callback(part.close)
+
+    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        """Ask for a stop after this step; a second Ctrl-C ends the process at once."""
+        if self.stop_asked and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.stop_asked = True
+        logger.info(f"{signal.Signals(signum).name}: saving after this step, then leaving")
+
+
+def open_run(cfg: Config, ctx: ParallelContext) -> Run:
+    """Check everything, build the engine, and take up where the run directory's last checkpoint left off.
+
+    Raises:
+        UserError: something asked for cannot be, on every rank; what was opened is closed again.
+    """
+    with contextlib.ExitStack() as opened:
+        heart = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
+        opened.callback(heart.close)
+        cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg))
+        digest = hashlib.sha256(cli.to_yaml(cfg).encode()).hexdigest()[:16]
+        check_equal(ctx, "the configuration", digest, "start every rank with the same flags and files")
+        cfg.num_microbatches(ctx.dp.size)
+        heart.beat("set-up: data", patience=OWN)
+        datasets = agree(ctx, lambda: open_data(cfg, tokenizer))
+        meta = {
+            "config": dataclasses.asdict(cfg),
+            "data_hash": datasets.train.content_hash(),
+            "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
+        }
+        heart.beat("set-up: model", patience=OWN)
+        engine = agree(ctx, lambda: build_engine(cfg, ctx))
+        run_dir = Path(cfg.run.run_dir)
+        agree(ctx, lambda: make_run_dir(run_dir))
+        setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log")
+        logger.info(banner(engine))
+        heart.beat("set-up: checkpoint", patience=OWN)
+        folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
+        checkpointer = Checkpointer(folder, ctx, keep_last=keep, on_error=on_error)
+        opened.callback(checkpointer.close)
+        source = choose_checkpoint(cfg, run_dir, ctx)
+        state = resume(engine, source, meta) if source else begin(engine)
+        # Only now is it this run's folder: an earlier run's description stays until it is certain to be continued.
+        if ctx.rank == 0:
+            (run_dir / "config.yaml").write_text(cli.to_yaml(cfg))
+        run = assemble(engine, datasets, meta, state, checkpointer, heart)
+        if source:
+            checkpointer.continues(source)
+            older = step_folders(source.parent) if source.parent == run_dir / "checkpoints" else []
+            run.saved = [(there, path) for there, path in reversed(older) if there < run.step] + [(run.step, source)]
+        happened = {"checkpoint": str(source)} if source else {}
+        run.metrics.event(
+            "resume" if source else "start", step=run.step, consumed_samples=run.consumed_samples, **happened
+        )
+        opened.pop_all()
+        return run
+
+
+def begin(engine: Engine) -> dict[str, Any]:
+    """Weights of a new run, initial or from a Hugging Face folder; what a checkpoint would say of it."""
+    folder = engine.cfg.run.init_from_hf
+    if folder is None:
+        engine.optimizer.init_parameters(engine.cfg.train.seed)
+    else:
+        load_hf(folder, engine.cfg.model, engine.optimizer.states(), engine.ctx)
+        engine.optimizer.finish_load()
+    return {"step": 0, "consumed_samples": 0}
+
+
+def assemble(
+    engine: Engine,
+    datasets: Datasets,
+    meta: dict[str, Any],
+    state: dict[str, Any],
+    checkpointer: Checkpointer,
+    heart: Heartbeat,
+) -> Run:
+    """The run from the state that it starts in."""
+    cfg, ctx = engine.cfg, engine.ctx
+    run_dir, batch = Path(cfg.run.run_dir), cfg.train.global_batch_size
+    step, consumed = int(state["step"]), int(state["consumed_samples"])
+    loader = BatchLoader(datasets.train, batch, ctx.dp.rank, ctx.dp.size, consumed_samples=consumed)
+    metrics = MetricsLogger(
+        run_dir,
+        ctx.rank,
+        total_steps=cfg.train.train_steps,
+        log_every=cfg.run.log_every,
+        tensorboard=cfg.run.tensorboard,
+        wandb_project=cfg.run.wandb_project,
+        config=meta["config"],
+    )
+    profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
+    steps = step_range("--record-schedule", cfg.run.record_schedule)
+    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, make_schedule(cfg, ctx.dp.size), steps)
+    threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
+    spikes = SpikeDetector(threshold, state.get("loss_history", ()))
+    run = Run(engine, datasets, loader, metrics, checkpointer, recorder, profiler, meta, heart, spikes, step)
+    run.sample_offset = consumed - step * batch
+    return run
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the run's folders."""
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+    except OSError as e:
+        raise UserError(
+            f"--run-dir {run_dir}", f"must be a folder this user can write ({e.strerror})", "choose another --run-dir"
+        ) from None
+
+
+def banner(engine: Engine) -> str:
+    """What is about to be trained, in one line."""
+    cfg, ctx = engine.cfg, engine.ctx
+    parameters = count_parameters(param_map(cfg.model))
+    return (
+        f"{cfg.model.arch}, {parameters:,} parameters, on {ctx.world.size} x {ctx.device.type}: dp {ctx.dp.size}, "
+        f"pp {ctx.pp.size}, tp {ctx.tp.size}; {engine.num_microbatches} micro-batches of {cfg.train.micro_batch_size} "
+        f"on each dp rank a step; {cfg.train.precision}, ZeRO-{cfg.parallel.zero}"
+    )
+
+
+def save(run: Run, weights_only: bool = False) -> None:
+    """Start writing a checkpoint of the state after `run.step`; the rest happens in the background.
+
+    Args:
+        weights_only: only the weights, as bf16.
+    """
+    engine = run.engine
+    engine.optimizer.wait_weights()
+    if engine.cfg.run.check_replicas:
+        parameters = [p for stage in engine.stages.values() for p in stage.parameters()]
+        check_replicas(cast("list[ShardedParameter]", parameters), engine.ctx)
+    meta = {
+        **run.meta,
+        "step": run.step,
+        "loss_history": run.spikes.history,
+        "consumed_samples": run.consumed_samples,
+        "scalars": {**engine.optimizer.scalars(), **engine.scaler.scalars()},
+    }
+    write = run.checkpointer.save_model if weights_only else run.checkpointer.save
+    path = write(run.step, engine.optimizer.states(), meta, background=True)
+    if path is not None and not weights_only:
+        run.saved.append((run.step, path))
+    run.metrics.event("save_model" if weights_only else "save", step=run.step, checkpoint=str(path))

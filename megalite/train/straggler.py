@@ -1,0 +1,84 @@
+"""Slow ranks: each rank's own time a step, without what it waited for others, compared every `INTERVAL` steps.
+
+A parallel run goes at the pace of its slowest rank, and every rank's step takes equally long; only the time outside
+collectives tells who is slow. Ranks of one pipeline stage do the same work and are compared with each other; where a
+stage has a single rank, stages are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from megalite.dist.collectives import all_gather, seconds_waited
+from megalite.dist.context import ParallelContext
+
+INTERVAL = 20
+# How much longer than its peers a slow rank takes.
+SLOW = 1.5
+# Differences of less, or of a smaller share of the step, slow nobody down.
+_LEAST_S, _LEAST_SHARE = 0.002, 0.05
+
+
+class StragglerReport:
+    """Collects this rank's own times; every rank makes one and calls it alike."""
+
+    def __init__(self, ctx: ParallelContext) -> None:
+        self.ctx = ctx
+        t = ctx.topology
+        same_stage = [
+            tuple(sorted(t.rank(dp, pp, tp) for dp in range(t.dp) for tp in range(t.tp))) for pp in range(t.pp)
+        ]
+        self.groups = same_stage if t.dp * t.tp > 1 else [tuple(range(t.world))]
+        self._times: list[float] = []
+        self._steps: list[float] = []
+        self._named: frozenset[int] = frozenset()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._waited = seconds_waited()
+
+    def end(self, seconds: float) -> list[tuple[int, float, float]]:
+        """The step that took so long has ended.
+
+        Returns:
+            (rank, its seconds a step, its peers') of the slow ranks, when they are not those named before; every
+            `INTERVAL` steps, else empty.
+        """
+        self._times.append(seconds - (seconds_waited() - self._waited))
+        self._steps.append(seconds)
+        if len(self._times) < INTERVAL:
+            return []
+        # The median: one long step (an evaluation's memory, a cleaned-up heap) makes no rank slow.
+        mine = torch.tensor([median(self._times), median(self._steps)], dtype=torch.float64, device=self.ctx.device)
+        every = torch.empty(self.ctx.world.size * 2, dtype=torch.float64, device=self.ctx.device)
+        all_gather(every, mine, self.ctx.world).wait()
+        own, whole = every.view(-1, 2).t().tolist()
+        self._times.clear()
+        self._steps.clear()
+        slow = slow_ranks(own, self.groups, max(_LEAST_S, _LEAST_SHARE * median(whole)))
+        named = frozenset(rank for rank, _, _ in slow)
+        news, self._named = named != self._named, named
+        return slow if news else []
+
+
+def slow_ranks(
+    seconds: Sequence[float], groups: Sequence[Sequence[int]], least: float
+) -> list[tuple[int, float, float]]:
+    """(rank, its seconds, median of its peers') where it takes `SLOW` times as long as they do.
+
+    Args:
+        seconds: own time a step, by rank.
+        groups: ranks that do the same work.
+        least: smaller differences do not count, seconds.
+    """
+    found = []
+    for group in groups:
+        for rank in group:
+            others = [seconds[other] for other in group if other != rank]
+            usual = median(others) if others else seconds[rank]
+            if seconds[rank] > SLOW * usual and seconds[rank] - usual > least:
+                found.append((rank, seconds[rank], usual))
+    return found

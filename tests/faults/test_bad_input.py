@@ -1,0 +1,129 @@
+"""A mistake in what was asked: one `error:` line with value, rule and remedy; exit 2; every rank gone within 30 s."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data import IndexedDatasetWriter
+from tests.ranks import finish, run_ranks, start_ranks
+
+WITHIN = 30.0
+TINY = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--seq-len", "16", "--device", "cpu"),
+    *("--global-batch-size", "4", "--train-steps", "2"),
+]
+
+
+def assert_refused(arguments: list[str], *words: str, world: int = 1) -> None:
+    ranks = run_ranks([*TINY, *arguments], world, within=WITHIN)
+    assert [rank.code for rank in ranks] == [2] * world, ranks
+    errors = [line for rank in ranks for line in rank.errors]
+    assert len(errors) == 1, errors
+    assert ranks[0].errors == errors, "rank 0 speaks"
+    assert errors[0].count("; ") >= 1, "value: rule; remedy"
+    for word in words:
+        assert word in errors[0]
+    assert "Traceback" not in "".join(rank.err for rank in ranks)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ids 0 to 99 in documents of 50 tokens, described as made by another tokenizer."""
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        for i in range(40):
+            writer.add_document((np.arange(50) + 50 * i) % 100)
+        writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 100, "tokenizer_kind": "bytes"})
+    return prefix
+
+
+def copy_of(prefix: Path, folder: Path) -> Path:
+    for end in (".bin", ".idx"):
+        (folder / f"text{end}").write_bytes(Path(f"{prefix}{end}").read_bytes())
+    return folder / "text"
+
+
+def test_world_that_tp_and_pp_do_not_divide(tmp_path: Path) -> None:
+    arguments = ["--tp", "2", "--pp", "2", "--mock-data", "--run-dir", str(tmp_path)]
+    assert_refused(arguments, "--tp 2 --pp 2 on 3 ranks", "multiple of tp x pp = 4", "start", world=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tp", "3", "--mock-data"], ["--num-heads 4", "divisible by --tp 3"]),
+        (["--num-kv-heads", "1", "--tp", "2", "--mock-data"], ["--num-kv-heads 1", "divisible by --tp 2"]),
+        (["--ffn-hidden-size", "33", "--tp", "2", "--mock-data"], ["--ffn-hidden-size 33"]),
+        (["--pp", "4", "--mock-data"], ["--pp 4", "2 layers"]),
+        (["--global-batch-size", "5", "--micro-batch-size", "2", "--mock-data"], ["--global-batch-size 5"]),
+        (["--sequence-paralel", "--mock-data"], ["--sequence-paralel", "--sequence-parallel"]),
+        (["--data", "/nonexistent/text"], ["/nonexistent/text"]),
+        ([], ["--data"]),
+        (["--mock-data", "--tokenizer", "/nonexistent"], ["/nonexistent"]),
+        (["--mock-data", "--resume", "/nonexistent"], ["--resume /nonexistent"]),
+        (["--mock-data", "--run-dir", "/proc/nowhere"], ["--run-dir /proc/nowhere"]),
+        (["--mock-data", "--device", "cuda"], ["--device cuda"]),
+        (["--mock-data", "--schedule", "zb-v"], ["zb-v"]),
+    ],
+)
+def test_refused(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    run_dir = [] if "--run-dir" in arguments else ["--run-dir", str(tmp_path)]
+    assert_refused([*arguments, *run_dir], *words)
+
+
+def test_unknown_yaml_key(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model:\n  num_layer: 2\n")
+    assert_refused(["--config", str(recipe), "--mock-data"], "num_layer", "num_layers")
+
+
+def test_truncated_files(data: Path, tmp_path: Path) -> None:
+    prefix = copy_of(data, tmp_path)
+    os.truncate(f"{prefix}.bin", 1000)
+    run = ["--data", str(prefix), "--vocab-size", "100", "--run-dir", str(tmp_path / "run")]
+    assert_refused(run, f"{prefix}.bin", "1000")
+    prefix = copy_of(data, tmp_path)
+    os.truncate(f"{prefix}.idx", 200)
+    assert_refused(run, f"{prefix}.idx", "200")
+
+
+def test_token_id_beyond_the_vocabulary(data: Path, tmp_path: Path) -> None:
+    # Without its description nothing but the ids themselves can tell; the error may come from any rank's samples.
+    prefix = copy_of(data, tmp_path)
+    arguments = ["--data", str(prefix), "--vocab-size", "90", "--run-dir", str(tmp_path / "run")]
+    ranks = run_ranks([*TINY, *arguments], 2, within=WITHIN)
+    assert {rank.code for rank in ranks} == {2}
+    errors = [line for rank in ranks for line in rank.errors]
+    assert len(errors) == 1
+    assert str(prefix) in errors[0]
+    assert "90" in errors[0]
+
+
+def test_description_of_a_larger_vocabulary(data: Path, tmp_path: Path) -> None:
+    assert_refused(["--data", str(data), "--vocab-size", "90", "--run-dir", str(tmp_path)], "--vocab-size 90", "100")
+
+
+def test_tokenizer_that_did_not_make_the_data(data: Path, tmp_path: Path) -> None:
+    description = json.loads(Path(f"{data}.json").read_text())
+    arguments = ["--data", str(data), "--tokenizer", "bytes", "--run-dir", str(tmp_path)]
+    assert_refused(arguments, "--tokenizer bytes", "SHA-256", description["tokenizer_sha256"])
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    arguments = [*TINY, "--mock-data", "--run-dir", str(tmp_path)]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        # Rank 1 alone would wait for a server; rank 0 must find out and end.
+        rank0 = finish(start_ranks(arguments, 2, port=port)[:1], WITHIN)[0]
+    assert rank0.code == 2
+    assert len(rank0.errors) == 1
+    assert f"MASTER_PORT {port}" in rank0.errors[0]
+    assert "--master-port" in rank0.errors[0]

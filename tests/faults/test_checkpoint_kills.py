@@ -1,0 +1,261 @@
+"""SIGKILL at every step of a save, full disks, limits, and signals: what was saved before stays and is found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint import Checkpointer, SaveError, find_good
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from tests.faults import checkpoint_states as cs
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parents[2]
+TMP = ".tmp_step_00000015"
+# (who is killed, where, steps that the next run may find)
+POINTS: dict[str, tuple[int, str, set[int]]] = {
+    "before_shard": (0, f"pre:open:{TMP}/rank_00000.safetensors", {10}),
+    "before_shard_of_rank_1": (1, f"pre:open:{TMP}/rank_00001.safetensors", {10}),
+    "mid_shard": (1, f"half:write:{TMP}/rank_00001.safetensors", {10}),
+    "after_shard_fsync": (1, f"post:fsync:{TMP}/rank_00001.safetensors", {10}),
+    # The shard is whole: rank 0 may commit it before it hears of the death.
+    "after_fragment": (1, "post:rename:rank_00001.json.part>", {10, 15}),
+    "before_manifest": (0, f"pre:open:{TMP}/manifest.json", {10}),
+    "mid_manifest": (0, f"half:write:{TMP}/manifest.json", {10}),
+    "manifest_written": (0, f"post:fsync:{TMP}/manifest.json", {10}),
+    "before_rename": (0, f"pre:rename:{TMP}>", {10}),
+    "after_rename": (0, f"post:rename:{TMP}>", {15}),
+    "before_latest": (0, "pre:replace:.tmp_latest>", {15}),
+    "before_prune": (0, "pre:rename:>{root}/.tmp_prune", {15}),
+    "mid_prune": (0, "post:rename:>{root}/.tmp_prune", {15}),
+}
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_writer_killed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    victim, point, steps = POINTS[name]
+    point = point.replace("{root}", str(tmp_path))
+    background = list(POINTS).index(name) % 2 == 1
+    ranks = pool.run(2, cs.save_under_kill, 2, str(tmp_path), victim, point, background)
+    for rank in ranks:
+        assert f"rank {victim}: the process that writes checkpoints died (exit code -9)" in rank["error"]
+        assert rank["found"] in steps
+        assert not [n for n in rank["cleaned"] if n.startswith(".tmp")]
+    names = {p.name for p in tmp_path.iterdir()}
+    assert "step_00000020" in names
+    assert f"step_{ranks[0]['found']:08d}" in names, "what was resumed from is kept"
+    # keep-last 2, and the one resumed from is among them.
+    assert sum(n.startswith("step_") for n in names) == 2
+
+
+SAVER = """
+import sys, time
+from pathlib import Path
+from megalite.checkpoint import Checkpointer
+from megalite.dist.context import ParallelContext
+from megalite.params import ParamSpec
+from tests.faults import checkpoint_states as cs
+root, big = sys.argv[1], int(sys.argv[2])
+checkpointer = Checkpointer(root, ParallelContext.single(), run_id="victim")
+print("writer", checkpointer._writer.pid, flush=True)
+specs = [ParamSpec("w", (big, 1024))] if big else None
+for step in (5, 10):
+    checkpointer.save(step, cs.states_at(step, specs=specs), {"step": step}, background=step == 10)
+    print("step", step, flush=True)
+time.sleep(600)
+"""
+
+
+def gone(pid: int, within: float) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def start_saver(root: Path, big: int, **env: str) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(root), str(big)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline().split()[1])
+
+
+def test_rank_killed_as_the_save_begins(tmp_path: Path) -> None:
+    """Fault 1: right after the folder was made, by the rank itself."""
+    point = "post:mkdir:.tmp_step_00000010"
+    process, writer = start_saver(tmp_path, 0, PYTHONPATH=cs.INJECT, KILL_AT=point)
+    assert process.wait(60) == -signal.SIGKILL
+    assert gone(writer, 15), "no process is left behind"
+    assert (tmp_path / ".tmp_step_00000010").exists()
+    after_kill(tmp_path)
+
+
+def test_rank_killed_while_its_writer_writes(tmp_path: Path) -> None:
+    process, writer = start_saver(tmp_path, 8192)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "step 5\n"
+    os.kill(writer, signal.SIGSTOP)
+    assert process.stdout.readline() == "step 10\n"
+    process.kill()
+    process.wait()
+    os.kill(writer, signal.SIGCONT)
+    assert gone(writer, 15), "no process is left behind"
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert "step_00000010" not in names
+    assert "step_00000005" in names
+
+
+def after_kill(root: Path) -> None:
+    """The next run takes the dead one's lock over, deletes what it left, and goes on from its last checkpoint."""
+    ctx = ParallelContext.single()
+    checkpointer = Checkpointer(root, ctx, run_id="next")
+    assert sorted(p.name for p in root.iterdir()) == ["latest", "lock", "step_00000005"]
+    found = find_good(root, ctx)
+    assert found is not None
+    assert found.name == "step_00000005"
+    checkpointer.save(10, cs.states_at(10), {"step": 10})
+    checkpointer.close()
+    assert (root / "latest").resolve().name == "step_00000010"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("background", [False, True])
+def test_full_disk(small_disk: Path, background: bool) -> None:
+    checkpointer = Checkpointer(small_disk, ParallelContext.single())
+    checkpointer.save(5, cs.states_at(5), {"step": 5})
+    kept = cs.digest(small_disk / "step_00000005")
+    big = [cs.ParamSpec("w", (1024, 256))]
+    words = r"rank 0: .*rank_00000\.safetensors: ENOSPC .* while writing 3,145,728 bytes"
+    if background:
+        checkpointer.save(10, cs.states_at(10, specs=big), {"step": 10}, background=True)
+        with pytest.raises(SaveError, match=words):
+            checkpointer.finish()
+    else:
+        with pytest.raises(SaveError, match=words):
+            checkpointer.save(10, cs.states_at(10, specs=big), {"step": 10})
+    checkpointer.close()
+    assert cs.digest(small_disk / "step_00000005") == kept
+    assert sorted(p.name for p in small_disk.iterdir()) == ["latest", "step_00000005"]
+
+
+@pytest.mark.root
+def test_read_only_folder(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(UserError, match=r"must be a folder this user can write \(Read-only file system\)"):
+        Checkpointer(small_disk, ParallelContext.single())
+
+
+def test_file_size_limit_on_one_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    ranks = pool.run(2, cs.save_with_limit, 2, str(tmp_path), 4096)
+    for error, _ in ranks:
+        assert "rank 1: " in error
+        assert "EFBIG" in error
+    assert ranks[0][1] == [], "nothing committed, nothing left"
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_background_writer_killed(pool: WorkerPool, tmp_path: Path, on_error: str) -> None:
+    ranks: list[dict[str, Any]] = pool.run(2, cs.kill_writer, 2, str(tmp_path), on_error)
+    died = "rank 1: the process that writes checkpoints died (exit code -9)"
+    if on_error == "stop":
+        assert died in ranks[1]["poll"], "seen at the next step"
+        assert all(died in rank["finish"] for rank in ranks)
+    else:
+        assert [rank["poll"] + rank["finish"] for rank in ranks] == ["", ""]
+        assert [rank["saved"] for rank in ranks] == [False, False]
+        assert "step_00000015" in ranks[0]["left"], "later saves work again"
+    assert "step_00000010" not in ranks[0]["left"]
+
+
+def test_signals_do_not_cut_a_save_short(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, ParallelContext.single())
+    checkpointer.save(5, cs.states_at(5), {"step": 5})
+    pid = checkpointer._writer.pid
+    os.kill(pid, signal.SIGSTOP)
+    checkpointer.save(10, cs.states_at(10), {"step": 10}, background=True)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        os.kill(pid, number)
+    assert checkpointer.finish()
+    checkpointer.close()
+    assert find_good(tmp_path, ParallelContext.single()) == tmp_path / "step_00000010"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from megalite.checkpoint.lock import RunLock
+RunLock(Path(sys.argv[1]), "owner-run").acquire()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_two_jobs_one_folder(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    before = (tmp_path / "lock").read_bytes()
+    with pytest.raises(UserError, match=rf"is in use by run owner-run, pid {holder.pid} on "):
+        Checkpointer(tmp_path, ParallelContext.single())
+    assert (tmp_path / "lock").read_bytes() == before
+    holder.kill()
+    holder.wait()
+    checkpointer = Checkpointer(tmp_path, ParallelContext.single(), run_id="heir")
+    assert b"heir" in (tmp_path / "lock").read_bytes()
+    checkpointer.close()
+    assert not (tmp_path / "lock").exists()
+
+
+def test_lock_of_another_host_or_none_we_know_is_left_to_a_person(tmp_path: Path) -> None:
+    for content in ('{"run_id":"r","host":"elsewhere","pid":1,"boot":"b","started":"1"}', "", "junk", '{"pid":"x"}'):
+        (tmp_path / "lock").write_text(content)
+        with pytest.raises(UserError, match="delete .*lock"):
+            Checkpointer(tmp_path, ParallelContext.single())
+        assert (tmp_path / "lock").read_text() == content
+
+
+def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
+    """The pid lives, but it is another process than the one that locked."""
+    from megalite.checkpoint.lock import RunLock
+
+    lock = RunLock(tmp_path, "old")
+    lock.acquire()
+    text = (tmp_path / "lock").read_text()
+    (tmp_path / "lock").write_text(text.replace('"started": "', '"started": "9'))
+    Checkpointer(tmp_path, ParallelContext.single(), run_id="new").close()
+    assert not (tmp_path / "lock").exists()

@@ -1,0 +1,67 @@
+"""Real training, killed at random: the run that is started again and again ends as the one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ranks import finish, run_ranks, start_ranks
+from tests.unit.checkpoint.jobs import whole_tensors
+
+STEPS, EVERY, KILLS = 200, 5, 5
+TRAIN = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
+    *("--global-batch-size", "4", "--mock-data", "--device", "cpu", "--tp", "2", "--hidden-dropout", "0.1"),
+    *("--train-steps", str(STEPS), "--save-every", str(EVERY), "--keep-last", "2"),
+]
+
+
+def last_step(run_dir: Path) -> int:
+    """Last step in metrics.jsonl; a line that is being written does not count."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if '"event"' not in line), default=0)
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Loss of every step as last written."""
+    lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line)
+    by_step = {line["step"]: line["loss"] for line in lines if "event" not in line}
+    return [by_step[step] for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.slow
+def test_five_random_kills(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert [r.code for r in run_ranks([*TRAIN, "--run-dir", str(straight)], 2)] == [0, 0]
+    for kill in range(KILLS):
+        target = last_step(broken) // EVERY * EVERY + draw.randint(3, 2 * STEPS // (KILLS + 2) - EVERY)
+        ranks = start_ranks([*TRAIN, "--run-dir", str(broken)], 2)
+        deadline = time.monotonic() + 90
+        while last_step(broken) < min(target, STEPS - 10):
+            assert time.monotonic() < deadline, f"kill {kill}: step {target} not reached"
+            assert all(r.poll() is None for r in ranks), "".join(r.stderr.read() for r in ranks if r.stderr)
+            time.sleep(0.02)
+        victim = draw.randrange(2)
+        ranks[victim].kill()
+        left = finish(ranks, 15)
+        assert left[victim].code == -signal.SIGKILL
+        assert left[1 - victim].code == 1, left[1 - victim]
+        full = list((broken / "checkpoints").glob("step_*"))
+        assert len(full) <= 3, "keep-last, and the one resumed from"
+    assert [r.code for r in run_ranks([*TRAIN, "--run-dir", str(broken)], 2)] == [0, 0]
+    assert losses(broken) == losses(straight)
+    ends = [whole_tensors(run / "checkpoints" / f"step_{STEPS:08d}") for run in (straight, broken)]
+    assert ends[0].keys() == ends[1].keys()
+    for name, tensor in ends[0].items():
+        np.testing.assert_array_equal(tensor, ends[1][name], err_msg=name)
+    assert not list((broken / "checkpoints").glob(".tmp*"))

@@ -1,0 +1,344 @@
+"""Ranks killed, failing, told to stop, with bad gradients, data, copies or losses: every rank does the same, and the
+next run ends as the one that nothing happened to, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.zygote import Job, Left, Zygote, processes_of
+from tests.ranks import ROOT
+
+STEPS = 8
+RUN = [
+    *("--num-layers", "2", "--hidden-size", "16", "--num-heads", "2", "--vocab-size", "64", "--seq-len", "16"),
+    *("--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3", "--hidden-dropout", "0.1"),
+    *("--train-steps", str(STEPS), "--save-every", "2"),
+]
+LAYOUTS = {2: [], 4: ["--tp", "2", "--pp", "2"]}
+FOREVER = ["--train-steps", "1000000", "--lr-decay", "constant"]
+
+
+def outcome(run_dir: Path) -> tuple[list[tuple[int, float, float, int]], str]:
+    """Losses, norms and sample counts of the steps, and a hash of the last checkpoint's tensors."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = {
+        r["step"]: (r["step"], r["loss"], r["grad_norm"], r["consumed_samples"]) for r in lines if "event" not in r
+    }
+    digest = hashlib.sha256()
+    for shard in sorted((run_dir / "checkpoints" / "latest").glob("*.safetensors")):
+        digest.update(shard.name.encode() + shard.read_bytes())
+    return [steps[step] for step in sorted(steps)], digest.hexdigest()
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("event") == name]
+
+
+def committed(run_dir: Path) -> set[str]:
+    return {path.parent.name for path in (run_dir / "checkpoints").glob("step_*/COMMIT")}
+
+
+def checksums(run_dir: Path) -> dict[str, str]:
+    """Of every file of every committed checkpoint."""
+    files = [f for name in committed(run_dir) for f in (run_dir / "checkpoints" / name).iterdir()]
+    return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def codes(left: list[Left]) -> list[int]:
+    return [rank.code for rank in left]
+
+
+def start(zygote: Zygote, folder: Path, world: int, *flags: str, fault: dict[str, Any] | None = None) -> Job:
+    arguments = [*RUN, *LAYOUTS[world], "--run-dir", str(folder / "run"), *flags]
+    return zygote.start(arguments, world, folder, *([fault] if fault else []))
+
+
+@pytest.fixture(scope="module")
+def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
+    """What runs come to that nothing happens to, by world size."""
+    results = {}
+    for world in LAYOUTS:
+        folder = tmp_path_factory.mktemp("whole")
+        assert codes(start(zygote, folder, world).end()) == [0] * world
+        results[world] = outcome(folder / "run")
+    return results
+
+
+def resumes(zygote: Zygote, folder: Path, world: int, whole: dict[int, Any]) -> None:
+    """The same command again ends as the run that nothing happened to; nothing of either is left running."""
+    left = start(zygote, folder, world).end()
+    assert codes(left) == [0] * world, left
+    assert outcome(folder / "run") == whole[world]
+    assert not processes_of(folder)
+
+
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
+def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any], world: int, victim: int) -> None:
+    """Row 9: at both places of a dp group; and at each tensor and pipeline place."""
+    left = start(zygote, tmp_path, world, fault={"rank": victim, "kind": "kill", "place": "step", "at": 6}).end(
+        within=60
+    )
+    assert codes(left) == [-signal.SIGKILL if rank == victim else 1 for rank in range(world)], left
+    survivors = [left[rank].err for rank in range(world) if rank != victim]
+    assert "Traceback" not in "".join(survivors)
+    assert all("lost a peer" in err for err in survivors)
+    if victim in (0, world - 1):
+        resumes(zygote, tmp_path, world, whole)
+
+
+def test_one_rank_raises(zygote: Zygote, tmp_path: Path) -> None:
+    """Row 31: its traceback only."""
+    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "step", "at": 3}).end(within=60)
+    assert codes(left) == [1, 1]
+    assert "ValueError: injected" in left[1].err
+    assert "[rank 1] Traceback" in left[1].err
+    assert "Traceback" not in left[0].err
+    assert "[rank 0] lost a peer and leaves" in left[0].err
+
+
+def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
+    """Row 35, for a loader that is a thread: what ends it is an exception, and every rank hears of it in the step."""
+    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "data", "at": 40}).end(within=60)
+    assert codes(left) == [1, 1]
+    assert "ValueError: injected" in left[1].err
+    assert "Traceback" not in left[0].err
+    # Batches before the bad one were used.
+    assert outcome(tmp_path / "run")[0] == whole[2][0][:4]
+    resumes(zygote, tmp_path, 2, whole)
+
+
+def test_a_writer_killed_on_one_rank(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
+    """Row 10: every rank hears of it in the next step; or the run goes on where only a warning was asked for."""
+    fault = {"rank": 1, "kind": "", "place": "writer", "at": 4}
+    left = start(zygote, tmp_path, 2, fault=fault).end(within=60)
+    assert codes(left) == [1, 1], left
+    died = "checkpoint not saved: rank 1: the process that writes checkpoints died (exit code -9)"
+    assert f"SaveError: {died}" in left[0].err
+    assert "Traceback" not in left[0].err
+    assert committed(tmp_path / "run") == {"step_00000002"}
+    resumes(zygote, tmp_path, 2, whole)
+    warned = tmp_path / "warned"
+    warned.mkdir()
+    left = start(zygote, warned, 2, "--save-errors", "warn", fault=fault).end()
+    assert codes(left) == [0, 0], left
+    assert died.removeprefix("checkpoint not saved: ") in left[0].err + left[1].err
+    assert committed(warned / "run") == {"step_00000006", "step_00000008"}
+    assert outcome(warned / "run")[0] == whole[2][0]
+
+
+def test_told_to_stop_in_a_save_and_twice(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
+    """Rows 12 and 13: one rank is told, in a save, and once more while leaving; all stop after the same step."""
+    job = zygote.start(
+        [*RUN, "--run-dir", str(tmp_path / "run")],
+        2,
+        tmp_path,
+        {"rank": 1, "kind": "sigterm", "place": "save", "at": 4},
+        {"rank": 1, "kind": "sigterm", "place": "step", "at": 5},
+    )
+    left = job.end(within=60)
+    assert codes(left) == [0, 0], left
+    log = (tmp_path / "run" / "logs" / "rank_1.log").read_text()
+    assert log.count("SIGTERM: saving after this step, then leaving") == 2
+    assert committed(tmp_path / "run") == {"step_00000004", "step_00000005"}
+    resumes(zygote, tmp_path, 2, whole)
+
+
+def test_nan_gradient_on_one_rank(zygote: Zygote, tmp_path: Path) -> None:
+    """Row 28: every rank leaves the update out, the run goes on, and the copies stay equal."""
+    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "", "place": "nan", "at": 3}).end()
+    assert codes(left) == [0, 0], left
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    skipped = [record["skipped_steps"] for record in records if "event" not in record]
+    assert skipped == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert "gradients of step 3 are not finite: its update is left out" in left[0].err
+
+
+def test_nan_gradients_without_end(zygote: Zygote, tmp_path: Path) -> None:
+    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "", "place": "nan", "at": "always"}).end()
+    assert codes(left) == [1, 1]
+    assert "gradients were not finite in 3 steps in a row (up to step 3" in left[0].err
+    assert "Traceback" not in left[0].err + left[1].err
+    assert not committed(tmp_path / "run")
+
+
+def test_a_bit_flipped_in_one_copy(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
+    """Row 36: told by the next save, which saves nothing."""
+    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "", "place": "flip", "at": 4}).end()
+    assert codes(left) == [1, 1]
+    assert "norm.weight of rank" in left[0].err
+    assert "differs from its copies" in left[0].err
+    assert "Traceback" not in left[0].err + left[1].err
+    assert committed(tmp_path / "run") == {"step_00000002"}
+    resumes(zygote, tmp_path, 2, whole)
+    unchecked = tmp_path / "unchecked"
+    unchecked.mkdir()
+    flags = ["--no-check-replicas", "--train-steps", "5", "--lr-decay-steps", "8"]
+    left = start(zygote, unchecked, 2, *flags, fault={"rank": 1, "kind": "", "place": "flip", "at": 4}).end()
+    assert codes(left) == [0, 0]
+
+
+def spiking(zygote: Zygote, folder: Path, *more: dict[str, Any], steps: int = 14) -> Job:
+    """The batch that ends at sample 88 (step 11) has ten times the loss; saves after steps 4, 8, 12."""
+    flags = ["--on-spike", "rewind", "--save-every", "4", "--lr-decay-steps", "14", "--train-steps", str(steps)]
+    spike = {"rank": "all", "kind": "", "place": "spike", "at": 88}
+    return zygote.start([*RUN, *flags, "--run-dir", str(folder / "run")], 2, folder, spike, *more)
+
+
+def test_loss_spike_rewinds_and_skips(zygote: Zygote, tmp_path: Path) -> None:
+    """Row 29: back to step 8, and on with the sample after the spike; interrupted anywhere, it comes to the same."""
+    once, again, stopped = (tmp_path / name for name in ("once", "again", "stopped"))
+    for folder in (once, again, stopped):
+        folder.mkdir()
+    left = spiking(zygote, once).end()
+    assert codes(left) == [0, 0], left
+    (event,) = events(once / "run", "rewind")
+    assert event["step"] == 11
+    assert event["loss"] > 10
+    assert event["checkpoint"].endswith("step_00000008")
+    assert event["next_sample"] == 88
+    steps, _ = outcome(once / "run")
+    assert [(step, samples) for step, _, _, samples in steps[7:]] == [
+        (8, 64), (9, 96), (10, 104), (11, 112), (12, 120), (13, 128), (14, 136)
+    ]  # fmt: skip
+    assert max(loss for _, loss, _, _ in steps) < 10
+    # Killed in the second step 10, after the rewind and before the next save.
+    kill = {"rank": 1, "kind": "kill", "place": "data", "at": 120}
+    assert codes(spiking(zygote, again, kill).end())[1] == -signal.SIGKILL
+    assert codes(spiking(zygote, again).end()) == [0, 0]
+    assert len(events(again / "run", "rewind")) == 2
+    assert outcome(again / "run") == outcome(once / "run")
+    # Stopped, with a save out of turn, just before the spike: the rewind goes back as far.
+    assert codes(spiking(zygote, stopped, steps=10).end()) == [0, 0]
+    assert codes(spiking(zygote, stopped).end()) == [0, 0]
+    assert outcome(stopped / "run") == outcome(once / "run")
+
+
+def test_loss_spike_skipped(zygote: Zygote, tmp_path: Path) -> None:
+    flags = ["--on-spike", "skip", "--train-steps", "13"]
+    spike = {"rank": "all", "kind": "", "place": "spike", "at": 88}
+    left = zygote.start([*RUN, *flags, "--run-dir", str(tmp_path / "run")], 2, tmp_path, spike).end()
+    assert codes(left) == [0, 0], left
+    (event,) = events(tmp_path / "run", "spike")
+    assert event["step"] == 11
+    assert "loss" in event
+    assert max(loss for step, loss, _, _ in outcome(tmp_path / "run")[0] if step != 11) < 10
+
+
+def test_a_slow_rank_is_named(zygote: Zygote, tmp_path: Path) -> None:
+    """Row 38: it sleeps several times as long as a step takes; within 20 steps the log names it, and no other."""
+    left = start(
+        zygote,
+        tmp_path,
+        2,
+        *("--train-steps", "20", "--save-every", "0"),
+        fault={"rank": 1, "kind": "slow", "place": "every_step"},
+    ).end()
+    assert codes(left) == [0, 0], left
+    told = events(tmp_path / "run", "straggler")
+    assert [event["rank"] for event in told] == [1]
+    assert told[0]["step"] == 20
+    assert told[0]["own_seconds"] > 1.5 * told[0]["peers_seconds"]
+    assert "rank 1 is slow: " in left[0].err
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A run directory on a file system mounted read-only."""
+    place = tmp_path / "run"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.root
+def test_read_only_run_directory(zygote: Zygote, tmp_path: Path, read_only: Path) -> None:
+    """Row 16."""
+    left = start(zygote, tmp_path, 2).end(within=60)
+    assert codes(left) == [2, 2]
+    assert [line for line in (left[0].err + left[1].err).splitlines() if "error:" in line] == [
+        f"error: --run-dir {read_only}: must be a folder this user can write (Read-only file system); choose another "
+        "--run-dir"
+    ]
+    assert "step 1/" not in left[0].err
+
+
+def torchrun(world: int, *flags: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    return [*launcher, *flags]
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int, Any]) -> None:
+    """A rank that dies once: torchrun starts all anew, and they go on from the last checkpoint.
+
+    gloo may fail to connect right after a restart ("Connection refused"), hence more restarts than deaths.
+    """
+    script = tmp_path / "once.py"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import pretrain_gpt\n"
+        "from tests.faults.zygote import install\n"
+        f"died = Path({str(tmp_path / 'died')!r})\n"
+        "if os.environ['RANK'] == '1' and not died.exists():\n"
+        "    died.touch()\n"
+        "    install({'kind': 'kill', 'place': 'step', 'at': 6})\n"
+        "with pretrain_gpt.leaving_together():\n"
+        "    pretrain_gpt.main()\n"
+    )
+    command = [*torchrun(2, "--max-restarts", "3"), str(script), *RUN, "--run-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert outcome(tmp_path / "run") == whole[2]
+    assert [event["step"] for event in events(tmp_path / "run", "resume")] == [4]
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun(tmp_path: Path, zygote: Zygote) -> None:
+    """Row 11: torchrun passes it on; the ranks finish the step, save and leave, within its patience."""
+    command = [*torchrun(2), str(ROOT / "pretrain_gpt.py"), *RUN, *FOREVER]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen([*command, "--run-dir", str(tmp_path / "run")], env=environment, stderr=err)
+    zygote.until(lambda: "step 3/" in (tmp_path / "err").read_text(), 120)
+    process.terminate()
+    # torchrun itself ends with 1, whatever its ranks do.
+    process.wait(60)
+    steps, _ = outcome(tmp_path / "run")
+    assert f"step_{steps[-1][0]:08d}" in committed(tmp_path / "run")
+    assert not processes_of(tmp_path)
+
+
+def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
+    """A lost host: dp 2 -> 1 -> 2, the same samples in the same order."""
+    run = [*RUN, "--hidden-dropout", "0", "--lr-decay-steps", "8", "--run-dir", str(tmp_path / "run")]
+    texts = []
+    for world, steps in ((2, "3"), (1, "5"), (2, "8")):
+        left = zygote.start([*run, "--train-steps", steps], world, tmp_path).end()
+        assert codes(left) == [0] * world, left
+        texts.append(left[0].err)
+    assert "saved by world 2, tp 1, pp 1, dp 2; goes on with world 1, tp 1, pp 1, dp 1: the same samples" in texts[1]
+    assert "goes on with world 2" in texts[2]
+    other = tmp_path / "other"
+    other.mkdir()
+    plain = zygote.start([*RUN, "--hidden-dropout", "0", "--run-dir", str(other / "run")], 2, other)
+    assert codes(plain.end()) == [0, 0]
+    ours, theirs = outcome(tmp_path / "run")[0], outcome(other / "run")[0]
+    assert [step[3] for step in ours] == [step[3] for step in theirs]
+    assert [step[1] for step in ours] == pytest.approx([step[1] for step in theirs], rel=1e-5)

@@ -1,0 +1,133 @@
+"""A rank that hangs: the watchdogs name it and its place, all ranks are dead in time, and the next run resumes bit for
+bit. A rank that only works long is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.faults.test_runtime_faults import FOREVER, RUN, codes, outcome
+from tests.faults.zygote import Job, Left, Zygote, processes_of
+
+TIMEOUT = 8
+FLAGS = [*RUN, "--watchdog-timeout", str(TIMEOUT), "--eval-every", "4", "--eval-steps", "2"]
+# (what rank 1 does, where, after or in which step, words of the verdict)
+HANGS = {
+    "stopped_in_a_step": ("stop", "step", 6, ["stopped", "in training (step 6, last operation: F of micro-batch"]),
+    "stopped_in_a_save": ("stop", "save", 4, ["stopped", "in save (step 4"]),
+    "stopped_in_an_evaluation": ("stop", "eval", 4, ["stopped", "in evaluation (step 4"]),
+    "loops_in_a_step": ("loop", "step", 6, ["in loop_forever", "in training (step 6"]),
+    "loops_in_a_save": ("loop", "save", 4, ["in loop_forever", "in save (step 4"]),
+    "holds_the_interpreter": ("gil", "eval", 4, ["in hold_interpreter", "in evaluation (step 4"]),
+    "reads_forever": ("hang", "data", 56, ["in reading data (step 7"]),
+}
+
+
+class Hung(NamedTuple):
+    folder: Path
+    left: list[Left]
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def hung(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Hung]:
+    """All of them at once: they mostly wait."""
+    jobs: dict[str, tuple[Path, Job]] = {}
+    for name, (kind, place, at, _) in HANGS.items():
+        folder = tmp_path_factory.mktemp(name)
+        fault = {"rank": 1, "kind": kind, "place": place, "at": at}
+        jobs[name] = folder, zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder, fault)
+    results = {}
+    for name, (folder, job) in jobs.items():
+        left = job.end(within=150)
+        files = [folder / "run" / "metrics.jsonl", *(folder / "run" / "logs").glob("rank_*.log")]
+        # From the last thing that the run recorded to the last that anyone said.
+        last = max(path.stat().st_mtime for path in files)
+        results[name] = Hung(folder, left, max(path.stat().st_mtime for path in job.errors) - last)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HANGS)
+def test_the_culprit_is_named_and_all_end(
+    zygote: Zygote, hung: dict[str, Hung], straight: tuple[Any, str], name: str
+) -> None:
+    """Row 30, and 35 for a reading thread that hangs."""
+    folder, left, seconds = hung[name]
+    # Whoever is killed first, the other is killed too or loses its peer.
+    assert -signal.SIGKILL in codes(left), left
+    assert set(codes(left)) <= {-signal.SIGKILL, 1}, left
+    said = left[0].err + left[1].err
+    verdicts = [line for line in said.splitlines() if "all wait for " in line]
+    assert verdicts, said
+    for line in verdicts:
+        assert "watchdog: all wait for rank 1 (" in line
+        for words in HANGS[name][3]:
+            assert words in line
+    # 8 of these 15 s are what a rank that lost its peer leaves to its own writer of checkpoints.
+    assert seconds < TIMEOUT + 15, (seconds, said)
+    assert not processes_of(folder)
+    (reports,) = (folder / "run" / "logs").glob("watchdog_*")
+    assert (reports / "rank_1.json").exists()
+    resumed = zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder).end()
+    assert codes(resumed) == [0, 0], resumed
+    assert outcome(folder / "run") == straight
+
+
+@pytest.fixture(scope="module")
+def straight(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    folder = tmp_path_factory.mktemp("straight")
+    assert codes(zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder).end()) == [0, 0]
+    return outcome(folder / "run")
+
+
+@pytest.fixture
+def running(zygote: Zygote, tmp_path: Path) -> Iterator[Job]:
+    flags = [*RUN, *FOREVER, "--save-every", "0", "--watchdog-timeout", "4", "--run-dir", str(tmp_path / "run")]
+    job = zygote.start(flags, 2, tmp_path)
+    job.wait_for(0, "step 3/")
+    yield job
+    job.end(60)
+
+
+def watchdogs(folder: Path) -> int:
+    return len(processes_of(folder))
+
+
+def test_a_rank_and_its_watchdog_stopped_together_are_left_alone(running: Job, zygote: Zygote, tmp_path: Path) -> None:
+    """Ctrl-Z, or a frozen container, for longer than the timeout."""
+    assert watchdogs(tmp_path) == 2
+    groups = [running.pid(rank) for rank in (0, 1)]
+    for group in groups:
+        os.killpg(group, signal.SIGSTOP)
+    time.sleep(6)
+    for group in groups:
+        os.killpg(group, signal.SIGCONT)
+    steps = running.text(0).count("\nstep ")
+    zygote.until(lambda: running.text(0).count("\nstep ") > steps + 50, 60)
+    assert "watchdog" not in running.text(0) + running.text(1)
+    # A signal to the whole group ends the rank as ever, and the watchdog with it.
+    os.killpg(groups[1], signal.SIGTERM)
+    assert codes(running.end(60)) == [0, 0]
+    assert watchdogs(tmp_path) == 0
+
+
+def test_the_watchdog_ends_with_its_rank(running: Job, zygote: Zygote, tmp_path: Path) -> None:
+    os.kill(running.pid(0), signal.SIGKILL)
+    running.end(30)
+    zygote.until(lambda: watchdogs(tmp_path) == 0, 10)
+
+
+def test_no_watchdog(zygote: Zygote, tmp_path: Path) -> None:
+    flags = [*RUN, *FOREVER, "--watchdog-timeout", "0", "--save-every", "0", "--run-dir", str(tmp_path / "run")]
+    job = zygote.start(flags, 1, tmp_path)
+    job.wait_for(0, "step 3/")
+    assert watchdogs(tmp_path) == 0
+    os.kill(job.pid(0), signal.SIGTERM)
+    assert codes(job.end()) == [0]

@@ -1,0 +1,304 @@
+"""Starts ranks of pretrain_gpt.py by forking a process that has imported it: real processes without the imports' time.
+
+Run as a script it reads jobs from stdin, one JSON object a line, and writes {"job", "pid"} and {"job", "code"} lines.
+A job may carry faults, which happen inside the rank at a named place; the program itself has no hooks for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Left(NamedTuple):
+    """How a rank ended: its exit code (minus the signal's number where one killed it), and what it said."""
+
+    code: int
+    err: str
+
+
+class Job:
+    """The ranks of one run."""
+
+    def __init__(self, zygote: Zygote, names: list[str], errors: list[Path]) -> None:
+        self.zygote, self.names, self.errors = zygote, names, errors
+
+    def pid(self, rank: int) -> int:
+        """The rank's process."""
+        self.zygote.until(lambda: self.names[rank] in self.zygote.pids, 30)
+        return self.zygote.pids[self.names[rank]]
+
+    def text(self, rank: int) -> str:
+        """What the rank has said so far."""
+        return self.errors[rank].read_text() if self.errors[rank].exists() else ""
+
+    def wait_for(self, rank: int, words: str, within: float = 90.0) -> None:
+        """Until the rank has said this."""
+        self.zygote.until(lambda: words in self.text(rank) or self.names[rank] in self.zygote.codes, within)
+        assert words in self.text(rank), self.text(rank)
+
+    def end(self, within: float = 90.0) -> list[Left]:
+        """Wait for all ranks; those still alive after `within` seconds are killed and the test fails."""
+        try:
+            self.zygote.until(lambda: all(name in self.zygote.codes for name in self.names), within)
+        finally:
+            for name in self.names:
+                if name in self.zygote.pids and name not in self.zygote.codes:
+                    os.kill(self.zygote.pids[name], signal.SIGKILL)
+        return [Left(self.zygote.codes[name], self.text(rank)) for rank, name in enumerate(self.names)]
+
+
+class Zygote:
+    """The test's side."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        )
+        self.heard = b""
+        self.pids: dict[str, int] = {}
+        self.codes: dict[str, int] = {}
+        self.count = 0
+
+    def start(self, arguments: list[str], world: int, folder: Path, *faults: dict[str, Any]) -> Job:
+        """Start a run; a fault is {"rank", "kind", "place", "at"}, see `FAULTS` and `install`."""
+        from tests.ranks import free_port
+
+        self.count += 1
+        port, names, errors = free_port(), [], []
+        for rank in range(world):
+            names.append(f"{self.count}.{rank}")
+            errors.append(folder / f"stderr_{self.count}_{rank}.txt")
+            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+            job = {
+                "job": names[-1],
+                "arguments": arguments,
+                "err": str(errors[-1]),
+                "env": {**env, "MASTER_PORT": port},
+                "faults": [fault for fault in faults if fault["rank"] in (rank, "all")],
+            }
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(job).encode() + b"\n")
+            self.process.stdin.flush()
+        return Job(self, names, errors)
+
+    def until(self, condition: Callable[[], bool], within: float) -> None:
+        """Take in what the zygote says until the condition holds."""
+        deadline = time.monotonic() + within
+        assert self.process.stdout is not None
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {within} s"
+            if select.select([self.process.stdout], [], [], 0.1)[0]:
+                more = os.read(self.process.stdout.fileno(), 1 << 16)
+                assert more, "the zygote has died"
+                self.heard += more
+                *lines, self.heard = self.heard.split(b"\n")
+                for said in map(json.loads, lines):
+                    table, key = (self.pids, "pid") if "pid" in said else (self.codes, "code")
+                    table[said["job"]] = said[key]
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of processes that name the folder: ranks' watchdogs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in line and int(path.parent.name) != os.getpid():
+            found.append(line)
+    return found
+
+
+def hold_interpreter() -> None:
+    """Sleep without giving the interpreter lock back."""
+    while True:
+        # A signal ends a sleep.
+        ctypes.PyDLL(None).sleep(1000)
+
+
+def loop_forever() -> None:
+    while True:
+        pass
+
+
+def fail() -> None:
+    raise ValueError("injected")
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "loop": loop_forever,
+    "gil": hold_interpreter,
+    "hang": lambda: time.sleep(1000),
+    "fail": fail,
+    "slow": lambda: time.sleep(0.2),
+}
+
+
+def before(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Call `action` with the arguments of every call of `owner.name`, first."""
+    real = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        action(*args, **kwargs)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def install(fault: dict[str, Any]) -> None:
+    """Make a fault happen: in step `at` ("step", "nan", "every_step"), in the evaluation or the save after it ("eval",
+    "save", "writer", "flip"), reading the batch that ends at sample `at` ("data", "spike")."""
+    import torch
+
+    from megalite.checkpoint import Checkpointer
+    from megalite.data import BatchLoader
+    from megalite.pipeline import executor
+    from megalite.train import loop, step
+
+    place, at, armed = fault["place"], fault.get("at"), []
+    act = FAULTS.get(fault["kind"], lambda: None)
+
+    def when_armed(*args: Any, **kwargs: Any) -> None:
+        if armed:
+            armed.clear()
+            act()
+
+    def arm(condition: bool) -> None:
+        armed.clear()
+        if condition:
+            armed.append(True)
+
+    if place in ("step", "nan"):
+        before(loop, "train_step", lambda engine, batch, number, **_: arm(at in (number, "always")))
+    if place == "step":
+        before(executor._Flight, "forward", when_armed)
+    elif place == "nan":
+
+        def poison(self: Any, _microbatch: int, stage: int, *_: Any) -> None:
+            if armed:
+                for parameter in self.executor.stages[stage].parameters():
+                    parameter.main_grad.view(-1)[0] = torch.nan
+
+        before(executor._Flight, "backward", poison)
+    elif place == "every_step":
+        before(executor._Flight, "forward", lambda *_: act())
+    elif place == "eval":
+        before(loop, "evaluate", lambda run: arm(run.step == at))
+        before(executor._Flight, "forward", when_armed)
+    elif place == "save":
+        before(loop, "save", lambda run, **_: arm(run.step == at))
+        before(Checkpointer, "_snapshot", when_armed)
+    elif place == "writer":
+
+        def kill_writer(run: Any, **_: Any) -> None:
+            if run.step == at:
+                os.kill(run.checkpointer._writer.pid, signal.SIGKILL)
+
+        before(loop, "save", kill_writer)
+    elif place == "flip":
+
+        def flip(run: Any, **_: Any) -> None:
+            if run.step == at:
+                run.engine.optimizer.wait_weights()
+                weight = next(iter(run.engine.stages.values())).norm.weight
+                weight.data.view(torch.int32)[1] ^= 1 << 12
+
+        before(loop, "save", flip)
+    elif place == "data":
+        before(BatchLoader, "_read", lambda self, start: act() if start + self.global_batch_size == at else None)
+    elif place == "spike":
+        real_sum = step.sum_over_world
+
+        def larger(engine: Any, loss_sum: Any, *rest: Any) -> Any:
+            return real_sum(engine, loss_sum * 10 if armed else loss_sum, *rest)
+
+        real_next = BatchLoader.next_batch
+
+        def next_batch(self: Any) -> Any:
+            batch = real_next(self)
+            arm(self.consumed_samples == at)
+            return batch
+
+        BatchLoader.next_batch, step.sum_over_world = next_batch, larger
+
+
+def be_rank(job: dict[str, Any]) -> None:
+    """The forked process: pretrain_gpt.py with the job's arguments, as a script would run it."""
+    os.setsid()
+    null, err = os.open(os.devnull, os.O_RDWR), os.open(job["err"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.dup2(err, 2)
+    os.environ.update({key: str(value) for key, value in job["env"].items()})
+    sys.argv = ["pretrain_gpt.py", *job["arguments"]]
+    import pretrain_gpt
+
+    code = 0
+    try:
+        for fault in job["faults"]:
+            install(fault)
+        with pretrain_gpt.leaving_together():
+            pretrain_gpt.main()
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    """Fork a rank for every line; tell how ranks end."""
+    names: dict[int, str] = {}
+
+    def tell(**said: Any) -> None:
+        os.write(1, (json.dumps(said) + "\n").encode())
+
+    while True:
+        while names:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid in names:
+                tell(job=names.pop(pid), code=os.waitstatus_to_exitcode(status))
+        if not select.select([0], [], [], 0.05)[0]:
+            continue
+        line = sys.stdin.buffer.raw.readline()  # type: ignore[attr-defined]
+        if not line:
+            return
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            be_rank(job)
+        names[pid] = job["job"]
+        tell(job=job["job"], pid=pid)
+
+
+if __name__ == "__main__":
+    import pretrain_gpt  # noqa: F401  (for all ranks that are forked)
+
+    serve()

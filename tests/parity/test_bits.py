@@ -1,0 +1,174 @@
+"""Gradients of one step, every buffer of them: bitwise equal over schedules, with real processes.
+
+Each weight sums its micro-batches in one order whatever the schedule, so not a bit may differ, unless a tied embedding
+serves as both ends of one rank: its two uses are then added in the schedule's order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config import Config, ModelConfig
+from megalite.params import Shard
+from tests.parity import jobs
+from tests.workers import WorkerPool
+
+# name -> layout at pp 2; chunks as the schedule wants them.
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "naive": {"pp": 2},
+    "gpipe": {"pp": 2},
+    "gpipe-of-chunks": {"pp": 2, "vp": 2, "schedule": "gpipe"},
+    "1f1b": {"pp": 2},
+    "1f1b-eager": {"pp": 2},
+    "interleaved": {"pp": 2, "vp": 2},
+    "zb-h1": {"pp": 2},
+    "zb-v": {"pp": 2, "vp": 2},
+}
+Grads = list[tuple[str, Shard, np.ndarray]]
+
+
+def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
+    """(global name, shard, main_grad) of every parameter of this rank after one forward and backward, by config."""
+    from megalite.dist.context import ParallelContext
+    from megalite.dist.topology import Topology
+    from megalite.train.build import build_engine
+
+    # One grid of ranks for all of them: making process groups takes longer than a step.
+    (grid,) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
+    ctx = ParallelContext.create(Topology(world, *grid), torch.device("cpu"))
+    out = []
+    for cfg in cfgs:
+        engine = build_engine(cfg, ctx)
+        engine.optimizer.init_parameters(cfg.train.seed)
+        out.append(gradients_of(engine))
+    return out
+
+
+def gradients_of(engine: Any) -> Grads:
+    from megalite.train.step import to_microbatches
+
+    cfg, dp = engine.cfg, engine.ctx.dp
+    share = np.split(jobs.batches(1)[0], dp.size)[dp.rank]
+    microbatches = to_microbatches(share, cfg.train.micro_batch_size, engine.ctx.device)
+    engine.optimizer.start_step(len(microbatches))
+    engine.executor.run(engine.train_program, microbatches, 1, dp.rank, 1 / (jobs.BATCH * jobs.SEQ))
+    engine.optimizer.finish_grads()
+    params = [p for bucket in engine.optimizer.buckets for p in bucket.params]
+    return [(p.shard.spec.name, p.shard, p.main_grad.numpy().copy()) for p in params]
+
+
+def config(model: ModelConfig, layout: dict[str, Any], name: str = "auto", **train: Any) -> Config:
+    return jobs.make_config(model, {"schedule": name, "zero": 0, **layout}, **train)
+
+
+def schedule_configs(model: ModelConfig, extra: dict[str, Any] | None = None, **train: Any) -> dict[str, Config]:
+    return {
+        name: config(model, {"schedule": name, **(extra or {}), **layout}, name if name in _NAMES else "gpipe", **train)
+        for name, layout in SCHEDULES.items()
+    }
+
+
+_NAMES = ("naive", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-v")
+
+
+def as_bytes(ranks: list[Grads]) -> dict[tuple[str, int], bytes]:
+    """Gradient of every (parameter, tensor-parallel rank); the copies on dp ranks must not differ either."""
+    out: dict[tuple[str, int], bytes] = {}
+    for rank in ranks:
+        for name, shard, grad in rank:
+            assert out.setdefault((name, shard.rank), grad.tobytes()) == grad.tobytes(), name
+    return out
+
+
+@cache
+def single(model: ModelConfig) -> dict[tuple[str, int], bytes]:
+    return as_bytes([gradients(0, [config(model, {})], 1)[0]])
+
+
+def assert_equal_bits(got: dict[str, dict[tuple[str, int], bytes]], expected: dict[tuple[str, int], bytes]) -> None:
+    for schedule, grads in got.items():
+        assert grads.keys() == expected.keys(), schedule
+        differ = [key for key, bits in grads.items() if bits != expected[key]]
+        assert not differ, f"{schedule}: {differ}"
+
+
+def over_schedules(pool: WorkerPool, world: int, cfgs: dict[str, Config]) -> dict[str, dict[tuple[str, int], bytes]]:
+    ranks = pool.run(world, gradients, list(cfgs.values()), world)
+    return {name: as_bytes([rank[i] for rank in ranks]) for i, name in enumerate(cfgs)}
+
+
+def test_schedules_and_one_process_give_the_same_bits(pool: WorkerPool) -> None:
+    model = jobs.llama()
+    got = over_schedules(pool, 2, schedule_configs(model))
+    assert_equal_bits(got, single(model))
+    assert any(np.frombuffer(b, np.float32).any() for b in single(model).values())
+
+
+def test_with_dropout_recompute_and_tensor_parallel(pool: WorkerPool) -> None:
+    """The hardest mixture: sequence parallelism, gathers in W, masks drawn again, blocks run again."""
+    model = dataclasses.replace(jobs.llama(), hidden_dropout=0.1, attention_dropout=0.1)
+    plain = schedule_configs(model, {"tp": 2}, micro_batch_size=2)
+    full = {
+        f"{n}-full": jobs.with_train(c, recompute="full") for n, c in plain.items() if n in ("1f1b", "zb-v", "zb-h1")
+    }
+    core = {f"{n}-core": jobs.with_train(c, recompute="selective") for n, c in plain.items() if n in ("1f1b", "zb-h1")}
+    got = over_schedules(pool, 4, {**plain, **full, **core})
+    assert_equal_bits(got, got["naive"])
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_tied_embeddings_and_data_parallel(pool: WorkerPool, zero: int) -> None:
+    """Tied copies on two ranks; with ZeRO-1 each rank compares the shares it owns, so whole buffers are not equal."""
+    cfgs = schedule_configs(jobs.gpt2(), {"zero": zero})
+    cfgs = {name: cfg for name, cfg in cfgs.items() if name != "zb-v"}
+    ranks = pool.run(4, gradients, list(cfgs.values()), 4)
+    if zero == 0:
+        got = {name: as_bytes([rank[i] for rank in ranks]) for i, name in enumerate(cfgs)}
+        assert_equal_bits(got, got["gpipe"])
+        assert got["gpipe"]["embed_tokens.weight", 0] == got["gpipe"]["lm_head.weight", 0]
+        return
+    for rank in ranks:
+        # Within a layout without chunks the same rank owns the same share.
+        by_name = {name: as_bytes([rank[i]]) for i, name in enumerate(cfgs) if cfgs[name].parallel.vp == 1}
+        assert_equal_bits(by_name, by_name["1f1b"])
+
+
+def whole_gradients(ranks: list[Grads]) -> dict[str, torch.Tensor]:
+    """Global gradients put together from tensor-parallel shards."""
+    out: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        for name, shard, grad in rank:
+            whole = out.setdefault(name, torch.full(shard.spec.shape, torch.nan))
+            for piece in shard.pieces:
+                to = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
+                at = tuple(slice(o, o + n) for o, n in zip(piece.local, piece.shape))
+                whole[to] = torch.from_numpy(grad)[at]
+    return out
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "olmo2"])
+def test_every_gradient_equals_the_single_process(pool: WorkerPool, family: str, sequence_parallel: bool) -> None:
+    """Tensor by tensor: the norm of all of them would hide one that is wrong and small."""
+    options: dict[str, dict[str, Any]] = {
+        "qwen3": {"qk_norm": "head", "qkv_bias": True},
+        "olmo2": {"qk_norm": "full", "norm_position": "post"},
+    }
+    model = jobs.gpt2(2) if family == "gpt2" else jobs.llama(2, **options[family])
+    cfg = config(model, {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel})
+    expected = whole_gradients([gradients(0, [config(model, {})], 1)[0]])
+    got = whole_gradients([rank[0] for rank in pool.run(4, gradients, [cfg], 4)])
+    if model.tie_embeddings:
+        assert torch.equal(got.pop("lm_head.weight"), got["embed_tokens.weight"])
+    assert got.keys() == expected.keys()
+    for name, grad in expected.items():
+        scale = grad.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")

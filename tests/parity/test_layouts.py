@@ -1,0 +1,138 @@
+"""The signature test: loss and gradient norm are the same in every layout, at every step, with real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.config import Config, ModelConfig
+from tests.parity import jobs
+from tests.workers import WorkerPool
+
+MODELS = {"llama": jobs.llama, "gpt2": jobs.gpt2}
+
+# name: (world, layers, layout)
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "tp2": (2, 4, {"tp": 2, "sequence_parallel": False}),
+    "tp2-sp": (2, 4, {"tp": 2}),
+    "tp4": (4, 4, {"tp": 4}),
+    "pp2": (2, 4, {"pp": 2}),
+    "pp2-gpipe": (2, 4, {"pp": 2, "schedule": "gpipe"}),
+    "pp2-naive": (2, 4, {"pp": 2, "schedule": "naive"}),
+    "pp4": (4, 4, {"pp": 4}),
+    "pp4-eager": (4, 4, {"pp": 4, "schedule": "1f1b-eager"}),
+    "pp4-zb-h1": (4, 4, {"pp": 4, "schedule": "zb-h1"}),
+    "pp2-zb-v": (2, 4, {"pp": 2, "vp": 2, "schedule": "zb-v"}),
+    "tp2-pp2-zb-v-zero1": (8, 4, {"tp": 2, "pp": 2, "vp": 2, "schedule": "zb-v"}),
+    "tp2-pp2-zb-h1": (4, 4, {"tp": 2, "pp": 2, "schedule": "zb-h1"}),
+    "pp2-vp2": (2, 4, {"pp": 2, "vp": 2}),
+    "pp4-vp2": (4, 8, {"pp": 4, "vp": 2}),
+    "dp2": (2, 4, {"zero": 0}),
+    "dp2-zero1": (2, 4, {"zero": 1}),
+    "tp2-pp2-vp2": (4, 4, {"tp": 2, "pp": 2, "vp": 2}),
+    "tp2-pp2-dp2-zero1": (8, 4, {"tp": 2, "pp": 2}),
+    "tp2-pp2-vp2-dp2-zero1": (8, 4, {"tp": 2, "pp": 2, "vp": 2}),
+}
+
+
+@cache
+def one_process(model: ModelConfig) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step, trained in one process."""
+    return jobs.train(0, jobs.make_config(model), 1)
+
+
+def assert_same(pool: WorkerPool, world: int, cfg: Config) -> None:
+    """Every rank of the layout reports the single process's figures, to 1e-5 relative."""
+    expected = np.array(one_process(cfg.model))
+    assert np.isfinite(expected).all()
+    for rank, steps in enumerate(pool.run(world, jobs.train, cfg, world)):
+        np.testing.assert_allclose(np.array(steps), expected, rtol=1e-5, err_msg=f"rank {rank}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_same_loss_and_gradient_norm(pool: WorkerPool, model: str, layout: str) -> None:
+    world, layers, parallel = LAYOUTS[layout]
+    assert_same(pool, world, jobs.make_config(MODELS[model](layers), parallel))
+
+
+def test_loss_falls() -> None:
+    losses = [loss for loss, _ in one_process(jobs.llama())]
+    assert losses[0] == pytest.approx(np.log(jobs.VOCAB), rel=0.01)
+    assert losses[-1] < losses[0] - 0.02
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_micro_batch_size_changes_nothing(size: int) -> None:
+    cfg = jobs.make_config(jobs.llama(), micro_batch_size=size)
+    np.testing.assert_allclose(jobs.train(0, cfg, 1), one_process(cfg.model), rtol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_not_a_bit(recompute: str) -> None:
+    for model in (jobs.llama(), jobs.gpt2()):
+        cfg = jobs.make_config(model, recompute=recompute)
+        assert jobs.train(0, cfg, 1) == one_process(model)
+
+
+def test_the_check_trips_on_a_different_seed(pool: WorkerPool) -> None:
+    cfg = jobs.with_train(jobs.make_config(jobs.llama(), {"tp": 2}), seed=99)
+    with pytest.raises(AssertionError):
+        assert_same(pool, 2, cfg)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"qkv_bias": True, "tie_embeddings": True},
+    "qwen3": {"qk_norm": "head", "head_dim": 8},
+    "olmo2": {"qk_norm": "full", "norm_position": "post"},
+    "neox": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "rope_fraction": 0.5,
+        "parallel_residual": True,
+    },
+    "geglu": {"activation": "geglu"},
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_other_families(pool: WorkerPool, variant: str, sequence_parallel: bool) -> None:
+    model = jobs.llama(2, **VARIANTS[variant])
+    parallel = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel}
+    assert_same(pool, 4, jobs.make_config(model, parallel))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_loss_by_chunks(pool: WorkerPool, model: str, sequence_parallel: bool) -> None:
+    # 5 divides neither the tokens of a micro-batch nor a shard of them.
+    parallel = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "schedule": "zb-h1"}
+    assert_same(pool, 4, jobs.make_config(MODELS[model](), parallel, loss_chunk=5))
+
+
+def test_overlap_changes_not_a_bit(pool: WorkerPool) -> None:
+    runs = []
+    for overlap in (True, False):
+        switches = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+        cfg = jobs.make_config(jobs.gpt2(), {"pp": 2, **switches})
+        runs.append(pool.run(4, jobs.train, cfg, 4))
+    assert runs[0] == runs[1]
+
+
+def test_dropout_is_the_same_under_recompute_and_schedule(pool: WorkerPool) -> None:
+    model = dataclasses.replace(jobs.gpt2(), hidden_dropout=0.1, attention_dropout=0.1)
+    plain = jobs.train(0, jobs.make_config(model), 1)
+    assert plain != one_process(jobs.gpt2())
+    assert jobs.train(0, jobs.make_config(model, recompute="full"), 1) == plain
+    assert jobs.train(0, jobs.make_config(model, recompute="selective"), 1) == plain
+    for parallel in ({"pp": 2}, {"pp": 2, "vp": 2}, {"pp": 2, "schedule": "gpipe"}):
+        for steps in pool.run(2, jobs.train, jobs.make_config(model, parallel), 2):
+            np.testing.assert_allclose(steps, plain, rtol=1e-5)

@@ -1,0 +1,97 @@
+"""LAMB and SGD: the same over layouts, and equal to a plain computation on whole tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config import Config
+from megalite.optim.lr_schedule import learning_rate
+from tests.parity import jobs
+from tests.parity.test_oracle import hf_llama, initial_weights
+from tests.workers import WorkerPool
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2-pp2-dp2-zero1": (8, {"tp": 2, "pp": 2}),
+    "tp2-dp2-zero0": (4, {"tp": 2, "zero": 0}),
+    "pp2-vp2": (2, {"pp": 2, "vp": 2}),
+}
+
+
+def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None) -> Config:
+    cfg = jobs.make_config(model, parallel)
+    lr = {"lamb": 1e-3, "sgd": 1e-2}[optimizer]
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, optimizer=optimizer, lr=lr))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("optimizer", ["lamb", "sgd"])
+def test_same_in_every_layout(pool: WorkerPool, optimizer: str, layout: str) -> None:
+    world, parallel = LAYOUTS[layout]
+    for model in (jobs.llama(), jobs.gpt2()):
+        expected = jobs.train(0, config(optimizer, model), 1)
+        for steps in pool.run(world, jobs.train, config(optimizer, model, parallel), world):
+            np.testing.assert_allclose(steps, expected, rtol=1e-5)
+
+
+def plain_step(kind: str, w: torch.Tensor, g: torch.Tensor, state: list[torch.Tensor], cfg: Config, step: int) -> None:
+    """One tensor's update in plain torch, written from the papers."""
+    o = cfg.optim
+    lr = learning_rate(step, o, jobs.STEPS)
+    decay = o.weight_decay if w.dim() == 2 else 0.0
+    if kind == "sgd":
+        state[0].mul_(o.beta1).add_(g)
+        w.mul_(1 - lr * decay).sub_(lr * state[0])
+        return
+    state[0].mul_(o.beta1).add_((1 - o.beta1) * g)
+    state[1].mul_(o.beta2).add_((1 - o.beta2) * g * g)
+    m, v = state[0] / (1 - o.beta1**step), state[1] / (1 - o.beta2**step)
+    r = m / (v.sqrt() + o.eps) + decay * w
+    ratio = w.norm() / r.norm() if decay else 1.0
+    w.sub_(lr * ratio * r)
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "sgd"])
+def test_same_as_a_plain_computation(optimizer: str) -> None:
+    model = dataclasses.replace(jobs.llama())
+    cfg = config(optimizer, model)
+    hf = hf_llama(model, initial_weights(model, cfg.train.seed))
+    params = dict(hf.named_parameters())
+    # megalite's logical parameters are the packed ones: q|k|v and gate|up share a trust ratio.
+    groups = pack(list(params))
+    states = {names: [torch.zeros(()), torch.zeros(())] for names in groups}
+    expected = []
+    for step, batch in enumerate(jobs.batches(), 1):
+        tokens = torch.from_numpy(batch)
+        logits = hf(input_ids=tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        hf.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params.values(), cfg.optim.clip_grad)
+        expected.append((loss.item(), norm.item()))
+        with torch.no_grad():
+            for names in groups:
+                whole = torch.cat([params[n] for n in names])
+                grad = torch.cat([params[n].grad for n in names])
+                states[names] = [s.expand_as(whole).clone() if s.dim() == 0 else s for s in states[names]]
+                plain_step(optimizer, whole, grad, states[names], cfg, step)
+                for name, part in zip(names, whole.split([len(params[n]) for n in names])):
+                    params[name].copy_(part)
+    np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-5)
+
+
+def pack(names: list[str]) -> list[tuple[str, ...]]:
+    """Names of tensors that megalite packs into one, together."""
+    packed: dict[str, list[str]] = {}
+    for name in names:
+        key = name
+        for part in ("q_proj", "k_proj", "v_proj"):
+            key = key.replace(part, "qkv")
+        for part in ("gate_proj", "up_proj"):
+            key = key.replace(part, "gate_up")
+        packed.setdefault(key, []).append(name)
+    return [tuple(group) for group in packed.values()]

@@ -1,0 +1,125 @@
+"""An oracle that is not ours: the same tiny models built in Hugging Face transformers, with the same weights, trained
+by plain torch AdamW and clip_grad_norm_ in one process, give the same loss and gradient norm at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config import ModelConfig
+from megalite.model.param_map import param_map
+from megalite.optim.lr_schedule import learning_rate
+from megalite.params import Shard
+from tests.parity import jobs
+
+transformers = pytest.importorskip("transformers")
+
+
+def initial_weights(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
+    """megalite's initial value of every global parameter, whole."""
+    return {name: Shard(spec).initial(seed) for name, spec in param_map(model).items()}
+
+
+def hf_llama(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=model.vocab,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.kv_heads,
+        rms_norm_eps=model.norm_eps,
+        max_position_embeddings=model.positions,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
+    )
+    hf = transformers.LlamaForCausalLM(config).float()
+    q, kv = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    state = {
+        "model.embed_tokens.weight": weights["embed_tokens.weight"],
+        "model.norm.weight": weights["norm.weight"],
+        "lm_head.weight": weights["lm_head.weight"],
+    }
+    for i in range(model.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        parts = weights[f"{ours}.self_attn.qkv_proj.weight"].split((q, kv, kv))
+        for name, part in zip(("q_proj", "k_proj", "v_proj"), parts):
+            state[f"{theirs}.self_attn.{name}.weight"] = part
+        gate, up = weights[f"{ours}.mlp.gate_up_proj.weight"].chunk(2)
+        state[f"{theirs}.mlp.gate_proj.weight"], state[f"{theirs}.mlp.up_proj.weight"] = gate, up
+        for name in ("self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"):
+            state[f"{theirs}.{name}.weight"] = weights[f"{ours}.{name}.weight"]
+    hf.load_state_dict(state, strict=True)
+    return hf
+
+
+def hf_gpt2(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=model.vocab,
+        n_positions=model.positions,
+        n_embd=model.hidden_size,
+        n_layer=model.num_layers,
+        n_head=model.num_heads,
+        layer_norm_epsilon=model.norm_eps,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    hf = transformers.GPT2LMHeadModel(config).float()
+    names = {
+        "ln_1": "input_layernorm",
+        "attn.c_attn": "self_attn.qkv_proj",
+        "attn.c_proj": "self_attn.o_proj",
+        "ln_2": "post_attention_layernorm",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    }
+    state = {
+        "transformer.wte.weight": weights["embed_tokens.weight"],
+        "transformer.wpe.weight": weights["embed_positions.weight"],
+        "lm_head.weight": weights["embed_tokens.weight"],
+        "transformer.ln_f.weight": weights["norm.weight"],
+        "transformer.ln_f.bias": weights["norm.bias"],
+    }
+    for i in range(model.num_layers):
+        for theirs, ours in names.items():
+            weight = weights[f"layers.{i}.{ours}.weight"]
+            # Conv1D holds [in, out].
+            state[f"transformer.h.{i}.{theirs}.weight"] = weight.t() if weight.dim() == 2 else weight
+            state[f"transformer.h.{i}.{theirs}.bias"] = weights[f"layers.{i}.{ours}.bias"]
+    hf.load_state_dict(state, strict=True)
+    return hf
+
+
+def train_plainly(hf: Any) -> list[tuple[float, float]]:
+    """Six steps of torch.optim.AdamW on the whole batch at once: (loss, gradient norm before clipping)."""
+    cfg = jobs.OPTIM
+    params = list(hf.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() == 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
+    out = []
+    for step, batch in enumerate(jobs.batches(), 1):
+        tokens = torch.from_numpy(batch)
+        logits = hf(input_ids=tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, cfg.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, cfg, jobs.STEPS)
+        optimizer.step()
+        out.append((loss.item(), norm.item()))
+    return out
+
+
+@pytest.mark.parametrize(("model", "build"), [(jobs.llama(), hf_llama), (jobs.gpt2(), hf_gpt2)])
+def test_same_as_transformers_with_plain_adamw(model: ModelConfig, build: Any) -> None:
+    cfg = jobs.make_config(model)
+    expected = train_plainly(build(model, initial_weights(model, cfg.train.seed)))
+    np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-5)

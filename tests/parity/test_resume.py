@@ -1,0 +1,158 @@
+"""A run stopped and taken up again is the run that never stopped: bit for bit in its layout, to 1e-5 in another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks import finish, run_ranks, start_ranks
+from tests.workers import WorkerPool
+
+STEPS = 6
+MODEL = [
+    *("--num-layers", "4", "--hidden-size", "32", "--num-heads", "4", "--num-kv-heads", "4", "--vocab-size", "90"),
+    *("--seq-len", "16", "--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3"),
+    *("--hidden-dropout", "0.1", "--lr-decay-steps", str(STEPS)),
+]
+LAYOUTS = {
+    "one": (1, []),
+    "dp2": (2, []),
+    "tp2-pp2": (4, ["--tp", "2", "--pp", "2"]),
+    "dp2-zero0-bf16": (2, ["--zero", "0", "--precision", "bf16"]),
+    "pp2-vp2": (2, ["--pp", "2", "--vp", "2"]),
+}
+
+
+def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
+    """Run pretrain_gpt's body; this rank's final state as a hash."""
+    import torch
+
+    from megalite import cli
+    from megalite.dist.context import ParallelContext
+    from megalite.dist.topology import Topology
+    from megalite.train.loop import fit
+    from megalite.train.run import open_run
+
+    cfg = cli.parse(arguments).config
+    context = ParallelContext.create(Topology(world, cfg.parallel.tp, cfg.parallel.pp), torch.device("cpu"))
+    run = open_run(cfg, context)
+    try:
+        fit(run)
+        digest = hashlib.sha256()
+        for state in run.engine.optimizer.states():
+            digest.update(f"{state.name} {state.kind}".encode())
+            digest.update(state.flat.numpy().tobytes())
+        return [run.step, run.consumed_samples], digest.hexdigest()
+    finally:
+        run.close()
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of the last line of each step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line for line in lines if "event" not in line}
+    return [(step, by_step[step]["loss"], by_step[step]["grad_norm"]) for step in sorted(by_step)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
+    world, flags = LAYOUTS[layout]
+    whole = pool.run(world, train, [*MODEL, *flags, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], world)
+    halves = [*MODEL, *flags, "--run-dir", str(tmp_path / "b")]
+    pool.run(world, train, [*halves, "--train-steps", "3"], world)
+    resumed = pool.run(world, train, [*halves, "--train-steps", "6"], world)
+    assert resumed == whole
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("first", "second"), [("one", "tp2-pp2"), ("tp2-pp2", "dp2"), ("pp2-vp2", "one")])
+def test_another_layout_to_1e_5(pool: WorkerPool, tmp_path: Path, first: str, second: str) -> None:
+    # Dropout masks are a layout's own, so this comparison goes without.
+    model = [*MODEL, "--hidden-dropout", "0"]
+    train(0, [*model, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
+    for layout, steps in ((first, "3"), (second, "6")):
+        world, flags = LAYOUTS[layout]
+        arguments = [*model, *flags, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
+        pool.run(world, train, arguments, world)
+    np.testing.assert_allclose(losses(tmp_path / "b"), losses(tmp_path / "a"), rtol=1e-5)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "1"]
+    assert run_ranks(run)[0].code == 0
+    (left,) = run_ranks([*run, "--rope-theta", "500000"])
+    assert left.code == 2
+    assert "rope_theta 10000.0 there, 500000.0 here" in left.errors[0]
+    (left,) = run_ranks([*run, "--seed", "5"])
+    assert left.code == 2
+    assert "seed 1234 there, 5 here" in left.errors[0]
+    # A refused start leaves the run as it was: its description, and no lock.
+    assert "seed: 1234" in (tmp_path / "config.yaml").read_text()
+    # What was done is not done again.
+    (left,) = run_ranks(run)
+    assert left.code == 0
+    assert "nothing to do" in left.err
+    assert "taking over" not in left.err
+
+
+@pytest.mark.parametrize("ask", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_one_rank_stops_all_after_a_save(tmp_path: Path, ask: signal.Signals) -> None:
+    arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
+    processes = start_ranks(arguments, 2)
+    assert processes[0].stderr is not None
+    # The first console line says that training is under way.
+    while "step 1/" not in (line := processes[0].stderr.readline()):
+        assert line, "rank 0 ended before its first step"
+    processes[1].send_signal(ask)
+    left = finish(processes, within=25.0)
+    assert [rank.code for rank in left] == [0, 0], left
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["event"] == "save"
+    assert lines[-1]["step"] == lines[-2]["step"]
+    assert (tmp_path / "checkpoints" / f"step_{lines[-1]['step']:08d}" / "COMMIT").exists()
+
+
+def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:
+    arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
+    (process,) = start_ranks(arguments, 1)
+    assert process.stderr is not None
+    while "step 1/" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGUSR1)
+    while "loop.py" not in (line := process.stderr.readline()):
+        assert line
+    while not process.stderr.readline().startswith("step "):
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert finish([process], within=25.0)[0].code == 0
+
+
+def test_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
+    """A run exported and started anew in another layout has the evaluation loss that it had."""
+    from megalite.checkpoint.hf.convert import export_hf
+
+    arguments = [*MODEL, "--train-steps", "3", "--eval-every", "3", "--run-dir", str(tmp_path / "a")]
+    train(0, arguments, 1)
+    export_hf(str(tmp_path / "a"), str(tmp_path / "hf"))
+    ranks = run_ranks(
+        [
+            *("--init-from-hf", str(tmp_path / "hf"), "--seq-len", "16", "--mock-data", "--device", "cpu"),
+            *("--tp", "2", "--pp", "2", "--lr", "1e-12", "--train-steps", "1", "--eval-every", "1"),
+            *("--run-dir", str(tmp_path / "b")),
+        ],
+        4,
+    )
+    assert [rank.code for rank in ranks] == [0] * 4, ranks
+    assert evaluation(tmp_path / "b") == pytest.approx(evaluation(tmp_path / "a"), rel=1e-6)
+
+
+def evaluation(run_dir: Path) -> float:
+    """Loss of the run's last evaluation."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return float([line["loss"] for line in lines if line.get("event") == "eval"][-1])

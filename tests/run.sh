@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Every test that needs no GPU, in an environment of its own (.venv, unless one is active). Arguments go to pytest.
+set -eu
+cd "$(dirname "$0")/.."
+. examples/environment.sh
+use_environment dev
+# An independent reader of our token files; it asks for a CUDA stack that it does not need for that.
+"$PYTHON" -m pip show --quiet megatron-core 2>/dev/null ||
+    "$PYTHON" -m pip install --quiet --no-deps megatron-core==0.16.1 ||
+    say "megatron-core could not be installed: the tests that compare with it will be skipped"
+say "running the tests"
+# Many tests wait (for a launcher's time limits, for a rank to be noticed): three at a time fill two cores. By file, so
+# that each process keeps its own workers.
+exec "$PYTHON" -m pytest -n 3 --dist loadfile "$@"

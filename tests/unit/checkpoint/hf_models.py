@@ -1,0 +1,95 @@
+"""Tiny Hugging Face models with random weights everywhere, norms and biases included. Needs transformers only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.1,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# Name of the case -> (model_type, options); the head may be tied, biased, scaled, odd.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama3_tied_biased": (
+        "llama",
+        {**GROUPED, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+        | {"rope_parameters": LLAMA3_ROPE},
+    ),
+    "mistral": ("mistral", GROUPED),
+    "qwen2": ("qwen2", {**GROUPED, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {**GROUPED, "head_dim": 12}),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "initializer_range": 0.1},
+    ),
+    "gpt_neox": ("gpt_neox", {**SIZES, "rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.25}}),
+    "gpt_neox_serial": ("gpt_neox", {**SIZES, "use_parallel_residual": False}),
+    "olmo2": ("olmo2", GROUPED),
+    "phi3": ("phi3", {**GROUPED, "pad_token_id": 0}),
+}
+
+
+def make_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
+    """Build, randomise, save; the model in evaluation mode."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, options = CASES[case]
+    if transformers.__version__.startswith("4."):
+        options = _old_keys(options)
+    config = AutoConfig.for_model(model_type, **options)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
+    model.save_pretrained(folder, **save)
+    return model.eval()
+
+
+def _old_keys(options: dict[str, Any]) -> dict[str, Any]:
+    """Rotary options as transformers 4 takes them."""
+    old = {k: v for k, v in options.items() if k != "rope_parameters"}
+    rope = dict(options.get("rope_parameters", {}))
+    if "partial_rotary_factor" in rope:
+        return old | {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    if rope:
+        old["rope_theta"] = rope.pop("rope_theta")
+        old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    return old
+
+
+def tokens() -> torch.Tensor:
+    """Fixed ids [2, 16]."""
+    return torch.arange(32).view(2, 16) * 7 % 90
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """fp32 logits of a folder as `from_pretrained` loads it, nothing missing and nothing left over."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    assert not info["mismatched_keys"], info
+    with torch.no_grad():
+        return model.eval()(tokens()).logits

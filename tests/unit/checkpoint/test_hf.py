@@ -1,0 +1,231 @@
+"""Hugging Face both ways: bit-identical tensors, exact key sets, transformers' own logits in every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.checkpoint.hf.config import read_config, write_config
+from megalite.checkpoint.hf.convert import export_hf, import_hf
+from megalite.checkpoint.hf.families import ARCHS
+from megalite.checkpoint.hf.start import hf_model_config
+from megalite.checkpoint.manifest import read_manifest
+from megalite.errors import UserError
+from tests.parity.jobs import make_config
+from tests.unit.checkpoint.hf_models import CASES, logits_of, make_model, tokens
+from tests.unit.checkpoint.jobs import hf_job
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder and logits of each case, made by transformers once."""
+    made: dict[str, tuple[Path, np.ndarray]] = {}
+
+    def get(case: str) -> tuple[Path, np.ndarray]:
+        if case not in made:
+            folder = tmp_path_factory.mktemp(case)
+            model = make_model(case, folder)
+            with torch.no_grad():
+                made[case] = folder, model(tokens()).logits.numpy()
+        return made[case]
+
+    return get
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        out.update(load_file(path))
+    return out
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    one, other = read_all(a), read_all(b)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_every_family_is_tested() -> None:
+    assert {model_type for model_type, _ in CASES.values()} == set(ARCHS)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+def test_logits_and_round_trip(
+    pool: WorkerPool, models: Any, tmp_path: Path, case: str, parallel: dict[str, int]
+) -> None:
+    folder, expected = models(case)
+    cfg = make_config(dataclasses.replace(hf_model_config(folder), seq_len=16), parallel)
+    world = cfg.parallel.tp * cfg.parallel.pp
+    logits = pool.run(world, hf_job, cfg, world, str(folder), str(tmp_path / "ckpt"))[-1]
+    np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    assert_same_weights(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_import_export_is_read_alike(models: Any, tmp_path: Path, case: str) -> None:
+    folder, expected = models(case)
+    import_hf(folder, tmp_path / "ckpt")
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    assert_same_weights(folder, tmp_path / "out")
+    np.testing.assert_allclose(logits_of(tmp_path / "out").numpy(), expected, atol=1e-6, rtol=0)
+    ours, theirs = (json.loads((f / "config.json").read_text()) for f in (tmp_path / "out", folder))
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert ours[key] == theirs[key]
+
+
+def test_bf16_round_trip_and_sharded_files(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path / "hf", torch.bfloat16, max_shard_size="20KB")
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+    import_hf(tmp_path / "hf", tmp_path / "ckpt", shard_bytes=30_000)
+    assert len(read_manifest(tmp_path / "ckpt").files) > 2
+    config = export_hf(tmp_path / "ckpt", tmp_path / "out", shard_bytes=20_000)
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert_same_weights(tmp_path / "hf", tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    weights = read_all(tmp_path / "out")
+    assert index["weight_map"].keys() == weights.keys()
+    assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in weights.values())
+    count = len(set(index["weight_map"].values()))
+    assert f"model-00001-of-{count:05d}.safetensors" in index["weight_map"].values()
+    assert logits_of(tmp_path / "out").isfinite().all()
+
+
+def test_dtype_rounds_once(models: Any, tmp_path: Path) -> None:
+    import_hf(models("llama")[0], tmp_path / "ckpt")
+    export_hf(tmp_path / "ckpt", tmp_path / "out", dtype="bf16")
+    source = read_all(models("llama")[0])
+    for name, tensor in read_all(tmp_path / "out").items():
+        assert torch.equal(tensor, source[name].to(torch.bfloat16)), name
+
+
+def test_hub_files_of_gpt2(models: Any, tmp_path: Path) -> None:
+    """No prefix, and attention masks that are no weights."""
+    folder, _ = models("gpt2")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "config.json").write_text((folder / "config.json").read_text())
+    tensors = {k.removeprefix("transformer."): v for k, v in read_all(folder).items()}
+    tensors |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril().bool() for i in range(2)}
+    tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, hub / "model.safetensors")
+    import_hf(hub, tmp_path / "ckpt")
+    export_hf(tmp_path / "ckpt", tmp_path / "out")
+    assert_same_weights(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_says_it_in_old_and_new_keys(models: Any, case: str) -> None:
+    raw = json.loads((models(case)[0] / "config.json").read_text())
+    cfg = read_config(raw, "config.json")
+    written = write_config(cfg, "float32", {})
+    old = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")}
+    new = {
+        k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling", "rotary_emb_base", "torch_dtype")
+    }
+    assert read_config(old, "old") == read_config(new, "new") == read_config(written, "both")
+    if "rope_parameters" in written:
+        theta = "rotary_emb_base" if "rotary_emb_base" in written else "rope_theta"
+        with pytest.raises(UserError, match="rope_theta: rope_parameters say"):
+            read_config({**written, theta: 12345.0}, "config.json")
+
+
+def test_links_of_the_hub_cache(models: Any, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, name in enumerate(("config.json", "model.safetensors")):
+        (blobs / str(number)).write_bytes((models("llama")[0] / name).read_bytes())
+        (snapshot / name).symlink_to(f"../../blobs/{number}")
+    import_hf(snapshot, tmp_path / "ckpt")
+    (tmp_path / "elsewhere").write_bytes((blobs / "1").read_bytes())
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        import_hf(snapshot, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
+    """A model of 24 tensors of 16 MiB: import and export stay below two tensors and a buffer above the start."""
+    code = """
+import json, resource, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from megalite.checkpoint.hf.convert import export_hf, import_hf
+from megalite.checkpoint.hf.config import packed, write_config
+from megalite.checkpoint.hf.families import ARCHS
+from megalite.config import ModelConfig
+from megalite.model.param_map import param_map
+root = Path(sys.argv[1])
+cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4096, vocab_size=4096, seq_len=64)
+(root / "hf").mkdir()
+for spec in param_map(cfg).values():
+    where = packed(ARCHS["llama"], spec.name)
+    for name, shape in zip(where.names, where.shapes(spec)):
+        save_file({name: torch.ones(shape)}, root / "hf" / f"{name}.safetensors")
+index = {p.stem: p.name for p in (root / "hf").glob("*.safetensors")}
+(root / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+(root / "hf" / "config.json").write_text(json.dumps(write_config(cfg, "float32", {})))
+def rss(): return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+def reset(): Path("/proc/self/clear_refs").write_text("5")
+import_hf(root / "hf", root / "warm"); reset()
+out = []
+for act in (lambda: import_hf(root / "hf", root / "ckpt"), lambda: export_hf(root / "ckpt", root / "out")):
+    reset(); before = rss(); act(); out.append(rss() - before)
+print(json.dumps(out))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    largest = 2 * 4096 * 1024 * 4  # gate_up_proj, 32 MiB
+    for grown in json.loads(done.stdout.splitlines()[-1]):
+        assert grown < 2 * largest + (24 << 20), grown
+
+
+@pytest.mark.slow
+def test_transformers_4_reads_it_alike(models: Any, tmp_path: Path) -> None:
+    """And what it writes is read here. MEGALITE_TRANSFORMERS4_PYTHON: a Python with transformers 4.57 and torch."""
+    python = os.environ.get("MEGALITE_TRANSFORMERS4_PYTHON")
+    if not python:
+        pytest.skip("needs transformers 4.57 in an environment of its own (MEGALITE_TRANSFORMERS4_PYTHON)")
+    for case in CASES:
+        import_hf(models(case)[0], tmp_path / case / "ckpt")
+        export_hf(tmp_path / case / "ckpt", tmp_path / case / "out")
+    code = """
+import sys, numpy as np, torch, transformers
+from pathlib import Path
+from tests.unit.checkpoint.hf_models import CASES, logits_of, make_model
+from megalite.checkpoint.hf.convert import export_hf, import_hf
+assert transformers.__version__.startswith("4.57"), transformers.__version__
+for case in CASES:
+    folder = Path(sys.argv[1]) / case
+    np.save(folder / "logits.npy", logits_of(folder / "out").numpy())
+    make_model(case, folder / "hf4")
+    np.save(folder / "logits4.npy", logits_of(folder / "hf4").numpy())
+"""
+    done = subprocess.run([python, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for case in CASES:
+        folder = tmp_path / case
+        np.testing.assert_allclose(np.load(folder / "logits.npy"), models(case)[1], atol=3e-6, rtol=0)
+        import_hf(folder / "hf4", folder / "ckpt4")
+        export_hf(folder / "ckpt4", folder / "out4")
+        assert_same_weights(folder / "hf4", folder / "out4")
+        again = logits_of(folder / "out4").numpy()
+        np.testing.assert_allclose(again, np.load(folder / "logits4.npy"), atol=3e-6, rtol=0)

@@ -1,0 +1,218 @@
+"""What the converters refuse: one `error:` line, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.checkpoint.hf.convert import import_hf
+from megalite.errors import run_tool
+from tests.unit.checkpoint.hf_models import make_model
+
+TOOL = Path(__file__).resolve().parents[3] / "tools" / "convert_hf.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    make_model("llama", folder)
+    return folder
+
+
+def run_converter(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    spec = importlib.util.spec_from_file_location("convert_hf", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    monkeypatch.setattr("sys.argv", ["convert_hf.py", *arguments])
+    with pytest.raises(SystemExit) as left:
+        run_tool(tool.main)
+    return int(left.value.code or 0)
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        content = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({k: v for k, v in content.items() if v != "DELETE"}))
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def to_index(folder: Path, **files: str) -> None:
+    """Two files and their index, with changes to the index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, part in halves.items():
+        save_file({n: tensors[n] for n in part}, folder / file)
+    weight_map = {n: file for file, part in halves.items() for n in part} | files
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+class Canary:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("canary",)
+
+
+def only_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Canary()))
+
+
+def pickle_as_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Canary()))
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def second_half_missing(folder: Path) -> None:
+    to_index(folder)
+    (folder / "b.safetensors").unlink()
+
+
+def index_leads_outside(folder: Path) -> None:
+    to_index(folder, **{"lm_head.weight": "../b.safetensors"})
+
+
+def index_lies(folder: Path) -> None:
+    to_index(folder, **{"model.norm.weight": "a.safetensors"})
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "family": (edit_config(model_type="mamba"), "'mamba' is none of llama"),
+    "no_family": (edit_config(model_type="DELETE"), "is none of llama"),
+    "no_size": (edit_config(hidden_size="DELETE"), "has no hidden_size"),
+    "size_of_wrong_type": (edit_config(hidden_size="64"), "config.json"),
+    "activation": (edit_config(hidden_act="relu"), "hidden_act 'relu'"),
+    "rope": (edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type 'yarn'"),
+    "rope_twice": (edit_config(rope_theta=77.0), "rope_theta: rope_parameters say 500.0, the old keys 77.0"),
+    "missing": (edit_tensors(lambda t: t.pop(Q)), f"tensor {Q} is missing"),
+    "extra": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(2)})), "tensor model.extra is there"),
+    "shape": (edit_tensors(lambda t: t.update({Q: torch.ones(32, 31)})), f"{Q} has shape [32, 31]"),
+    "type": (edit_tensors(lambda t: t.update({Q: torch.ones(32, 32).int()})), f"{Q} has type I32"),
+    "untied_without_head": (edit_tensors(lambda t: t.pop("lm_head.weight")), "lm_head.weight is missing"),
+    "tied_with_other_head": (edit_config(tie_word_embeddings=True), "tie_word_embeddings is true"),
+    "layers": (edit_config(num_hidden_layers=3), "9 tensors (model.layers.2"),
+    "no_config": (lambda f: (f / "config.json").unlink(), "config.json: cannot be opened"),
+    "config_is_no_json": (lambda f: (f / "config.json").write_text("{" * 100000) and None, "is not JSON"),
+    "no_weights": (lambda f: (f / "model.safetensors").unlink(), "are missing"),
+    "only_pickle": (only_pickle, "pytorch_model.bin is a pickle"),
+    "pickle_as_safetensors": (pickle_as_safetensors, "is no safetensors file"),
+    "truncated": (truncated, "model.safetensors"),
+    "half_written": (second_half_missing, "b.safetensors: cannot be opened"),
+    "index_leads_outside": (index_leads_outside, "must be a plain name"),
+    "index_lies": (index_lies, "do not list the same tensors"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_import_refuses(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    case: str,
+) -> None:
+    spoil, words = BAD[case]
+    shutil.copytree(model, tmp_path / "hf")
+    spoil(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    code = run_converter(monkeypatch, "import", "--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "out"))
+    errors = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(errors) == 1, errors
+    assert errors[0].startswith("error: ")
+    assert words in errors[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"], "nothing written, no canary"
+
+
+def test_a_taken_target_is_left_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_hf(model, tmp_path / "ckpt")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    for arguments in (
+        ["import", "--hf", str(model), "--out", str(tmp_path / "out")],
+        ["export", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(tmp_path / "out")],
+    ):
+        assert run_converter(monkeypatch, *arguments) == 2
+        assert "must not exist or be an empty folder" in capsys.readouterr().err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing", "holds no manifest.json"),
+        ("flipped", "are not what was written (CRC32)"),
+        ("no_shard", "cannot be opened"),
+        ("dtype", "--dtype int8: must be one of fp32, bf16, fp16"),
+    ],
+)
+def test_export_refuses(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    words: str,
+) -> None:
+    ckpt = tmp_path / "ckpt"
+    import_hf(model, ckpt)
+    shard = ckpt / "rank_00000.safetensors"
+    if name == "nothing":
+        shutil.rmtree(ckpt)
+        ckpt.mkdir()
+    elif name == "no_shard":
+        shard.unlink()
+    elif name == "flipped":
+        data = bytearray(shard.read_bytes())
+        data[-9] ^= 4
+        shard.write_bytes(data)
+    extra = ["--dtype", "int8"] if name == "dtype" else []
+    code = run_converter(monkeypatch, "export", "--checkpoint", str(ckpt), "--out", str(tmp_path / "out"), *extra)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert code == 2
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_a_model_its_family_cannot_say(tmp_path: Path, model: Path) -> None:
+    from megalite.checkpoint.hf.config import write_config
+    from megalite.config import ModelConfig
+    from megalite.errors import UserError
+
+    odd = ModelConfig(hidden_size=32, num_heads=4, vocab_size=90, qk_norm="head")
+    with pytest.raises(UserError, match="has qk_norm 'head', and a config.json of this family says 'none'"):
+        write_config(odd, "float32", {})
+    odd = ModelConfig(hidden_size=32, num_heads=4, vocab_size=90, activation="geglu")
+    with pytest.raises(UserError, match="cannot be exported .*hidden_act 'geglu'"):
+        write_config(odd, "float32", {})

@@ -1,0 +1,100 @@
+"""Tiling is exact for whatever rectangles, and shards are plain safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry
+from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, open_inside, read_header, write_file
+
+Rectangle = tuple[int, int, int, int]
+
+
+def cut(shape: tuple[int, int], choices: list[int]) -> list[Rectangle]:
+    """Cut a matrix again and again; (row, column, rows, columns) of the parts."""
+    parts = [(0, 0, *shape)]
+    for choice in choices:
+        r, c, n, m = parts.pop(choice % len(parts))
+        if choice % 2 and n > 1:
+            k = 1 + choice % (n - 1)
+            parts += [(r, c, k, m), (r + k, c, n - k, m)]
+        elif m > 1:
+            k = 1 + choice % (m - 1)
+            parts += [(r, c, n, k), (r, c + k, n, m - k)]
+        else:
+            parts.append((r, c, n, m))
+    return parts
+
+
+def manifest_of(shape: tuple[int, int], parts: list[Rectangle]) -> Manifest:
+    boxes, at = [], 100
+    for r, c, n, m in parts:
+        boxes.append(Box(0, at, (r, c), (n, m)))
+        at += 4 * n * m
+    file = FileEntry("rank_00000.safetensors", at, 100, (0,) * -(-at // BLOCK))
+    return Manifest("run", 1, {"world": 1}, {}, (file,), {"master": {"w": TensorEntry("F32", shape, tuple(boxes))}})
+
+
+shapes = st.tuples(st.integers(1, 12), st.integers(1, 12))
+cuts = st.lists(st.integers(0, 1000), max_size=12)
+
+
+@given(shapes, cuts, st.randoms())
+def test_any_tiling_is_accepted_and_comes_back(shape: tuple[int, int], choices: list[int], shuffle: object) -> None:
+    parts = cut(shape, choices)
+    shuffle.shuffle(parts)  # type: ignore[attr-defined]
+    manifest = manifest_of(shape, parts)
+    assert Manifest.from_json(manifest.to_json(), "here") == manifest
+
+
+@given(shapes, cuts, st.integers(0, 100), st.integers(0, 3), st.sampled_from([-1, 1]))
+def test_anything_else_is_refused(shape: tuple[int, int], choices: list[int], which: int, side: int, by: int) -> None:
+    """Move or resize one rectangle; an oracle of booleans says whether it is still a tiling."""
+    parts = cut(shape, choices)
+    changed = list(parts[which % len(parts)])
+    changed[side] += by
+    parts[which % len(parts)] = tuple(changed)  # type: ignore[call-overload]
+    count = np.zeros(shape, int)
+    inside = all(
+        r >= 0 and c >= 0 and n > 0 and m > 0 and r + n <= shape[0] and c + m <= shape[1] for r, c, n, m in parts
+    )
+    for r, c, n, m in parts if inside else ():
+        count[r : r + n, c : c + m] += 1
+    manifest = manifest_of(shape, parts)
+    if inside and (count == 1).all():
+        Manifest.from_json(manifest.to_json(), "here")
+    else:
+        with pytest.raises(BadCheckpoint):
+            Manifest.from_json(manifest.to_json(), "here")
+
+
+def test_files_are_safetensors(tmp_path: Path) -> None:
+    """The library reads ours; ours reads the library's; lengths over several blocks have a checksum each."""
+    big = np.random.default_rng(0).standard_normal((3, 1 << 20)).astype(np.float32)
+    small = np.arange(5, dtype=np.float32)
+    header, entries = make_header([("big", "F32", big.shape), ("small", "F32", small.shape)])
+    size, crcs = write_file(tmp_path / "a.safetensors", [header, big.data.cast("B"), small.tobytes()])
+    assert size == (tmp_path / "a.safetensors").stat().st_size
+    assert len(crcs) == 2 == -(-size // BLOCK)
+    loaded = load_file(tmp_path / "a.safetensors")
+    np.testing.assert_array_equal(loaded["big"], big)
+    np.testing.assert_array_equal(loaded["small"], small)
+    save_file({"big": big, "small": small}, tmp_path / "b.safetensors")
+    found = read_header(open_inside(tmp_path, "b.safetensors"), tmp_path / "b.safetensors")
+    data = (tmp_path / "b.safetensors").read_bytes()
+    for name, array in (("big", big), ("small", small)):
+        assert found[name].shape == entries[name].shape == array.shape
+        assert data[found[name].begin : found[name].begin + found[name].num_bytes] == array.tobytes()
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
+    write_file(tmp_path / "x", [b"first"])
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "x", [b"second"])
+    assert (tmp_path / "x").read_bytes() == b"first"

@@ -1,0 +1,213 @@
+"""Saving in the background, pruning, setting aside, weights alone, replicas, and what loading costs in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.checkpoint import Checkpointer, load_checkpoint, read_meta
+from megalite.checkpoint.describe import describe
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from tests.faults import checkpoint_states as cs
+from tests.parity.jobs import llama, make_config
+from tests.unit.checkpoint.jobs import bit_flip, layout, whole_tensors
+from tests.workers import WorkerPool
+
+ROOT = Path(__file__).resolve().parents[3]
+CTX = ParallelContext.single()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir() if p.name.startswith(("step_", "aside_", "model_")))
+
+
+def save_steps(root: Path, *steps: int, after: Path | None = None, keep_last: int = 9) -> None:
+    checkpointer = Checkpointer(root, CTX, keep_last=keep_last)
+    if after is not None:
+        checkpointer.continues(after)
+    for step in steps:
+        checkpointer.save(step, cs.states_at(step), {"step": step})
+    checkpointer.close()
+
+
+def test_states_may_change_while_they_are_written(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, CTX, keep_last=9)
+    states = cs.states_at(5)
+    os.kill(checkpointer._writer.pid, signal.SIGSTOP)
+    path = checkpointer.save(5, states, {"step": 5}, background=True)
+    assert path is not None
+    assert checkpointer.poll() is None
+    assert not path.exists()
+    for state in states:
+        state.flat.fill_(float("nan"))
+    os.kill(checkpointer._writer.pid, signal.SIGCONT)
+    while (done := checkpointer.poll()) is None:
+        time.sleep(0.01)
+    assert done == path
+    assert checkpointer.poll() is None, "told once"
+    # The memory of the first snapshot is used again, by a larger and a smaller one.
+    for step, specs in ((6, [*cs.SPECS, cs.ParamSpec("more.weight", (300, 16))]), (7, cs.SPECS[:2])):
+        checkpointer.save(step, cs.states_at(step, specs=specs), {"step": step}, background=True)
+    checkpointer.close()
+    loaded = cs.states_at(-1)
+    load_checkpoint(path, loaded, CTX)
+    cs.assert_states(loaded, 5)
+    small = cs.states_at(-1, specs=cs.SPECS[:2])
+    load_checkpoint(tmp_path / "step_00000007", small, CTX)
+    assert torch.equal(small[0].flat, cs.states_at(7)[0].flat)
+
+
+def test_prune_keeps_the_newest_and_what_was_resumed_from(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    save_steps(tmp_path, 4, 5, 6, after=tmp_path / "step_00000003", keep_last=2)
+    assert names(tmp_path) == ["step_00000003", "step_00000005", "step_00000006"]
+    with pytest.raises(UserError, match="--keep-last 1: must be at least 2"):
+        Checkpointer(tmp_path, CTX, keep_last=1)
+
+
+def test_a_history_left_behind_is_set_aside(tmp_path: Path) -> None:
+    """Resumed from step 2: its own 4 is newer than the old 3 and 6, of which nothing may be lost or mixed in."""
+    save_steps(tmp_path, 2, 3, 6)
+    before = cs.digest(tmp_path / "step_00000006")
+    checkpointer = Checkpointer(tmp_path, CTX)
+    checkpointer.continues(tmp_path / "step_00000002")
+    assert names(tmp_path) == ["step_00000002", "step_00000003", "step_00000006"], "nothing moves before a commit"
+    checkpointer.save(4, cs.states_at(44), {"step": 4})
+    checkpointer.save(6, cs.states_at(66), {"step": 6})
+    checkpointer.close()
+    assert names(tmp_path) == [
+        "aside_1_step_00000003",
+        "aside_1_step_00000006",
+        "step_00000002",
+        "step_00000004",
+        "step_00000006",
+    ]
+    assert cs.digest(tmp_path / "aside_1_step_00000006") == before
+    # A new run in the same folder, not a continuation: all of the old history gives way, twice if need be.
+    save_steps(tmp_path, 1)
+    assert "step_00000001" in names(tmp_path)
+    assert "aside_2_step_00000006" in names(tmp_path)
+    assert [n for n in names(tmp_path) if n.startswith("step_")] == ["step_00000001"]
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, CTX)
+    full = checkpointer.save(3, cs.states_at(3), {"step": 3}, background=True)
+    assert checkpointer.save_model(3, cs.states_at(3), {}) == full, "the full one holds them"
+    path = checkpointer.save_model(4, cs.states_at(4), {"step": 4})
+    checkpointer.close()
+    assert path is not None
+    assert names(tmp_path) == ["model_00000004", "step_00000003"]
+    assert (tmp_path / "latest").resolve() == full
+    states = cs.states_at(-1)
+    load_checkpoint(path, states, CTX)
+    for state, exact in zip(states, cs.states_at(4)):
+        expected = exact.flat.bfloat16().float() if state.kind == "master" else torch.zeros_like(exact.flat)
+        assert torch.equal(state.flat, expected)
+    size = sum(p.stat().st_size for p in path.glob("*.safetensors"))
+    assert size < sum(p.stat().st_size for p in full.glob("*.safetensors")) / 4  # type: ignore[union-attr]
+
+
+def test_meta_comes_back_and_must_be_json(tmp_path: Path) -> None:
+    meta = {"step": 3, "scalars": {"loss_scale": 65536.0}, "text": "é\n", "none": None}
+    checkpointer = Checkpointer(tmp_path, CTX, run_id="run-7")
+    path = checkpointer.save(3, cs.states_at(3), meta)
+    assert path is not None
+    with pytest.raises(ValueError, match="Out of range float"):
+        checkpointer.save(4, cs.states_at(4), {"loss": float("nan")})
+    checkpointer.close()
+    assert read_meta(path) == meta
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["run_id"] == "run-7"
+    assert manifest["topology"] == {"world": 1, "tp": 1, "pp": 1, "dp": 1}
+
+
+def test_describe(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3)
+    text = "\n".join(describe(tmp_path, tensors=True, verify=True))
+    assert "step 3" in text
+    elements = sum(s.numel for s in cs.SPECS)
+    assert f"master: 4 tensors (F32), {elements:,} elements, {4 * elements:,} bytes, 4 boxes" in text
+    assert "exp_avg_sq layers.0.qkv_proj.weight [48, 16] F32" in text
+    size = (tmp_path / "step_00000003" / "rank_00000.safetensors").stat().st_size
+    assert f"verified: {size:,} bytes" in text
+
+
+def test_the_writer_starts_without_torch(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, CTX)
+    checkpointer.save(1, cs.states_at(1), {})
+    maps = Path(f"/proc/{checkpointer._writer.pid}/maps").read_text()
+    checkpointer.close()
+    assert "libtorch" not in maps
+    assert "megalite-snapshot" in maps
+
+
+def test_loading_needs_little_memory(tmp_path: Path) -> None:
+    """A shard of 192 MB into states that exist: less than a fifth of it on top."""
+    code = """
+import sys
+from pathlib import Path
+from megalite.checkpoint import Checkpointer, load_checkpoint
+from megalite.dist.context import ParallelContext
+from tests.faults import checkpoint_states as cs
+specs = [cs.ParamSpec("w", (16384, 1024))]
+states = cs.states_at(1, specs=specs)
+checkpointer = Checkpointer(sys.argv[1], ParallelContext.single())
+path = checkpointer.save(1, states, {})
+checkpointer.close()
+Path("/proc/self/clear_refs").write_text("5")
+def peak(): return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+before = peak()
+load_checkpoint(path, states, ParallelContext.single())
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < (3 * 16384 * 1024 * 4) // 5
+
+
+@pytest.mark.parametrize(
+    ("options", "victim", "name", "words"),
+    [
+        ({"dp": 2}, 1, "layers.1.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight of rank"),
+        ({"tp": 2, "dp": 2}, 1, "norm.weight", "norm.weight of rank"),
+        ({"tp": 2}, 0, "layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight of rank"),
+        ({"tp": 2}, 0, "layers.0.mlp.down_proj.weight", ""),
+        (
+            {"dp": 4},
+            2,
+            "embed_tokens.weight",
+            "embed_tokens.weight of rank [2] differs from its copies on rank [0, 1, 3]",
+        ),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_flipped_bit_in_a_copy(
+    pool: WorkerPool, tmp_path: Path, options: dict[str, int], victim: int, name: str, words: str, precision: str
+) -> None:
+    """Copies over dp, and over tp of what is not cut; a cut weight has no copy over tp."""
+    parallel, world = layout(**options)
+    cfg = make_config(llama(2), parallel, precision=precision)
+    texts = pool.run(world, bit_flip, cfg, world, victim, name)
+    assert len(set(texts)) == 1, "all ranks say the same"
+    assert words in texts[0]
+    assert bool(words) == bool(texts[0])
+
+
+def test_whole_tensors_are_read_independently(tmp_path: Path) -> None:
+    """The oracle of the resharding tests, against what was saved."""
+    save_steps(tmp_path, 3)
+    whole = whole_tensors(tmp_path / "step_00000003")
+    assert len(whole) == 12
+    for spec in cs.SPECS:
+        np.testing.assert_array_equal(whole[f"exp_avg {spec.name}"], cs.value(spec, "exp_avg", 3).numpy())

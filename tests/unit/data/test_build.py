@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data import BlendedDataset, GPTDataset, build_datasets, prefixes_of
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.errors import UserError
+
+Make = Callable[..., IndexedDataset]
+ARGS = {"split": "80,20,0", "seq_len": 10, "seed": 3, "vocab_size": 100_000}
+
+
+def test_one_prefix_is_split_by_documents(make_dataset: Make) -> None:
+    prefix = make_dataset([100] * 10).prefix
+    built = build_datasets([prefix], **ARGS)
+    assert isinstance(built.train, GPTDataset)
+    assert isinstance(built.valid, GPTDataset)
+    assert (built.train.documents, built.valid.documents, built.test) == ((0, 8), (8, 10), None)
+    seen = np.concatenate([built.train.sample(p) for p in range(built.train.num_samples)])
+    assert seen.max() < 800
+    # evaluation reads in order
+    assert [int(built.valid.sample(p)[0]) for p in range(3)] == [800, 810, 820]
+    assert [int(built.train.sample(p)[0]) for p in range(3)] != [0, 10, 20]
+
+
+def test_a_blend_splits_each_set(make_dataset: Make) -> None:
+    a, b = make_dataset([100] * 10, "a").prefix, make_dataset([100] * 20, "b").prefix
+    built = build_datasets(["0.7", a, "0.3", b], **{**ARGS, "split": "80,10,10"})
+    for dataset, documents in ((built.train, [(0, 8), (0, 16)]), (built.test, [(9, 10), (18, 20)])):
+        assert isinstance(dataset, BlendedDataset)
+        assert [d.documents for d in dataset.datasets] == documents
+        assert dataset.weights == [0.7, 0.3]
+    assert prefixes_of(["0.7", a, "0.3", b]) == [a, b]
+
+
+def test_valid_data_leaves_all_documents_to_training(make_dataset: Make) -> None:
+    a, b = make_dataset([100] * 10, "a").prefix, make_dataset([50], "b").prefix
+    built = build_datasets([a], **ARGS, valid_data=[b])
+    assert isinstance(built.train, GPTDataset)
+    assert isinstance(built.valid, GPTDataset)
+    assert built.train.documents == (0, 10)
+    assert (built.valid.indexed.prefix, built.valid.documents) == (b, (0, 1))
+
+
+def test_a_valid_split_shorter_than_a_sample_is_an_error_only_where_it_is_evaluated(make_dataset: Make) -> None:
+    prefix = make_dataset([100]).prefix
+    with pytest.raises(UserError, match=r"valid split of .* its 0 of 1 documents hold 0 tokens"):
+        build_datasets([prefix], **ARGS)
+    built = build_datasets([prefix], **ARGS, evaluate=False)
+    assert (built.valid, built.test) == (None, None)
+    assert build_datasets([prefix], **{**ARGS, "split": "100,0,0"}).valid is None
+
+
+@pytest.mark.parametrize("data", [[], ["A", "B", "C"], ["A", "B"], ["0.5", "A", "x", "B"]])
+def test_a_malformed_data_argument_is_refused(data: list[str]) -> None:
+    with pytest.raises(UserError, match="must be one PREFIX, or WEIGHT PREFIX pairs"):
+        build_datasets(data, **ARGS)
+
+
+def test_data_of_a_larger_vocabulary_is_refused_before_a_batch_is_read(make_dataset: Make) -> None:
+    prefix = make_dataset([100] * 10).prefix
+    Path(f"{prefix}.json").write_text(json.dumps({"vocab_size": 32001, "tokenizer_sha256": "0"}))
+    with pytest.raises(UserError, match="--vocab-size 32000: .* made by a tokenizer of 32001 entries"):
+        build_datasets([prefix], **{**ARGS, "vocab_size": 32000})
+    assert build_datasets([prefix], **{**ARGS, "vocab_size": 32001}).valid is not None

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import pydoc_data.topics
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megalite.data.corpus import stdlib_corpus
+from megalite.errors import UserError
+
+
+def test_the_corpus_is_this_pythons_library_and_topics_each_text_once(tmp_path: Path) -> None:
+    manifest = stdlib_corpus(tmp_path / "c.jsonl")
+    entries = [json.loads(line) for line in (tmp_path / "c.jsonl").read_bytes().split(b"\n") if line]
+    texts = {entry["source"]: entry["text"] for entry in entries}
+    assert len(texts) == len(entries) == len(set(texts.values())) == manifest["texts"] > 400
+    assert sum(len(t.encode()) for t in texts.values()) == manifest["bytes"] > 5_000_000
+    library = Path(sysconfig.get_paths()["stdlib"])
+    assert texts["argparse.py"].encode() == (library / "argparse.py").read_bytes()
+    assert texts["pydoc topic lambda"] == pydoc_data.topics.topics["lambda"]
+    assert not any("site-packages" in name or "/test" in name or name.startswith("test") for name in texts)
+    listed = sorted(f"{name} {hashlib.sha256(text.encode()).hexdigest()}" for name, text in texts.items())
+    assert manifest["list_sha256"] == hashlib.sha256("\n".join(listed).encode()).hexdigest()
+    assert json.loads((tmp_path / "c.jsonl.manifest.json").read_text()) == manifest
+
+
+@pytest.mark.parametrize("max_mb", [0.5, 1.5])
+def test_a_limited_corpus_fills_its_limit_with_whole_texts(tmp_path: Path, max_mb: float) -> None:
+    manifest = stdlib_corpus(tmp_path / "c.jsonl", max_mb)
+    assert 0.9 * max_mb * 1e6 < manifest["bytes"] <= max_mb * 1e6
+    texts = [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_bytes().split(b"\n") if line]
+    assert sum(len(t.encode()) for t in texts) == manifest["bytes"]
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megalite.data.corpus", "--out", "c.jsonl", "--max-mb", "0.5"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    manifest = json.loads((tmp_path / "c.jsonl.manifest.json").read_text())
+    assert f"c.jsonl: {manifest['texts']} texts, " in result.stdout
+    assert manifest["list_sha256"] in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("out", "max_mb", "message"), [("c.txt", 1, "must be a .jsonl"), ("c.jsonl", 1e-6, "at least")]
+)
+def test_mistakes_are_told_and_leave_nothing(tmp_path: Path, out: str, max_mb: float, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        stdlib_corpus(tmp_path / out, max_mb)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.blend import BlendedDataset
+from megalite.data.gpt_dataset import Dataset, GPTDataset, MockDataset
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.loader import BatchLoader
+from megalite.errors import UserError
+
+Make = Callable[..., IndexedDataset]
+
+
+@pytest.fixture
+def data(make_dataset: Make) -> GPTDataset:
+    """240 samples of 10 tokens in three documents, shuffled."""
+    return GPTDataset(make_dataset([1000, 1, 1400]), 10, seed=11)
+
+
+def read(dataset: Dataset, batch: int, dp: int, consumed: int, steps: int) -> list[list[tuple[int, int]]]:
+    """Sample ids of each global batch, ranks side by side."""
+    # A data set of its own for each, as in a run: loaders read in threads, and a data set serves one of them.
+    loaders = [BatchLoader(copy.deepcopy(dataset), batch, rank, dp, consumed) for rank in range(dp)]
+    batches = []
+    for _ in range(steps):
+        ids: list[tuple[int, int]] = []
+        for loader in loaders:
+            rows = loader.next_batch()
+            assert rows.shape == (batch // dp, dataset.seq_len + 1)
+            assert rows.dtype == np.int64
+            ids += [(int(s), int(i)) for s, i in loader.sample_ids]
+        batches.append(ids)
+    assert {loader.consumed_samples for loader in loaders} == {consumed + steps * batch}
+    for loader in loaders:
+        loader.close()
+    return batches
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_global_batch_k_is_positions_kb_on_for_every_dp(data: GPTDataset, dp: int) -> None:
+    batches = read(data, 8, dp, 0, 30)
+    for k, ids in enumerate(batches):
+        assert ids == [data.sample_id(p) for p in range(8 * k, 8 * k + 8)]
+    assert sorted(i for ids in batches for _, i in ids) == list(range(240))
+
+
+def test_rows_hold_the_tokens_of_their_sample_ids(data: GPTDataset) -> None:
+    with BatchLoader(data, 8, 1, 2, consumed_samples=24) as loader:
+        rows = loader.next_batch()
+        expected = [data.sample_id(p)[1] for p in range(28, 32)]
+        assert loader.sample_ids.tolist() == [[0, i] for i in expected]
+        np.testing.assert_array_equal(rows, np.array(expected)[:, None] * 10 + np.arange(11))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([4, 8, 12]), st.integers(1, 4)), min_size=1, max_size=4
+    )
+)
+def test_resumes_that_change_dp_and_batch_repeat_and_skip_nothing(segments: list[tuple[int, int, int]]) -> None:
+    dataset = MockDataset(300, 4)
+    consumed, seen = 0, []
+    for dp, batch, steps in segments:
+        seen += [i for ids in read(dataset, batch, dp, consumed, steps) for _, i in ids]
+        consumed += batch * steps
+    assert seen == list(range(consumed))
+
+
+def test_dp_4_2_4_mid_epoch_keeps_the_uninterrupted_order(data: GPTDataset) -> None:
+    uninterrupted = read(data, 8, 1, 0, 45)  # one epoch and a half
+    resumed = read(data, 8, 4, 0, 13) + read(data, 8, 2, 13 * 8, 11) + read(data, 8, 4, 24 * 8, 21)
+    assert resumed == uninterrupted
+
+
+def test_a_blend_resumes_in_the_same_order(make_dataset: Make) -> None:
+    def blend() -> BlendedDataset:
+        sets = [GPTDataset(make_dataset([n], name), 10, seed=4) for n, name in ((500, "a"), (300, "b"))]
+        return BlendedDataset(sets, [0.7, 0.3])
+
+    whole = read(blend(), 8, 1, 0, 30)
+    assert read(blend(), 8, 2, 0, 7) + read(blend(), 8, 4, 56, 23) == whole
+
+
+def test_an_error_while_reading_ahead_surfaces_and_no_sample_is_skipped_after_it(make_dataset: Make) -> None:
+    data = GPTDataset(make_dataset([100]), 10, shuffle=False, vocab_size=50)
+    loader = BatchLoader(data, 2, 0, 1, prefetch=3)
+    assert loader.next_batch()[:, 0].tolist() == [0, 10]
+    assert loader.next_batch()[:, 0].tolist() == [20, 30]
+    for _ in range(3):
+        with pytest.raises(UserError, match="token id 50"):
+            loader.next_batch()
+        assert loader.consumed_samples == 4
+    loader.close()
+
+
+def test_prefetch_bounds_what_is_read_ahead() -> None:
+    class Counting(MockDataset):
+        reads = 0
+
+        def sample(self, position: int) -> np.ndarray:
+            self.reads += 1
+            return super().sample(position)
+
+    dataset = Counting(300, 4)
+    loader = BatchLoader(dataset, 2, 0, 1, prefetch=3)
+    for _ in range(5):
+        loader.next_batch()
+    loader.close()
+    assert 10 <= dataset.reads <= 16
+
+
+def test_close_ends_the_thread_and_a_closed_loader_says_so(data: GPTDataset) -> None:
+    before = set(threading.enumerate())
+    loader = BatchLoader(data, 8, 0, 1)
+    loader.next_batch()
+    loader.close()
+    loader.close()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.next_batch()
+
+
+def test_a_batch_that_dp_does_not_divide_is_refused(data: GPTDataset) -> None:
+    with pytest.raises(
+        UserError, match="--global-batch-size 10: must be divisible by the data-parallel size 4; use 12"
+    ):
+        BatchLoader(data, 10, 0, 4)

@@ -1,0 +1,135 @@
+"""Out of memory: the page says what is in it, and what it advises fits; run out for real under a limit on memory."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.cli import parse
+from megalite.diagnose.memory import Known, is_out_of_memory, page, remedies, usable_bytes
+from megalite.dist.topology import Topology
+from megalite.plan.memory import memory_per_rank
+from tests.ranks import ROOT
+
+BIG = ["--preset", "llama-3-8b", "--global-batch-size", "64", "--mock-data", "--device", "cuda"]
+
+
+def needs(flags: list[str], world: int) -> int:
+    """Bytes of the fullest rank."""
+    cfg = parse(flags).config
+    return max(m.total for m in memory_per_rank(cfg, Topology(world, cfg.parallel.tp, cfg.parallel.pp)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "gib"),
+    [
+        (["--micro-batch-size", "8"], 8, 140),
+        (["--micro-batch-size", "4", "--tp", "2"], 8, 60),
+        (["--micro-batch-size", "1", "--zero", "0"], 16, 79),
+        (["--micro-batch-size", "2", "--pp", "4"], 16, 40),
+    ],
+)
+def test_every_remedy_fits_and_no_part_of_it_would_do(flags: list[str], world: int, gib: int) -> None:
+    given = [*BIG, *flags]
+    cfg, budget = parse(given).config, gib * 2**30
+    assert needs(given, world) > budget
+    found = remedies(cfg, Topology(world, cfg.parallel.tp, cfg.parallel.pp), budget)
+    assert 1 <= len(found) <= 3
+    assert [r.slower for r in found] == sorted(r.slower for r in found)
+    for remedy in found:
+        # A later flag of the command line stands.
+        words = [flag.split() for flag in remedy.flags]
+        assert needs([*given, *sum(words, [])], world) == remedy.total <= budget
+        for left_out in range(len(words)):
+            rest = sum(words[:left_out] + words[left_out + 1 :], [])
+            if rest:
+                assert needs([*given, *rest], world) > budget
+
+
+def test_the_cheapest_comes_first() -> None:
+    cfg = parse([*BIG, "--micro-batch-size", "2", "--zero", "0"]).config
+    total = needs([*BIG, "--micro-batch-size", "2", "--zero", "0"], 32)
+    first = remedies(cfg, Topology(32), total - 1)[0]
+    assert first.flags == ("--zero 1",)  # costs nothing
+    assert first.slower == pytest.approx(1.0)
+
+
+def test_nothing_fits_is_said() -> None:
+    cfg = parse(BIG).config
+    assert remedies(cfg, Topology(1), 20 * 2**30) == []
+    text = page(Known(cfg, Topology(1), torch.device("cpu"), 0, 20 * 2**30), "no")
+    assert "no layout, micro-batch or recomputation on 1 rank fits into 17.89 GiB: use more ranks" in text
+
+
+def test_the_account_is_the_planners() -> None:
+    cfg = parse([*BIG, "--tp", "2", "--pp", "2"]).config
+    topology = Topology(8, 2, 2)
+    text = page(Known(cfg, topology, torch.device("cpu"), 6, 2**30), "Tried to allocate 2.00 GiB")
+    memory = memory_per_rank(cfg, topology)[1]
+    for name in ("weights", "main_grad", "optimizer", "activations", "logits", "total"):
+        row = re.search(rf"^  {name} +([\d.]+) (GiB|MiB) +(\d+)%$", text, re.M)
+        assert row, text
+        size = float(row[1]) * {"GiB": 2**30, "MiB": 2**20}[row[2]]
+        assert size == pytest.approx(getattr(memory, name), rel=0.01)
+        assert int(row[3]) == pytest.approx(100 * getattr(memory, name) / memory.total, abs=0.6)
+    assert "rank 6 (pp rank 1 of 2" in text
+    assert len(text.splitlines()) < 40
+
+
+def test_which_errors_are_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(MemoryError) as of_python:
+        bytearray(2**62)
+    assert is_out_of_memory(of_python.value)
+    assert not is_out_of_memory(RuntimeError("Connection reset by peer"))
+
+
+def test_the_hosts_memory_is_a_limit() -> None:
+    total = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0]) * 1024
+    assert 0 < usable_bytes(torch.device("cpu")) < total
+
+
+LIMITED = """
+import resource, runpy, sys
+import megalite.train.loop
+from pathlib import Path
+data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (data + 250 * 2**20, data + 250 * 2**20))
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+RUN = [
+    *["--device", "cpu", "--mock-data", "--num-layers", "1", "--hidden-size", "16", "--num-heads", "2"],
+    *["--seq-len", "1024", "--vocab-size", "2048", "--micro-batch-size", "32", "--global-batch-size", "32"],
+    *["--train-steps", "1", "--watchdog-timeout", "0"],
+]
+
+
+def run_limited(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, *RUN, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_out_of_memory_for_real_and_its_advice_followed(tmp_path: Path) -> None:
+    failed = run_limited("--run-dir", str(tmp_path / "a"))
+    assert failed.returncode == 1
+    text = (tmp_path / "a/logs/out_of_memory_rank_0.txt").read_text()
+    assert text in failed.stderr
+    assert "allocate memory" in text
+    available = re.search(r"there were ([\d.]+) MiB when the run began", text)
+    assert available, text
+    assert 200 < float(available[1]) <= 250
+    assert re.search(r"^  logits +256.0 MiB +\d+%$", text, re.M)
+    advice = re.search(r"^  (--micro-batch-size \d+) ", text, re.M)
+    assert advice, text
+    done = run_limited("--run-dir", str(tmp_path / "b"), *advice[1].split())
+    assert done.returncode == 0, done.stderr
+    assert "out of memory" not in done.stderr

@@ -1,0 +1,167 @@
+"""Rotary tables against transformers, attention against sums written out, dropout masks over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megalite import ops as kernels
+from megalite.config import ModelConfig, RopeScaling
+from megalite.dist.context import Axis
+from megalite.dist.seeding import RngStreams
+from megalite.model.attention import Attention
+from megalite.model.layers import Maker, rotary_tables
+from megalite.model.param_map import param_map
+from megalite.tensor_parallel.linear import WgradQueue
+
+CPU = torch.device("cpu")
+
+
+def maker(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool = False, seed: int = 1) -> Maker:
+    tp = tp or Axis("tp")
+    return Maker(
+        cfg,
+        param_map(cfg),
+        tp,
+        sequence_parallel,
+        torch.float32,
+        CPU,
+        8,
+        kernels.resolve("torch", CPU, torch.float32),
+        RngStreams.for_rank(seed, tp.rank),
+        WgradQueue(),
+    )
+
+
+def tiny(**options: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 90, "seq_len": 16}
+    return ModelConfig.from_arch("llama", **{**sizes, **options})
+
+
+@pytest.mark.parametrize(
+    ("theta", "fraction", "scaling"),
+    [(10000.0, 1.0, None), (500000.0, 1.0, RopeScaling(8.0, 1.0, 4.0, 64)), (10000.0, 0.25, None)],
+)
+def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, scaling: RopeScaling | None) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    cfg = tiny(hidden_size=512, rope_theta=theta, rope_fraction=fraction, rope_scaling=scaling, seq_len=256)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        }
+    hf = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=256)
+    if scaling is not None:
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, CPU)
+        # All three regimes are there: kept, divided by 8, in between.
+        plain = 1 / theta ** (torch.arange(0, 128, 2) / 128)
+        ratio = plain / frequencies
+        assert ratio.min() == pytest.approx(1)
+        assert ratio.max() == pytest.approx(8)
+        assert ((ratio > 1.01) & (ratio < 7.9)).any()
+    else:
+        dim = int(128 * fraction)
+        frequencies = 1 / theta ** (torch.arange(0, dim, 2) / dim)
+    cos, sin = rotary_tables(cfg, 256, CPU)
+    angles = torch.outer(torch.arange(256.0), frequencies)
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=3e-5)
+    torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_grouped_causal_attention_written_out(kv_heads: int) -> None:
+    cfg = tiny(num_kv_heads=kv_heads)
+    attention = Attention(maker(cfg), 0, recompute_core=False)
+    qkv = torch.randn(6, 2, (4 + 2 * kv_heads) * 8, generator=torch.Generator().manual_seed(3))
+    got = attention._core(qkv.clone(), None, (0, 0, 0)).view(6, 2, 4, 8)
+    q, k, v = qkv.view(6, 2, -1, 8).split((4, kv_heads, kv_heads), 2)
+    for head in range(4):
+        group = head // (4 // kv_heads)
+        for t in range(6):
+            scores = torch.einsum("bd,sbd->bs", q[t, :, head], k[: t + 1, :, group]) / math.sqrt(8)
+            expected = torch.einsum("bs,sbd->bd", scores.softmax(-1), v[: t + 1, :, group])
+            torch.testing.assert_close(got[t, :, head], expected, rtol=1e-5, atol=1e-6)
+
+
+def masks(sequence_parallel: bool, **position: Any) -> list[torch.Tensor]:
+    """The residual stream's dropout of ones on both of two tensor-parallel ranks."""
+    where = {"position": (1, 0, 0), "layer": 0, "site": "mlp_out", **position}
+    cfg = tiny(hidden_dropout=0.25)
+    ranks = [Axis("tp", 2, rank, (0, 1)) for rank in (0, 1)]
+    return [maker(cfg, tp, sequence_parallel).dropout(torch.ones(64, 64), **where) for tp in ranks]
+
+
+def test_residual_dropout_is_alike_on_tensor_parallel_ranks() -> None:
+    first, second = masks(sequence_parallel=False)
+    assert torch.equal(first, second)
+    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+    assert (first == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
+
+
+def test_residual_dropout_differs_on_sequence_shards() -> None:
+    first, second = masks(sequence_parallel=True)
+    assert not torch.equal(first, second)
+    # Independent masks agree at 0.75^2 + 0.25^2 of the places.
+    assert (first == second).float().mean().item() == pytest.approx(0.625, abs=0.03)
+
+
+def test_every_site_layer_microbatch_rank_and_step_has_a_mask_of_its_own() -> None:
+    places: list[dict[str, Any]] = [
+        {},
+        {"site": "attention_out"},
+        {"layer": 1},
+        {"position": (2, 0, 0)},
+        {"position": (1, 1, 0)},
+        {"position": (1, 0, 1)},
+    ]
+    drawn = [masks(False, **place)[0] for place in places]
+    for i, a in enumerate(drawn):
+        assert torch.equal(a, masks(False, **places[i])[0])
+        assert not any(torch.equal(a, b) for b in drawn[i + 1 :])
+
+
+def test_attention_dropout_differs_on_tensor_parallel_ranks() -> None:
+    cfg = tiny(attention_dropout=0.5)
+    qkv = torch.randn(16, 2, 3 * 16, generator=torch.Generator().manual_seed(3))
+
+    def core(rank: int, microbatch: int = 0) -> torch.Tensor:
+        attention = Attention(maker(cfg, Axis("tp", 2, rank, (0, 1))), 0, recompute_core=False)
+        return attention._core(qkv.clone(), None, (1, 0, microbatch))
+
+    assert torch.equal(core(0), core(0))
+    assert not torch.equal(core(0), core(1))
+    assert not torch.equal(core(0), core(0, 1))
+    with torch.no_grad():
+        assert torch.equal(core(0), core(1))
+
+
+def test_no_dropout_without_gradients() -> None:
+    with torch.no_grad():
+        for mask in masks(sequence_parallel=True):
+            assert torch.equal(mask, torch.ones(64, 64))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "gpt_neox", "qwen3", "olmo2"])
+def test_weight_decay_and_partial_gradients_are_declared(arch: str) -> None:
+    for name, spec in param_map(ModelConfig.from_arch(arch, vocab_size=90)).items():
+        # No decay on norms and biases, decay on every matrix.
+        assert spec.weight_decay == (len(spec.shape) == 2), name
+        head_norm = arch == "qwen3" and name.endswith(("q_norm.weight", "k_norm.weight"))
+        if head_norm:
+            assert spec.partial_grad == "always"
+        elif spec.tp_dim is None:
+            # Whatever lies on the residual stream sees one part of the sequence a rank.
+            assert spec.partial_grad == "sequence_parallel", name
+        else:
+            assert spec.partial_grad == "never", name

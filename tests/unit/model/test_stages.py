@@ -1,0 +1,135 @@
+"""Stages of every layout hold the parameter table between them, with the same values: no processes needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megalite import ops as kernels
+from megalite.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from megalite.dist.context import Axis, ParallelContext
+from megalite.model.param_map import param_map
+from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.optim.grad_buffer import make_buckets
+from megalite.params import Shard, ShardedParameter
+from megalite.train.build import build_stages, make_schedule
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"num_layers": 8, "hidden_size": 32, "num_heads": 4, "vocab_size": 90, "seq_len": 16}
+MODELS = {
+    arch: ModelConfig.from_arch(arch, **SIZES, ffn_hidden_size=48) for arch in ("llama", "gpt2", "gpt_neox", "qwen3")
+}
+LAYOUTS = [
+    {"tp": 1},
+    {"tp": 2, "pp": 2},
+    {"tp": 4, "pp": 4},
+    {"pp": 4, "vp": 2},
+    {"tp": 2, "pp": 2, "vp": 2, "schedule": "zb-v"},
+    {"vp": 2},
+]
+
+
+def rank_context(tp: int, tp_rank: int, pp: int, pp_rank: int) -> ParallelContext:
+    """A rank's view of a layout; enough to build stages, which do not communicate."""
+    return dataclasses.replace(
+        ParallelContext.single(),
+        tp=Axis("tp", tp, tp_rank, tuple(range(tp))),
+        pp=Axis("pp", pp, pp_rank, tuple(range(pp))),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
+@pytest.mark.parametrize("model", MODELS)
+def test_stages_hold_slices_of_the_same_values(model: str, layout: dict[str, Any]) -> None:
+    parallel = ParallelConfig(**layout, vocab_divisible_by=8)
+    cfg = Config(model=MODELS[model], parallel=parallel, train=TrainConfig(global_batch_size=8))
+    specs = param_map(cfg.model)
+    whole = {name: Shard(spec).initial(5) for name, spec in specs.items()}
+    placement = make_schedule(cfg, 1).placement
+    ops = kernels.resolve("torch", CPU, torch.float32)
+    for tp_rank in range(parallel.tp):
+        seen: list[str] = []
+        layers: list[int] = []
+        for pp_rank in range(parallel.pp):
+            ctx = rank_context(parallel.tp, tp_rank, parallel.pp, pp_rank)
+            stages = build_stages(cfg, ctx, placement, torch.float32, ops)
+            for stage in stages.values():
+                stage.init_parameters(5)
+                layers += [int(i) for i in stage.layers]
+                assert {id(p) for unit in stage.units() for p in unit.parameters()} == {
+                    id(p) for p in stage.parameters()
+                }
+                for name, param in stage.named_parameters():
+                    assert isinstance(param, ShardedParameter)
+                    shared = name == "lm_head.weight" and param.shard.spec.name == "embed_tokens.weight"
+                    assert shared or param.shard.spec == specs[name]
+                    assert param.uses == (
+                        2 if param.shard.spec.name == "embed_tokens.weight" and is_shared(stages) else 1
+                    )
+                    shard = Shard(specs[name], tp_rank, parallel.tp, 8)
+                    assert torch.equal(param, shard.take(whole[name])), name
+                    seen.append(name)
+        assert sorted(layers) == list(range(8))
+        assert sorted(set(seen) | tied_on_one_stage(cfg)) == sorted(specs)
+        assert len(seen) == len(set(seen))
+
+
+def is_shared(stages: dict[int, Any]) -> bool:
+    """Whether one parameter serves as embedding and as output layer on this rank."""
+    first = [s for s in stages.values() if s.first]
+    last = [s for s in stages.values() if s.last]
+    return bool(first and last and first[0].embed_tokens.weight is last[0].lm_head.weight)
+
+
+def tied_on_one_stage(cfg: Config) -> set[str]:
+    """named_parameters() of one module names a shared parameter once."""
+    return {"lm_head.weight"} if cfg.model.tie_embeddings and cfg.parallel.pp * cfg.parallel.vp == 1 else set()
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_masters_are_not_rounded_and_weights_are(zero: bool) -> None:
+    cfg = Config(model=MODELS["gpt2"], parallel=ParallelConfig(vocab_divisible_by=8))
+    ctx = ParallelContext.single()
+    ops = kernels.resolve("torch", CPU, torch.bfloat16)
+    stages = build_stages(cfg, ctx, make_schedule(cfg, 1).placement, torch.bfloat16, ops)
+    params: list[Any] = list(stages[0].parameters())
+    buckets = make_buckets(
+        params,
+        ctx,
+        tied=frozenset(),
+        sequence_parallel=False,
+        zero=zero,
+        bucket_size=5000,
+        reduce_dtype=torch.float32,
+        overlap=True,
+    )
+    optimizer = DistributedOptimizer(buckets, OptimConfig(), ctx, ops, overlap_gather=True)
+    optimizer.init_parameters(5)
+    masters = {s.name: s for s in optimizer.states() if s.kind == "master"}
+    assert {name: s.global_shape for name, s in masters.items()} == {
+        n: s.shape for n, s in param_map(cfg.model).items() if s.tied_to is None
+    }
+    for param in params:
+        spec = param.shard.spec
+        expected = Shard(spec, 0, 1, 8).initial(5)
+        assert torch.equal(masters[spec.name].flat, expected.flatten())
+        assert torch.equal(param, expected.bfloat16())
+
+
+def test_shapes_along_a_stage() -> None:
+    cfg = Config(model=MODELS["llama"], parallel=ParallelConfig(vocab_divisible_by=8))
+    ops = kernels.resolve("torch", CPU, torch.float32)
+    stages = build_stages(cfg, ParallelContext.single(), make_schedule(cfg, 1).placement, torch.float32, ops)
+    stage = stages[0]
+    stage.init_parameters(0)
+    tokens = torch.arange(15).view(5, 3)
+    with torch.no_grad():
+        logits = stage(tokens)
+        assert logits.shape == (5, 3, 96)  # shorter than seq_len is fine; 90 padded to 96
+        loss = stage(tokens, (tokens + 1) % 90)
+    assert loss.shape == (5, 3)
+    expected = torch.nn.functional.cross_entropy(logits[..., :90].flatten(0, 1), ((tokens + 1) % 90).flatten())
+    assert loss.mean().item() == pytest.approx(expected.item(), rel=1e-6)

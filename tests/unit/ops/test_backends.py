@@ -1,0 +1,276 @@
+"""The contract of every op, on whatever backend the environment names (conftest.py); torch by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.ops import Ops, resolve
+from megalite.ops.check import check
+from megalite.ops.cross_entropy import combine_stats
+from megalite.ops.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="session")
+def ops(backend: str, device: str) -> Ops:
+    return resolve(backend, device, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_op_against_float64(backend: str, device: str, dtype: torch.dtype) -> None:
+    if "cpp" in backend and dtype == torch.float16:
+        pytest.skip("the C++ kernels serve fp32 and bf16")
+    results = check(resolve(backend, device, dtype), device, dtype)
+    assert len(results) > 70
+    assert [r for r in results if not r.ok] == []
+
+
+def _row_ops(ops: Ops) -> dict[str, Any]:
+    """Ops whose rows do not mix: x [rows, 32] -> [rows, …]."""
+    w, b = torch.linspace(0.5, 2, 32), torch.linspace(-1, 1, 32)
+    return {
+        "rmsnorm": lambda x: ops.rmsnorm(x, w.to(x), 1e-5),
+        "add_rmsnorm": lambda x: ops.add_rmsnorm(x, x, w.to(x), 1e-5)[0],
+        "layernorm": lambda x: ops.layernorm(x, w.to(x), b.to(x), 1e-5),
+        "add_layernorm": lambda x: ops.add_layernorm(x, x, w.to(x), b.to(x), 1e-5)[0],
+        "swiglu": ops.swiglu,
+        "geglu": lambda x: ops.geglu(x, "tanh"),
+        "bias_gelu": lambda x: ops.bias_gelu(x, b.to(x), "none"),
+        "rope": lambda x: ops.rope(x.view(-1, 1, 2, 16), torch.ones(len(x), 8).to(x), torch.ones(len(x), 8).to(x)),
+        "cross_entropy": lambda x: ops.cross_entropy_stats(x, torch.zeros(len(x), dtype=torch.int64).to(x.device), 0),
+    }
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", list(_row_ops(resolve("torch", "cpu", torch.float32))))
+def test_a_bad_number_shows_in_its_row_and_in_no_other(ops: Ops, device: str, name: str, bad: float) -> None:
+    run = _row_ops(ops)[name]
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    clean = run(x.clone())
+    x[2, 0] = bad
+    spoiled = run(x)
+    others = [0, 1, 3]
+    assert torch.equal(spoiled[others], clean[others])
+    # Silu, gelu and a softmax over -inf have finite values there; everything else must not hide what went in.
+    if bad != float("-inf") or name not in ("swiglu", "geglu", "bias_gelu", "cross_entropy"):
+        assert not spoiled[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("at", [0, 4097, 9999])
+def test_norm_is_the_overflow_flag(ops: Ops, device: str, dtype: torch.dtype, bad: float, at: int) -> None:
+    flat = torch.ones(10_000, dtype=dtype, device=device)
+    assert ops.l2_norm(flat).item() == pytest.approx(100.0)
+    flat[at] = bad
+    norm = ops.l2_norm(flat)
+    assert norm.shape == ()
+    assert norm.dtype == torch.float32
+    assert not norm.isfinite()
+
+
+def test_norm_keeps_its_digits_over_many_elements(ops: Ops, device: str) -> None:
+    """A running fp32 sum over 4M equal numbers is off by more than 1e-5; two stages are not."""
+    n = 1 << 22
+    assert ops.l2_norm(torch.full((n,), 0.1, device=device)).item() == pytest.approx(0.1 * 2**11, rel=1e-6)
+
+
+def test_adamw_is_torchs_adamw(ops: Ops, device: str) -> None:
+    """Five steps against torch.optim.AdamW (for-loop implementation) with the gradient scaled beforehand."""
+    g = torch.Generator().manual_seed(0)
+    start = torch.randn(1003, generator=g)
+    reference = torch.nn.Parameter(start.double())
+    optimizer = torch.optim.AdamW([reference], lr=0.02, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, foreach=False)
+    param = start.to(device)
+    m, v = torch.zeros_like(param), torch.zeros_like(param)
+    out = torch.empty_like(param, dtype=torch.bfloat16)
+    multiplier = torch.tensor(0.25, device=device)
+    for step in range(1, 6):
+        grad = torch.randn(1003, generator=g)
+        reference.grad = grad.double() * 0.25
+        optimizer.step()
+        ops.adamw(
+            param, grad.to(device), m, v, out, lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3, step=step,
+            grad_multiplier=multiplier,
+        )  # fmt: skip
+        torch.testing.assert_close(param.double().cpu(), reference.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 1000])
+def test_low_precision_copy_is_rounded_to_nearest_even(ops: Ops, backend: str, device: str, n: int) -> None:
+    if backend == "triton" and device == "cpu":
+        pytest.skip("Triton's interpreter truncates where the GPU rounds")
+    param = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(device)
+    param[0] = 1.00390625  # half way between two bf16 numbers: to even is 1.0
+    state = torch.zeros_like(param)
+    out = torch.empty_like(param, dtype=torch.bfloat16)
+    hyper = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": 1}
+    ops.adamw(param, torch.zeros_like(param), state, state.clone(), out, grad_multiplier=None, **hyper)
+    assert out[0] == 1.0
+    assert torch.equal(out, param.to(torch.bfloat16))
+
+
+def test_cross_entropy_edges(ops: Ops, device: str) -> None:
+    """A rank of nothing but padding, an ignored target, and logits of -inf all take part without a NaN."""
+    logits = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[1, 1:8] = float("-inf")
+    target = torch.tensor([3, 0, -100], device=device)
+    scale = torch.tensor([1.0, 2.0, 0.0], device=device)
+    want = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(want, target, reduction="none", ignore_index=-100)
+    (want_grad,) = torch.autograd.grad(losses, want, scale.double())
+    padding = torch.randn(3, 8, device=device)
+    stats = torch.stack(
+        [
+            ops.cross_entropy_stats(logits, target, 0),
+            ops.cross_entropy_stats(padding, target, 16, 0),
+        ]
+    )
+    lse, target_logit = combine_stats(stats)
+    torch.testing.assert_close((lse - target_logit)[:2].double(), losses[:2].detach())
+    ops.cross_entropy_grad_(logits, target, 0, lse, scale)
+    ops.cross_entropy_grad_(padding, target, 16, lse, scale, 0)
+    torch.testing.assert_close(logits.double(), want_grad)
+    assert (padding == 0).all()
+
+
+def test_rope_consumes_the_packed_projection(ops: Ops, device: str) -> None:
+    qkv = torch.randn(3, 2, 8, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    v_before = qkv[:, :, 6:].clone()
+    tables = torch.ones(3, 8, device=device)
+    q, k, v = ops.rope_qkv(qkv, tables, tables, 4, 2)
+    storage = qkv.untyped_storage().data_ptr()
+    assert [t.untyped_storage().data_ptr() for t in (q, k, v)] == [storage] * 3
+    assert [t.shape[2] for t in (q, k, v)] == [4, 2, 2]
+    assert torch.equal(v, v_before)
+
+
+class _LargestTensor(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple) else (out,):
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_linear_cross_entropy_is_cross_entropy_without_the_logits(ops: Ops, device: str, chunk: int) -> None:
+    """Two ranks in turn, the second with padding; loss, dx and dweight against autograd in float64."""
+    g = torch.Generator().manual_seed(0)
+    n, hidden, half, real = 20, 8, 48, 90
+    x, weight = torch.randn(n, hidden, generator=g).to(device), torch.randn(2 * half, hidden, generator=g).to(device)
+    target = torch.randint(real, (n,), generator=g).to(device)
+    scale = torch.rand(n, generator=g).to(device)
+    want_x, want_w = x.double().requires_grad_(), weight[:real].double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(want_x @ want_w.t(), target, reduction="none")
+    want_dx, want_dw = torch.autograd.grad(want, (want_x, want_w), scale.double())
+
+    shards = [(weight[:half], 0, half), (weight[half:], half, real - half)]
+    every = torch.stack([ops.cross_entropy_stats(x @ w.t(), target, first, valid) for w, first, valid in shards])
+    dx, main_grads = torch.zeros_like(x), []
+    for rank, (w, first, valid) in enumerate(shards):
+        starts = iter(range(0, n, chunk))
+
+        def gather(stats: Tensor, rank: int = rank, starts: Any = starts) -> Tensor:
+            rows = slice(start := next(starts), start + chunk)
+            torch.testing.assert_close(stats, every[rank, rows])
+            return every[:, rows]
+
+        main_grads.append(torch.ones_like(w))
+        with _LargestTensor() as largest:
+            loss, lse = linear_cross_entropy_forward(ops, x, w, target, first, valid, gather, chunk)
+            dx += linear_cross_entropy_backward(ops, x, w, target, first, valid, lse, scale, main_grads[-1], chunk)
+        assert largest.numel <= max(min(chunk, n) * half, half * hidden, n * hidden)
+        torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-5)
+    dweight = torch.cat(main_grads)[:real] - 1
+    torch.testing.assert_close(dweight.double(), want_dw, rtol=1e-4, atol=1e-5)
+    assert (torch.cat(main_grads)[real:] == 1).all()
+
+
+def _registered(device: str) -> dict[str, tuple[Any, ...]]:
+    """Arguments for every op that is registered with torch.library."""
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device)
+
+    x, w, table, heads = r(3, 2, 16), r(16), r(3, 4), r(3, 2, 6, 8)
+    stats = (r(5, 32), torch.arange(5).to(device), 0)
+    flat = (r(100), r(100), r(100), r(100).square())
+    offsets, numbers = torch.tensor([0, 30, 100]).to(device), (0.9, 0.95, 1e-8, 0.1, 3)
+    multiplier = torch.tensor(0.5, device=device)
+    mean, rstd = r(6), r(6)
+    return {
+        "triton_norm": (x, x.clone(), w, w.clone(), 1e-5),
+        "triton_norm_backward": (x, x.clone(), x.clone(), w, mean, rstd, False),
+        "triton_rope_": (heads, table, table.clone(), 4),
+        "triton_rope": (heads, table, table.clone(), False),
+        "triton_rope_pack": (r(3, 2, 4, 8), r(3, 2, 1, 8), r(3, 2, 1, 8), table, table.clone()),
+        "triton_glu": (x, 0),
+        "triton_glu_backward": (r(3, 2, 8), x, 1),
+        "triton_bias_gelu": (x, w, 2),
+        "triton_bias_gelu_backward": (x, x.clone(), w, 1),
+        "triton_cross_entropy_stats": (*stats, 30),
+        "triton_cross_entropy_grad_": (*stats, r(5), r(5), 30),
+        "triton_adamw_": (*flat, r(100).bfloat16(), multiplier, 0.01, *numbers),
+        "triton_l2_norm": (r(100),),
+        "adamw_": (*flat, r(100).bfloat16(), multiplier, 0.01, *numbers),
+        "l2_norm": (r(100),),
+        "segment_norms": (r(100), offsets),
+        "lamb_direction_": (*flat, r(100), multiplier, *numbers),
+        "lamb_apply_": (r(100), r(100), None, r(2), offsets, 0.01),
+    }
+
+
+NATIVE = ("adamw_", "l2_norm", "segment_norms", "lamb_direction_", "lamb_apply_")
+
+
+@pytest.mark.parametrize("name", list(_registered("cpu")))
+def test_opcheck(ops: Ops, backend: str, device: str, name: str) -> None:
+    serves = {"triton": name.startswith("triton"), "cuda": name in NATIVE, "cpp": name in NATIVE[:2]}
+    if not any(kind in backend and ok for kind, ok in serves.items()):
+        pytest.skip(f"{name} is not of the backend {backend}")
+    opcheck(getattr(torch.ops.megalite, name).default, _registered(device)[name])
+
+
+def test_table_of_registered_ops_is_complete(ops: Ops, backend: str, device: str) -> None:
+    if "triton" not in backend:
+        pytest.skip("only the Triton backend registers all of its ops")
+    registered = {
+        s.split("::")[1].split(".")[0] for s in torch._C._dispatch_get_all_op_names() if s.startswith("megalite::")
+    }
+    assert registered == set(_registered(device))
+
+
+def _block(ops: Ops, x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    normed, total = ops.add_rmsnorm(x, x * 0.5, w, 1e-5)
+    q, k, v = ops.rope_qkv(normed.view(3, 2, 4, 8) * 1.0, cos, sin, 2, 1)
+    inner = ops.swiglu(torch.cat((q, k, v), dim=2).flatten(2)) + ops.geglu(total, "none")
+    return ops.layernorm(ops.bias_gelu(inner, w[:16], "tanh"), w[:16], w[16:], 1e-5)
+
+
+def test_torch_compile_traces_through(ops: Ops, device: str) -> None:
+    """One graph without a break, forward and backward, the same numbers as eager."""
+    g = torch.Generator().manual_seed(0)
+    x, w = torch.randn(3, 2, 32, generator=g).to(device), torch.randn(32, generator=g).to(device)
+    tables = torch.randn(2, 3, 4, generator=g).to(device)
+    results = []
+    for run in (_block, torch.compile(_block, fullgraph=True, backend="aot_eager")):
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        y = run(ops, *leaves, *tables)
+        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+    for eager, compiled in zip(*results):
+        torch.testing.assert_close(compiled, eager)

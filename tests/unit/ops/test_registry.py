@@ -1,0 +1,161 @@
+"""Choosing backends: specs, errors, what is printed, and that the self-check can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.errors import UserError
+from megalite.ops import Ops, resolve
+from megalite.ops.check import check
+from megalite.ops.registry import Backend, Page, choose, pages, parse_spec
+
+CPU = torch.device("cpu")
+
+
+def _page(**reasons: str | None) -> Page:
+    """A page with a backend per keyword, each with its reason for not running."""
+    backends = tuple(Backend(name, dict, lambda d, t, why=why: why) for name, why in reasons.items())
+    return Page("op", (), backends)
+
+
+def test_automatic_choice_is_the_first_that_can_run() -> None:
+    choice, _ = choose(_page(cuda="no card", cpp=None, torch=None), "auto", CPU, torch.float32, None)
+    assert choice.backend == "cpp"
+    assert choice.rejected == (("cuda", "no card"),)
+
+
+def test_named_backend_that_cannot_run_is_an_error_with_its_reason() -> None:
+    with pytest.raises(UserError, match=r"op=cuda cannot run here \(no card\)"):
+        choose(_page(cuda="no card", torch=None), "cuda", CPU, torch.float32, "op=cuda")
+
+
+def test_default_backend_that_a_page_lacks_leaves_it_automatic_and_says_so() -> None:
+    choice, _ = choose(_page(torch=None), "triton", CPU, torch.float32, "triton")
+    assert choice.backend == "torch"
+    assert choice.reason == "this op has no triton backend"
+
+
+def test_interpreter_is_never_an_automatic_choice() -> None:
+    choice, _ = choose(_page(triton=None, torch=None), "auto", CPU, torch.float32, None)
+    assert choice.backend == "torch"
+    assert choice.rejected[0][0] == "triton"
+
+
+def test_spec_names_win_over_the_default_whatever_their_order() -> None:
+    known = {page.name: page for page in pages()}
+    for spec in ("adamw=cpp,torch", "torch,adamw=cpp", " torch , adamw=cpp ,"):
+        wanted = parse_spec(spec, known)
+        assert wanted.pop("adamw") == "cpp"
+        assert set(wanted.values()) == {"torch"}
+    assert set(parse_spec(None, known).values()) == {"auto"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fast", "'fast' is no backend"),
+        ("rmsnorm=fast", "'fast' is no backend"),
+        ("softmax=torch", "'softmax' is no op; use one of rmsnorm"),
+        ("wgrad=triton", "wgrad has no backend triton; use auto or one of torch, apex"),
+        ("adamw=cuda", "adamw=cuda cannot run here"),
+        ("rmsnorm=apex", "rmsnorm=apex cannot run here"),
+    ],
+)
+def test_mistakes_in_the_spec(spec: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(spec, "cpu", torch.float32)
+
+
+def test_every_function_of_ops_belongs_to_exactly_one_page() -> None:
+    functions = [function for page in pages() for function in page.functions]
+    fields = [field.name for field in dataclasses.fields(Ops) if field.name != "choices"]
+    assert sorted(functions) == sorted(fields)
+
+
+def test_every_page_states_its_contract_and_ends_with_a_backend_for_any_machine() -> None:
+    for page in pages():
+        module = sys.modules[f"megalite.ops.{page.name}"]
+        for function in page.functions:
+            assert f"{function}(" in (module.__doc__ or ""), f"{page.name} has no contract for {function}"
+        assert any(b.name == "torch" and b.why_not(CPU, torch.float32) is None for b in page.backends)
+
+
+def _listing(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "megalite.ops", *args], capture_output=True, text=True)
+
+
+def test_listing_shows_every_op_with_choice_and_reasons() -> None:
+    done = _listing("--device", "cpu", "--ops", "torch")
+    assert done.returncode == 0, done.stderr
+    for page in pages():
+        assert f"\n{page.name:14} torch    asked for" in done.stdout
+    assert "cuda: for CUDA tensors, not cpu" in done.stdout
+
+
+def test_listing_of_something_missing_is_one_error_line_and_exit_2() -> None:
+    done = _listing("--device", "cpu", "--ops", "adamw=cuda")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --ops adamw=cuda")
+    assert done.stderr.count("\n") == 1
+
+
+def test_description_groups_ops_by_backend() -> None:
+    assert resolve("torch", "cpu", torch.float32).describe().startswith("ops: torch: rmsnorm, layernorm")
+
+
+def _off(ops: Ops) -> dict[str, Callable[..., Any]]:
+    return {"rmsnorm": lambda x, w, eps: ops.rmsnorm(x, w, eps) * (1 + 1e-4)}
+
+
+def _unwritten(ops: Ops) -> dict[str, Callable[..., Any]]:
+    def swiglu(x: Tensor) -> Tensor:
+        y = ops.swiglu(x)
+        kept = torch.empty_like(y)
+        kept[..., 1:] = y[..., 1:]
+        return kept
+
+    return {"swiglu": swiglu}
+
+
+def _past_the_end(ops: Ops) -> dict[str, Callable[..., Any]]:
+    def adamw(param: Tensor, *args: Any, **kwargs: Any) -> None:
+        ops.adamw(param, *args, **kwargs)
+        param.as_strided((1,), (1,), param.storage_offset() + len(param)).zero_()
+
+    return {"adamw": adamw}
+
+
+def _unsteady(ops: Ops) -> dict[str, Callable[..., Any]]:
+    calls = iter(range(10**6))
+    return {"l2_norm": lambda flat: ops.l2_norm(flat) * (1 + 1e-7 * (next(calls) % 2))}
+
+
+def _wrong_gradient(ops: Ops) -> dict[str, Callable[..., Any]]:
+    return {"geglu": lambda x, kind: ops.geglu(x, kind) + (x - x.detach()).sum(-1, keepdim=True)}
+
+
+@pytest.mark.parametrize(
+    ("break_op", "case", "fault"),
+    [
+        (_off, "rmsnorm", ""),
+        (_unwritten, "swiglu", "NaN"),
+        (_past_the_end, "adamw", "wrote outside its buffer"),
+        (_unsteady, "l2_norm", "two runs differ"),
+        (_wrong_gradient, "geglu", ""),
+    ],
+)
+def test_self_check_finds_a_broken_op(break_op: Callable[[Ops], dict[str, Any]], case: str, fault: str) -> None:
+    ops = resolve("torch", "cpu", torch.float32)
+    results = check(dataclasses.replace(ops, **break_op(ops)), "cpu", torch.float32)
+    failed = [r for r in results if not r.ok]
+    assert failed
+    assert all(r.case.startswith(case) for r in failed)
+    assert any(fault in r.fault for r in failed)

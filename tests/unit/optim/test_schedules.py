@@ -1,0 +1,87 @@
+"""Learning rate and loss scale, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config import OptimConfig
+from megalite.optim.loss_scale import LossScaler
+from megalite.optim.lr_schedule import learning_rate
+
+
+def cfg(decay: str, **options: float) -> OptimConfig:
+    return OptimConfig(lr=0.1, init_lr=0.01, min_lr=0.001, warmup_steps=100, lr_decay=decay, **options)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("step", "linear", "cosine"),
+    [
+        (0, 0.01, 0.01),
+        (50, 0.055, 0.055),
+        (100, 0.1, 0.1),
+        (500, 0.056, 0.0590956),
+        (1000, 0.001, 0.001),
+        (5000, 0.001, 0.001),
+    ],
+)
+def test_figures(step: int, linear: float, cosine: float) -> None:
+    assert learning_rate(step, cfg("linear"), 1000) == pytest.approx(linear, rel=1e-6)
+    assert learning_rate(step, cfg("cosine"), 1000) == pytest.approx(cosine, rel=1e-6)
+
+
+def test_warmup_stable_decay_and_constant() -> None:
+    rates = {step: learning_rate(step, cfg("wsd", wsd_decay_steps=200), 1000) for step in (50, 100, 800, 900, 1000)}
+    assert rates == pytest.approx({50: 0.055, 100: 0.1, 800: 0.1, 900: 0.0505, 1000: 0.001})
+    # By default the last tenth decays.
+    assert learning_rate(900, cfg("wsd"), 1000) == pytest.approx(0.1)
+    assert learning_rate(950, cfg("wsd"), 1000) == pytest.approx(0.0505)
+    assert [learning_rate(s, cfg("constant"), 1000) for s in (50, 100, 5000)] == pytest.approx([0.055, 0.1, 0.1])
+
+
+def test_decay_may_end_before_the_run() -> None:
+    early = cfg("linear", lr_decay_steps=550)
+    assert learning_rate(325, early, 1000) == pytest.approx((0.1 + 0.001) / 2)
+    assert learning_rate(550, early, 1000) == learning_rate(1000, early, 1000) == 0.001
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])
+def test_edges(decay: str) -> None:
+    # A run that is all warm-up, and one without: no division by zero, no rate above the peak.
+    rates = [learning_rate(step, cfg(decay), 100) for step in range(102)]
+    assert max(rates) <= 0.1
+    assert rates[99] == pytest.approx(0.0991)
+    none = OptimConfig(lr=0.1, lr_decay=decay)  # type: ignore[arg-type]
+    assert learning_rate(0, none, 10) == 0.1
+    rates = [learning_rate(step, none, 10) for step in range(12)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_loss_scale_halves_and_doubles() -> None:
+    scaler = LossScaler(8.0, dynamic=True, window=3)
+    seen = []
+    for overflow in (0, 0, 1, 0, 0, 0, 0, 0, 1, 0):
+        scaler.update(bool(overflow))
+        seen.append(scaler.scale)
+    # Two good steps before an overflow do not count towards the next window.
+    assert seen == [8, 8, 4, 4, 4, 8, 8, 8, 4, 4]
+    for _ in range(5):
+        scaler.update(True)
+    assert scaler.scale == 1.0
+
+
+def test_a_constant_scale_stays() -> None:
+    scaler = LossScaler(128.0)
+    for overflow in (True, False, False):
+        scaler.update(overflow)
+    assert scaler.scale == 128.0
+
+
+def test_loss_scale_goes_on_where_it_was() -> None:
+    one = LossScaler(8.0, dynamic=True, window=3)
+    for overflow in (True, False, False):
+        one.update(overflow)
+    other = LossScaler(1024.0, dynamic=True, window=3)
+    other.load_scalars(one.scalars())
+    for scaler in (one, other):
+        scaler.update(False)
+        assert scaler.scale == 8.0

@@ -1,0 +1,104 @@
+"""Model FLOPs per token against published conventions, and an independent count by PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalite.config import ModelConfig
+from megalite.model.gpt_layout import head_cost, layer_split
+from megalite.plan.flops import flops_per_token, peak_flops, peak_of_name
+
+GPT3 = ModelConfig.from_arch(
+    "gpt2", hidden_size=12288, num_layers=96, num_heads=96, ffn_hidden_size=49152, vocab_size=51200, seq_len=2048
+)
+GPT_7B = ModelConfig.from_arch(
+    "gpt2", hidden_size=4096, num_layers=30, num_heads=32, ffn_hidden_size=16384, vocab_size=131072, seq_len=4096
+)
+LLAMA_8B = ModelConfig(
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=14336,
+    vocab_size=128256,
+    seq_len=8192,
+)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "causal"), [(GPT3, 1.06195e12), (GPT_7B, 4.24799e10), (LLAMA_8B, 5.14704e10)], ids=["175b", "7.1b", "8b"]
+)
+def test_causal_figures(cfg: ModelConfig, causal: float) -> None:
+    assert flops_per_token(cfg).causal == pytest.approx(causal, rel=5e-6)
+
+
+def test_full_attention_adds_the_other_half() -> None:
+    flops = flops_per_token(LLAMA_8B)
+    assert flops.full - flops.causal == 6 * 32 * 4096 * 8192
+    assert flops.matrices + flops.head == 6 * (32 * (2 * 4096**2 * 5 // 4 + 3 * 4096 * 14336) + 128256 * 4096)
+
+
+def test_terms_are_printed() -> None:
+    text = str(flops_per_token(LLAMA_8B))
+    assert "5.14704e+10 causal" in text
+    assert "5.79129e+10 full attention" in text
+    assert "matrices 4.1876e+10, attention 6.4425e+09 or 1.2885e+10, head 3.1520e+09" in text
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gpt_neox"])
+def test_agrees_with_the_flop_counter_of_pytorch(arch: str) -> None:
+    """The same matrices multiplied for real, on meta tensors, under torch's own counter (full attention)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cfg = ModelConfig.from_arch(
+        arch, num_layers=3, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=100, seq_len=24
+    )
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device="meta", requires_grad=True)
+
+    hidden, heads, kv, head, ffn = 48, 4, 2, 16, cfg.ffn_size
+    x = meta(cfg.seq_len, hidden)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        for _ in range(cfg.num_layers):
+            qkv = x @ meta(hidden, (heads + 2 * kv) * head)
+            q = qkv[:, : heads * head].view(-1, heads, head).transpose(0, 1)
+            k, v = meta(heads, cfg.seq_len, head), meta(heads, cfg.seq_len, head)  # key/value heads repeated
+            out = ((q @ k.transpose(1, 2)) @ v).transpose(0, 1).reshape(cfg.seq_len, -1)
+            x = out @ meta(heads * head, hidden)
+            inner = x @ meta(hidden, (2 if cfg.gated else 1) * ffn)
+            x = inner[:, :ffn] @ meta(ffn, hidden)
+        (x @ meta(hidden, 100)).sum().backward()
+    assert counter.get_total_flops() == cfg.seq_len * flops_per_token(cfg).full
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert peak_of_name(name) == peak
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_the_head_counts_in_the_layer_split() -> None:
+    # 128k vocabulary: the head is 128256 h / (13 h^2 + h s) layers' work.
+    assert head_cost(LLAMA_8B) == pytest.approx(3.15202e9 / ((5.14704e10 - 3.15202e9) / 32), rel=1e-5)
+    counts = [len(layers) for layers in layer_split(LLAMA_8B, 4)]
+    assert counts == [9, 9, 8, 6]
+    assert [i for layers in layer_split(LLAMA_8B, 4) for i in layers] == list(range(32))

@@ -1,0 +1,339 @@
+"""The user's pages say what is so: links, flags, commands, figures and messages are checked against the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megalite import aliases
+from megalite.cli import Start, parse
+from megalite.dist.topology import Topology
+from megalite.errors import UserError
+from megalite.options import TYPES
+from megalite.pipeline.choose import USUAL_COSTS, resolve_schedule, simulate_all
+from megalite.pipeline.schedule import build_schedule
+from megalite.plan.memory import dry_run_report
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+SCRIPTS = "tools/*.py", "examples/*.py", "benchmarks/*.py", "*.py", "examples/*.sh", "tests/*.sh"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+CODE = re.compile(r"`([^`\n]+)`")
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def bash_blocks() -> list[tuple[str, str]]:
+    return [(name(page), text) for page in PAGES for kind, text in FENCE.findall(page.read_text()) if kind == "bash"]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every line of a bash block, continued lines joined, comments left out."""
+    lines = [(page, line) for page, text in bash_blocks() for line in text.replace("\\\n", " ").splitlines()]
+    return [(page, re.sub(r"(^|\s)#.*", "", line).strip()) for page, line in lines if line.strip()]
+
+
+# ------------------------------------------------------------------------------------------------------------ links
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    assert [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md" and f"]({p.name})" not in index] == []
+
+
+def test_pictures_are_small_and_shown() -> None:
+    shown = "".join(page.read_text() for page in PAGES)
+    pictures = list((ROOT / "docs/images").iterdir())
+    assert pictures
+    for picture in pictures:
+        assert picture.stat().st_size < 100_000, picture
+        assert f"images/{picture.name})" in shown, f"{picture} is on no page"
+
+
+# ------------------------------------------------------------------------------------------------- flags and commands
+
+
+@cache
+def trainer_flags() -> set[str]:
+    """Flags of pretrain_gpt.py, ours and theirs (those refused by name as well: pages say that they are refused)."""
+    options = [*TYPES, *Start.__dataclass_fields__, *(f"no_{option}" for option in TYPES)]
+    theirs = [*aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *aliases.REFUSED]
+    return {"--help", *(f"--{option.replace('_', '-')}" for option in options), *(f"--{flag}" for flag in theirs)}
+
+
+@cache
+def flags_in_source(path: Path) -> set[str]:
+    """Flags written out in a program, and in the modules of megalite that it imports by name."""
+    text = path.read_text()
+    modules = re.findall(r"^from (megalite[\w.]*) import", text, re.M)
+    sources = [ROOT / (m.replace(".", "/") + ".py") for m in modules if not m.endswith("errors")]
+    texts = [text, *(s.read_text() for s in sources if s.exists())]
+    return {flag for t in texts for flag in re.findall(r"--[a-z][\w-]*", t)}
+
+
+@cache
+def other_flags() -> set[str]:
+    """Flags of the scripts and tools, and of those programs of others that the pages call."""
+    files = [path for pattern in SCRIPTS for path in ROOT.glob(pattern)]
+    files += [path for room in ("launch", "data", "ops") for path in (ROOT / "megalite" / room).glob("*.py")]
+    theirs = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"}
+    return theirs.union(*(flags_in_source(path) for path in files))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_flags_exist(page: Path) -> None:
+    known = trainer_flags() | other_flags()
+    prefixes = tuple(f"--{prefix}" for prefix in aliases.REFUSED_PREFIXES)
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+    assert sorted(flag for flag in named if flag.replace("_", "-") not in known and not flag.startswith(prefixes)) == []
+
+
+def program_of(words: list[str]) -> Path | None:
+    """The file of ours that a command runs."""
+    for word in words:
+        if word.endswith((".py", ".sh")) and not word.startswith("-") and "=" not in word:
+            return ROOT / word
+    return None
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_name_programs_and_flags_that_exist(page: str, command: str) -> None:
+    words = command.split()
+    program = program_of(words)
+    if program is None:
+        return
+    assert program.exists(), f"{page}: {command}"
+    own = words[words.index(str(program.relative_to(ROOT))) + 1 :]
+    named = {word.partition("=")[0] for word in own if word.startswith("--") and word != "--"}
+    known = trainer_flags() if program.name == "pretrain_gpt.py" else flags_in_source(program)
+    if "--" not in own:
+        assert named <= known, f"{page}: {command}: {named - known}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_programs_named_in_the_text_exist(page: Path) -> None:
+    text = page.read_text()
+    named = re.findall(
+        r"(?:python|bash|torchrun [^`\n]*?) ((?:tools|examples|tests|benchmarks)/[\w./-]+|\w+\.py)", text
+    )
+    modules = re.findall(r"python -m (megalite[\w.]*)", text)
+    places = [ROOT / m.replace(".", "/") for m in modules]
+    assert [n for n in named if not (ROOT / n).exists()] == []
+    assert [p for p in places if not p.with_suffix(".py").exists() and not (p / "__main__.py").exists()] == []
+
+
+@pytest.mark.parametrize(("page", "text"), bash_blocks())
+def test_bash_blocks_are_bash(page: str, text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert done.returncode == 0, f"{page}: {done.stderr}"
+
+
+@pytest.mark.parametrize(("page", "command"), [c for c in commands() if "pretrain_gpt.py" in c[1] and "…" not in c[1]])
+def test_training_commands_are_accepted(page: str, command: str) -> None:
+    """As they stand; a launcher's words before the program are left out."""
+    parse(command.partition("pretrain_gpt.py")[2].split())
+
+
+# ---------------------------------------------------------------------------------------------------------- figures
+
+
+def marked(page: str, mark: str) -> list[tuple[str, str]]:
+    """(words of the mark, what follows it up to an empty line or the end of a fence)."""
+    text = (ROOT / "docs" / page).read_text()
+    found = re.findall(rf"<!-- {mark}(.*?) -->\n(?:```\n(.*?)\n```|((?:\|[^\n]*\n)+))", text, re.S)
+    assert found, f"{page} has no {mark}"
+    return [(words.strip(), fenced or table) for words, fenced, table in found]
+
+
+def rows(table: str) -> Iterator[list[str]]:
+    """Cells of a Markdown table's body."""
+    for line in table.splitlines()[2:]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def report(world: int, flags: str) -> str:
+    config = parse(flags.split()).config
+    return dry_run_report(config, Topology(world, config.parallel.tp, config.parallel.pp))
+
+
+def test_dry_run_on_the_page_is_the_tools() -> None:
+    for words, shown in marked("layout.md", "dry-run"):
+        world, flags = words.split(": ")
+        assert report(int(world), flags) == shown
+
+
+def test_memory_tables() -> None:
+    for words, table in marked("layout.md", "table"):
+        world, common = words.split(": ")
+        for flags, memory, schedule, bubble in rows(table):
+            said = report(int(world), f"{common} {flags.strip('`')}")
+            assert re.search(r"most memory: (\S+ \w+)", said)[1] == f"{memory} GiB", flags  # type: ignore[index]
+            assert f"{schedule}, bubble {bubble.replace(' %', '%')} of" in said, flags
+
+
+def test_bubble_table() -> None:
+    ((_, table),) = marked("layout.md", "bubbles")
+    for pp, vp, m, *shown, auto in rows(table):
+        numbers = int(pp), int(vp), int(m)
+        bubbles = {s.schedule.name: s.bubble for s in simulate_all(*numbers, USUAL_COSTS.per_chunk(int(vp)))}
+        if vp == "1":
+            del bubbles["interleaved"]
+        names = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+        assert [f"{bubbles[n]:.1%}".replace("%", " %") if n in bubbles else "–" for n in names] == shown, numbers
+        assert resolve_schedule("auto", *numbers) == auto, numbers
+
+
+def test_programs_on_the_page() -> None:
+    ((words, shown),) = marked("step.md", "programs")
+    schedule, pp, vp, m = words.split()
+    programs = build_schedule(schedule, int(pp), int(vp), int(m)).programs
+    assert "\n".join(" ".join(map(str, program)) for program in programs) == shown
+
+
+def test_places_in_the_code_that_the_step_names() -> None:
+    """`function` or `Class.method` in the text of step.md is defined somewhere; no line numbers anywhere."""
+    text = prose(ROOT / "docs/step.md")
+    assert not re.search(r"\.py:\d+|#L\d+|\bline \d+", text)
+    source = "\n".join(path.read_text() for path in (ROOT / "megalite").rglob("*.py"))
+    named = {
+        word for word in CODE.findall(text) if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)?", word) and "." not in word[-3:]
+    }
+    for word in named:
+        last = word.rpartition(".")[2]
+        assert re.search(rf"\b{last}\b", source), f"`{word}` is nowhere in megalite/"
+
+
+# ---------------------------------------------------------------------------------------------------------- messages
+
+RAISERS = {"UserError": 0, "BadCheckpoint": 0, "_check": 1, "_refuse": 2}
+"""What raises -> how many of its arguments come before value, rule and remedy."""
+
+
+def template(node: ast.AST, names: dict[str, str]) -> str:
+    """The text of an expression, `…` for what is not known; `names` are those of strings."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(value, {}) if isinstance(value, ast.Constant) else "…" for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return template(node.left, names) + template(node.right, names)
+    if isinstance(node, ast.IfExp):
+        return f"{template(node.body, names)} {template(node.orelse, names)}"
+    return names.get(node.id, "…") if isinstance(node, ast.Name) else "…"
+
+
+def strings_in(scope: ast.AST, names: dict[str, str]) -> dict[str, str]:
+    """Name -> all that it is set to in a scope, one after the other."""
+    found: dict[str, str] = {}
+    for node in ast.walk(scope) if isinstance(scope, ast.FunctionDef) else ast.iter_child_nodes(scope):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name):
+                found[target.id] = f"{found.get(target.id, '')} {template(node.value, names)}"
+    return found
+
+
+@cache
+def messages() -> list[tuple[str, str, str]]:
+    """(place, rule, value :: rule :: remedy) of everything in the library that raises a UserError."""
+    found = []
+    for path in sorted((ROOT / "megalite").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        constants = strings_in(tree, {})
+        for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+            names = constants | strings_in(function, constants)
+            for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
+                before = RAISERS.get(getattr(call.func, "id", ""), len(call.args))
+                texts = [template(argument, names) for argument in call.args[before:]]
+                if texts:
+                    rule = texts[min(1, len(texts) - 1)]
+                    found.append((f"{path.relative_to(ROOT)}:{call.lineno}", rule, " :: ".join(texts)))
+    return found
+
+
+@cache
+def documented() -> list[list[str]]:
+    """The known parts of each message in the first column of troubleshooting.md's tables of messages."""
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    tables = re.findall(r"^\| message \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    cells = [re.match(r"\| `([^`]+)` \|", line) for table in tables for line in table.splitlines()]
+    assert all(cells)
+    assert len(cells) > 150
+    return [[part.strip() for part in cell[1].split("…") if part.strip()] for cell in cells if cell]
+
+
+def in_order(parts: list[str], text: str) -> bool:
+    at = 0
+    for part in parts:
+        at = text.find(part, at) + len(part)
+        if at < len(part):
+            return False
+    return True
+
+
+def test_messages_on_the_page_are_the_librarys() -> None:
+    every = "\n".join(path.read_text() for path in [*(ROOT / "megalite").rglob("*.py"), *(ROOT / "tools").glob("*.py")])
+    texts = [text for _, _, text in messages()]
+    unknown = [
+        " … ".join(parts)
+        for parts in documented()
+        if not any(in_order(parts, text) for text in texts) and not all(part in every for part in parts)
+    ]
+    assert not unknown, "no message of the library has these words"
+
+
+def test_every_message_of_the_library_is_on_the_page() -> None:
+    """By words of some length, so that `has no …` does not stand for every message that has no something."""
+    missing = []
+    for place, rule, text in messages():
+        letters = len(re.sub(r"\W", "", rule))
+        telling = [p for p in documented() if sum(map(len, p)) >= min(12, letters / 2)]
+        if letters > 3 and not any(in_order(parts, text) for parts in telling):
+            missing.append(f"{place}: {text}")
+    assert not missing, "add to docs/troubleshooting.md:\n" + "\n".join(missing)
+
+
+def test_the_example_line_is_what_the_library_says() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    with pytest.raises(UserError) as caught:
+        parse(["--tp", "3"])
+    assert f"    error: {caught.value}\n" in text
+
+
+def test_this_file_reads_pages() -> None:
+    """An empty list of pages or commands would pass every test above."""
+    assert len(PAGES) >= 8
+    assert len(commands()) >= 12
+    assert len(messages()) > 150
+    assert sys.version_info >= (3, 10)

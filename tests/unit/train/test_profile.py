@@ -1,0 +1,101 @@
+"""--profile: every rank's trace and table, and where the time of a step goes; --memory-snapshot on a CPU is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config import RunConfig, step_range
+from megalite.errors import UserError
+from megalite.train.metrics import read_metrics
+from megalite.train.profile import BACKWARD, FORWARD, PHASES, gpu_readings
+from tests.ranks import run_ranks
+
+LAYERS, MICROBATCHES = 4, 4
+TINY = [
+    *["--device", "cpu", "--mock-data", "--seq-len", "32", "--hidden-size", "32", "--num-heads", "4"],
+    *["--num-layers", str(LAYERS), "--micro-batch-size", "2", "--global-batch-size", "8", "--vocab-size", "96"],
+]
+
+
+@pytest.mark.parametrize(("given", "steps"), [("10:13", [10, 11, 12]), ("1:2", [1]), (None, [])])
+def test_profiled_steps(given: str | None, steps: list[int]) -> None:
+    assert list(step_range("--profile", given)) == steps
+
+
+@pytest.mark.parametrize("given", ["", "5", "5:5", "6:5", "0:2", "a:b", "1:", "-1:2"])
+def test_a_range_that_is_none_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match=r"--profile .*must be A:B"):
+        RunConfig(profile=given)
+
+
+def read_table(path: Path) -> tuple[float, dict[str, tuple[float, float, int | None]]]:
+    """(milliseconds of a step, {phase: (milliseconds, percent, calls)})."""
+    first, _, *rows = path.read_text().splitlines()
+    found = re.search(r"2 steps of ([\d.]+) ms", first)
+    assert found, first
+    table: dict[str, tuple[float, float, int | None]] = {}
+    for row in rows:
+        phase, numbers = row[:26].strip(), row[26:].split()
+        table[phase] = (float(numbers[0]), float(numbers[1].rstrip("%")), int(numbers[2]) if numbers[2:] else None)
+    return float(found[1]), table
+
+
+def test_every_rank_has_a_trace_and_its_time_by_phase(tmp_path: Path) -> None:
+    flags = ["--tp", "1", "--pp", "2", "--profile", "2:4", "--record-schedule", "3:4", "--eval-every", "2"]
+    left = run_ranks([*TINY, *flags, "--train-steps", "4", "--eval-steps", "1", "--run-dir", str(tmp_path)], 2)
+    assert [rank.code for rank in left] == [0, 0], left
+    steps, _ = read_metrics(tmp_path)
+    assert [s["step"] for s in steps] == [1, 2, 3, 4]
+    for rank in range(2):
+        wall, table = read_table(tmp_path / f"profile/rank_{rank}.txt")
+        assert set(table) == set(PHASES)
+        # What a step consists of, nothing twice: evaluation between the two steps is not in it.
+        assert sum(row[0] for row in table.values()) == pytest.approx(wall, rel=0.01, abs=0.1)
+        assert sum(row[1] for row in table.values()) == pytest.approx(100, abs=1)
+        products = MICROBATCHES * (LAYERS // 2 * 4 + (rank == 1))  # qkv, output, gate and up, down; the head
+        assert table[FORWARD][2] == products
+        assert table[BACKWARD][2] == 2 * products
+        assert table["attention"][0] > 0
+        assert table["optimizer"][0] > 0
+        assert table["collectives"][0] > 0
+        events = trace(tmp_path / f"profile/rank_{rank}.trace.json.gz")
+        names = {e.get("name") for e in events}
+        assert {"step: 2", "step: 3", "step: optimizer"} <= names
+        assert not names & {"step: 1", "step: 4"}
+        assert len([e for e in events if str(e.get("name")).startswith("step: F ")]) == 2 * MICROBATCHES
+    # The other recorder of operations was at work inside the second of the steps.
+    recorded = (tmp_path / "schedule/pipeline_rank_1.jsonl").read_text().splitlines()
+    assert json.loads(recorded[1])["step"] == 3
+    assert len(json.loads(recorded[1])["ops"]) >= 2 * MICROBATCHES
+    assert "gpu_power_w" not in steps[0]
+    for rank in range(2):
+        log = (tmp_path / f"logs/rank_{rank}.log").read_text()
+        assert f"[rank {rank}] INFO profile of 2 steps: " in log
+    # Only rank 0 speaks on the console, but for warnings.
+    assert "profile of 2 steps" in left[0].err
+    assert "profile of 2 steps" not in left[1].err
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path) as f:
+        return list(json.load(f)["traceEvents"])
+
+
+def test_a_memory_snapshot_needs_cuda(tmp_path: Path) -> None:
+    (left,) = run_ranks([*TINY, "--train-steps", "1", "--memory-snapshot", "--run-dir", str(tmp_path)])
+    assert left.code == 2
+    assert left.errors == [
+        "error: --memory-snapshot on cpu: records what CUDA's allocator does, and there is none; leave it out, "
+        "or run with --device cuda"
+    ]
+
+
+def test_a_cpu_has_no_gpu_readings() -> None:
+    assert gpu_readings(torch.device("cpu")) == {}

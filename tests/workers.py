@@ -1,0 +1,119 @@
+"""A pool of gloo worker processes that lives on over tests: importing torch costs seconds, sending a function does not.
+
+`pool.run(world, fn, *args)` calls `fn(rank, *args)` on `world` workers inside a fresh process group of that size and
+returns the list of results. `fn` must be a top-level function of a file under tests/.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+class WorkerError(Exception):
+    """A worker raised or died; the message is the first failing rank's traceback."""
+
+
+def _load(path: str, name: str) -> Callable[..., Any]:
+    module_name = "worker_job_" + path.replace(os.sep, "_").removesuffix(".py")
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    sys.path.insert(0, _ROOT)
+    # Workers get a terminal's Ctrl-C too; the parent ends them.
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        path, name, args, world, store = job
+        try:
+            if world > 1:
+                dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            result = _load(path, name)(rank, *args)
+            if world > 1:
+                dist.destroy_process_group()
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+class WorkerPool:
+    """Workers are started when first needed, and all of them anew after a failure."""
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[Any, Connection]] = []
+        self._jobs = 0
+
+    def _grow(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        while len(self._workers) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 180.0) -> list[Any]:
+        """Run `fn(rank, *args)` on `world` ranks; results in rank order."""
+        self._grow(world)
+        self._jobs += 1
+        with tempfile.TemporaryDirectory() as folder:
+            job = (fn.__code__.co_filename, fn.__name__, args, world, os.path.join(folder, "store"))
+            connections = [c for _, c in self._workers[:world]]
+            for connection in connections:
+                connection.send(job)
+            results: dict[int, Any] = {}
+            while len(results) < world:
+                ready = wait([c for i, c in enumerate(connections) if i not in results], timeout)
+                if not ready:
+                    self.close()
+                    missing = [i for i in range(world) if i not in results]
+                    raise WorkerError(f"ranks {missing} gave no result in {timeout} s")
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    rank = connections.index(connection)
+                    try:
+                        ok, value = connection.recv()
+                    except EOFError:
+                        ok, value = False, f"rank {rank} died"
+                    if not ok:
+                        self.close()
+                        raise WorkerError(f"rank {rank}:\n{value}")
+                    results[rank] = value
+        return [results[i] for i in range(world)]
+
+    def close(self) -> None:
+        """End all workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []

@@ -1,0 +1,38 @@
+"""Text files to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json that says which tokenizer."""
+
+import argparse
+
+from megalite.data.preprocess import default_workers, preprocess
+from megalite.errors import run_tool
+from megalite.log import setup_logging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files or quoted globs: .txt (a file is a document), .jsonl, both also .gz or .zst, .parquet",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="T",
+        help="folder or file: sentencepiece *.model, tokenizer.json, a tiktoken rank file, or the word bytes",
+    )
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="output path without .bin")
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: one a core)")
+    parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out and count what does not parse")
+    args = parser.parse_args()
+    setup_logging()
+    report = preprocess(
+        args.input, args.tokenizer, args.out, workers=args.workers, key=args.key, skip_bad=args.skip_bad
+    )
+    print(f"{args.out}: {report}")
+
+
+if __name__ == "__main__":
+    run_tool(main)

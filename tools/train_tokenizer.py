@@ -1,0 +1,30 @@
+"""Train a sentencepiece BPE tokenizer on text files: DIR/tokenizer.model."""
+
+import argparse
+
+from megalite.data.train_tokenizer import train_tokenizer
+from megalite.errors import run_tool
+from megalite.log import setup_logging
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files or quoted globs: .txt, .jsonl, both also .gz or .zst, .parquet",
+    )
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="pieces, 256 bytes included")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
+    parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
+    parser.add_argument("--max-mb", type=float, default=1000.0, help="read at most so much text (default: 1000)")
+    args = parser.parse_args()
+    setup_logging()
+    tokenizer = train_tokenizer(args.input, args.vocab_size, args.out, key=args.key, max_mb=args.max_mb)
+    print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, SHA-256 {tokenizer.sha256}")
+
+
+if __name__ == "__main__":
+    run_tool(main)
