@@ -13,6 +13,10 @@ from typing import Any, cast
 import torch.distributed as dist
 
 _BEAT_S = 1.0
+# Beats of a rank that is about to leave: it looks for the culprit, or has read all it needs.
+_LOOKING, _DONE = -1, -2
+# Rank 0 may host the store, and waits so long for the others to read it.
+_PATIENCE_S = 15.0
 
 
 class StuckWatch:
@@ -66,22 +70,36 @@ class StuckWatch:
         why = found[0] if found else "the rendezvous store does not answer: is its host stopped or cut off?"
         text = f"[rank {self.rank}, {self.host}] stuck for {self.limit:g} s in: {self._stage}; {why}"
         print(text, file=sys.stderr, flush=True)
+        if self.rank == 0 and found and self._store is not None:
+            waiter = threading.Thread(target=self._await_readers, daemon=True)
+            waiter.start()
+            waiter.join(_PATIENCE_S)
         os._exit(1)
+
+    def _await_readers(self) -> None:
+        """Return when every rank that still beats has read the store too."""
+        seen = self._read()
+        while True:
+            time.sleep(2 * _BEAT_S)
+            now = self._read()
+            if not any(now[r] != seen[r] or now[r][1] == _LOOKING for r in range(1, self._world)):
+                return
+            seen = now
+
+    def _read(self) -> list[list[int]]:
+        return [[int(word) for word in self._store.get(f"cluster_check/{r}").split()] for r in range(self._world)]
 
     def _culprits(self) -> str:
         store = self._store
         if store is None:
             return "not all ranks came to the rendezvous"
-        keys = [f"cluster_check/{r}" for r in range(self._world)]
-
-        def read() -> list[list[int]]:
-            return [[int(word) for word in store.get(key).split()] for key in keys]
-
-        before, mine = read(), [self._number, -1]
+        mine = f"cluster_check/{self.rank}"
+        before = self._read()
         # The others' threads must beat meanwhile, and this one's cannot.
-        store.set(keys[self.rank], " ".join(map(str, mine)))
+        store.set(mine, f"{self._number} {_LOOKING}")
         time.sleep(3 * _BEAT_S)
-        after = read()
+        after = self._read()
+        store.set(mine, f"{self._number} {_DONE}")
         others = [r for r in range(self._world) if r != self.rank]
         silent = [r for r in others if after[r] == before[r] and after[r][1] >= 0]
         behind = [r for r in others if 0 < after[r][0] < self._number]

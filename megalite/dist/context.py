@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from megalite.dist.rendezvous import fresh_store
 from megalite.dist.topology import Topology
 from megalite.errors import UserError
 
@@ -159,8 +160,13 @@ def init_process_group(device: torch.device) -> None:
         return
     # Communicators are made here, in the same order on every rank, not at the first message.
     device_id = device if device.type == "cuda" else None
+    backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT, device_id=device_id)
+        store, rank, world = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
+        store = fresh_store(store, rank, world, TIMEOUT)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT, device_id=device_id
+        )
     except dist.DistNetworkError as e:
         port = os.environ.get("MASTER_PORT", "")
         raise UserError(

@@ -283,10 +283,7 @@ def torchrun(world: int, *flags: str) -> list[str]:
 
 @pytest.mark.slow
 def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int, Any]) -> None:
-    """A rank that dies once: torchrun starts all anew, and they go on from the last checkpoint.
-
-    gloo may fail to connect right after a restart ("Connection refused"), hence more restarts than deaths.
-    """
+    """A rank that dies once: torchrun starts all anew, and they go on from the last checkpoint."""
     script = tmp_path / "once.py"
     script.write_text(
         "import os, sys\n"
@@ -301,7 +298,7 @@ def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int,
         "with pretrain_gpt.leaving_together():\n"
         "    pretrain_gpt.main()\n"
     )
-    command = [*torchrun(2, "--max-restarts", "3"), str(script), *RUN, "--run-dir", str(tmp_path / "run")]
+    command = [*torchrun(2, "--max-restarts", "1"), str(script), *RUN, "--run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr

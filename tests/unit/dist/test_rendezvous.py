@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megalite.dist.rendezvous import fresh_store
+
+WORLD = 3
+PATIENCE = timedelta(seconds=30)
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+
+
+def test_a_restart_never_reads_what_an_earlier_life_wrote(server: dist.TCPStore) -> None:
+    """The ranks that come before rank 0 find the offer of the last life, and wait for the new one."""
+
+    def live(rank: int, life: int) -> set[int]:
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=PATIENCE)
+        corner = fresh_store(store, rank, WORLD, PATIENCE)
+        assert rank == 0 or not corner.check([f"life of {rank}"])
+        corner.set(f"life of {rank}", str(life))
+        return {int(corner.get(f"life of {other}")) for other in range(WORLD)}
+
+    with ThreadPoolExecutor(WORLD) as threads:
+        for life in range(3):
+            early: list[Future[set[int]]] = [threads.submit(live, rank, life) for rank in (1, 2)]
+            if life:
+                with pytest.raises(TimeoutError):
+                    early[0].result(timeout=1.5)
+            lives = [threads.submit(live, 0, life), *early]
+            assert [one.result(30) for one in lives] == [{life}] * WORLD
+
+
+def test_a_rank_that_never_comes(server: dist.TCPStore) -> None:
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=0.5))
+    with pytest.raises(dist.DistStoreError):
+        fresh_store(client, 0, 2, timedelta(seconds=0.5))
+    with pytest.raises(dist.DistStoreError):
+        fresh_store(client, 1, 2, timedelta(seconds=0.5))
