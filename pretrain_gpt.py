@@ -13,6 +13,7 @@ from megalite.dist.topology import Topology
 from megalite.log import env_rank
 from megalite.plan.memory import dry_run_report
 from megalite.train.exit import leaving_together
+from megalite.train.inputs import described
 from megalite.train.loop import fit
 from megalite.train.run import open_run
 
@@ -25,7 +26,7 @@ def main() -> None:
     topology = Topology(world, tp, pp)
     if asked.print_config or asked.dry_run:
         if env_rank() == 0:
-            print(cli.to_yaml(cfg) if asked.print_config else dry_run_report(cfg, topology))
+            print(cli.to_yaml(cfg) if asked.print_config else dry_run_report(described(cfg), topology))
         return
     device = pick_device(cfg.parallel.device, tp)
     init_process_group(device)

@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from megalite import cli
-from megalite.config import ModelConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.topology import Topology
 from megalite.model.layers import rotary_tables
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig
 from megalite.params import Shard as Cut
 from megalite.pipeline.partition import split_layers
 from megalite.train.build import build_engine

@@ -21,8 +21,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from megalite import aliases
-from megalite.config import ARCHS, Config, ModelConfig, RopeScaling
+from megalite.config import Config
 from megalite.errors import UserError
+from megalite.model_config import ARCHS, ModelConfig, RopeScaling
 from megalite.options import (
     GROUP_OF,
     GROUPS,

@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import tyro
 import yaml
 
-from megalite.config import Config, RopeScaling
+from megalite.config import Config
 from megalite.errors import UserError
+from megalite.model_config import RopeScaling
 
 GROUPS: dict[str, type] = get_type_hints(Config)
 """Group of options (key of the YAML file, heading of the help) -> dataclass."""

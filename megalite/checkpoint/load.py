@@ -168,14 +168,16 @@ def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) ->
     Args:
         fallback: take the checkpoint before one that is damaged, and say so, instead of raising.
     """
-    names = "\n".join(p.name for p in _committed(Path(root))) if ctx.rank == 0 else ""
-    names = gather_texts(names, ctx.world, ctx.device)[0]
-    for name in names.split("\n") if names else ():
+    listed = "\n".join(p.name for p in _committed(Path(root))) if ctx.rank == 0 else ""
+    names = gather_texts(listed, ctx.world, ctx.device)[0].split()
+    for name in names:
         path = Path(root) / name
         try:
             verify_together(path, ctx)
             return path
         except UserError as e:
+            if not fallback and name != names[-1]:
+                raise UserError.told(f"{e}, or go on from the one before it with --resume-fallback") from None
             if not fallback:
                 raise
             logger.warning(f"--resume-fallback: passing over {path}: {e}")

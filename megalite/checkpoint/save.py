@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-import mmap
 import os
 import secrets
 import select
@@ -16,18 +14,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import megalite
 from megalite.checkpoint import folder
 from megalite.checkpoint.lock import RunLock
-from megalite.checkpoint.safetensors_io import num_bytes
+from megalite.checkpoint.snapshot import Snapshot, boxes_of
 from megalite.checkpoint.writer import ABANDONED, receive, send
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
@@ -35,7 +30,6 @@ from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
 from megalite.optim.distributed_optimizer import StateTensor
-from megalite.params import Piece
 
 # How long an ending process lets its writer go on with a save that nobody waited for.
 _CLOSE_S = 8.0
@@ -76,8 +70,8 @@ class Checkpointer:
         self._own: set[str] = set()
         agree(ctx, self._open)
         self._writer, self._channel = _start_writer()
-        self._file, self._tensor = -1, torch.empty(0, dtype=torch.uint8)
-        # Nothing to share until there is something to save.
+        self._snapshot = Snapshot(ctx.device)
+        # Whether the writer has the snapshot's memory; nothing to share until there is something to save.
         self._shared = True
         self._job: dict[str, Any] | None = None
         self._answer: dict[str, Any] | None = None
@@ -129,7 +123,7 @@ class Checkpointer:
         Raises:
             SaveError: this save, or the one before it, failed; on every rank.
         """
-        return self._save(folder.step_name(step), step, _boxes(states, None), meta, background)
+        return self._save(folder.step_name(step), step, boxes_of(states, None), meta, background)
 
     def save_model(
         self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
@@ -142,7 +136,7 @@ class Checkpointer:
         full = folder.step_name(step)
         if full in self._own or (self._job is not None and self._job["name"] == full):
             return self.root / full
-        return self._save(folder.model_name(step), step, _boxes(states, "model"), meta, background)
+        return self._save(folder.model_name(step), step, boxes_of(states, "model"), meta, background)
 
     def _save(
         self, name: str, step: int, boxes: list[dict[str, Any]], meta: dict[str, Any], background: bool
@@ -153,7 +147,8 @@ class Checkpointer:
         temporary = self.root / f"{folder.TEMPORARY}{name}"
         started = time.perf_counter()
         save_id = self._begin(temporary)
-        total = self._snapshot(boxes)
+        if self._snapshot.take(boxes):
+            self._shared = False
         t = self.ctx.topology
         self._job = {
             "root": str(self.root),
@@ -163,8 +158,8 @@ class Checkpointer:
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
-            "num_bytes": total,
-            "capacity": len(self._tensor),
+            "num_bytes": self._snapshot.num_bytes,
+            "capacity": self._snapshot.capacity,
             "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
         }
         if self.ctx.rank == 0:
@@ -202,51 +197,12 @@ class Checkpointer:
             raise SaveError(f"checkpoint not saved: {answer}")
         return answer[3:]
 
-    def _snapshot(self, boxes: list[dict[str, Any]]) -> int:
-        """Copy the boxes, one after the other, into memory that the writer shares; returns their bytes."""
-        total = sum(num_bytes(b["dtype"], b["shape"]) for b in boxes)
-        if total > len(self._tensor):
-            self._allocate(total)
-        at = 0
-        for box in boxes:
-            source, count = box["source"], num_bytes(box["dtype"], box["shape"])
-            target = self._tensor[at : at + count].view(_DTYPES[box["dtype"]])
-            target.copy_(source, non_blocking=True)
-            at += count
-        if self.ctx.device.type == "cuda":
-            torch.cuda.current_stream(self.ctx.device).synchronize()
-        return total
-
-    def _allocate(self, size: int) -> None:
-        """Memory with a descriptor, not under /dev/shm, whose size containers limit."""
-        self._free()
-        if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("megalite-snapshot")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self._file = os.dup(file.fileno())
-        os.ftruncate(self._file, size)
-        self._shared = False
-        self._tensor = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
-        if self.ctx.device.type == "cuda":
-            # Page-locked, so that the copy from the GPU runs at full speed.
-            torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), size, 0)
-
-    def _free(self) -> None:
-        if self._file < 0:
-            return
-        if self.ctx.device.type == "cuda":
-            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
-        self._tensor = torch.empty(0, dtype=torch.uint8)
-        os.close(self._file)
-        self._file = -1
-
     def _hand_over(self) -> None:
         assert self._job is not None
         self._answer, self._told = None, False
         try:
             # The writer keeps its view of the memory from one save to the next.
-            send(self._channel, self._job, () if self._shared else (self._file,))
+            send(self._channel, self._job, () if self._shared else (self._snapshot.descriptor,))
             self._shared = True
         except OSError:
             self._answer = self._died()
@@ -335,7 +291,7 @@ class Checkpointer:
     def _restart(self) -> None:
         self._channel.close()
         self._writer, self._channel = _start_writer()
-        self._shared = self._file < 0
+        self._shared = self._snapshot.capacity == 0
 
     def _committed(self) -> Path:
         """Log a finished save (rank 0)."""
@@ -359,47 +315,9 @@ class Checkpointer:
             self._receive(_CLOSE_S)
         self._channel.close()
         self._writer.wait()
-        self._free()
+        self._snapshot.free()
         if self.ctx.rank == 0:
             self._lock.release()
-
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
-
-
-def _boxes(states: Sequence[StateTensor], only_as: str | None) -> list[dict[str, Any]]:
-    """What this rank writes: every rectangle of a tensor it owns; with `only_as`, the masters as bf16 of that kind."""
-    out = []
-    for state in states:
-        if not state.owner or (only_as is not None and state.kind != "master"):
-            continue
-        for start, offset, shape in _merged(state.pieces):
-            out.append(
-                {
-                    "kind": only_as or state.kind,
-                    "name": state.name,
-                    "dtype": "BF16" if only_as else "F32",
-                    "global_shape": list(state.global_shape),
-                    "offset": list(offset),
-                    "shape": list(shape),
-                    "source": state.flat.detach()[start : start + math.prod(shape)],
-                }
-            )
-    return out
-
-
-def _merged(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(start in flat, offset, shape) of the pieces, those joined that lie on top of each other in both places."""
-    out: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    for start, piece in pieces:
-        if out:
-            at, offset, shape = out[-1]
-            below = (offset[0] + shape[0], *offset[1:]) == piece.offset and shape[1:] == piece.shape[1:]
-            if below and at + math.prod(shape) == start:
-                out[-1] = (at, offset, (shape[0] + piece.shape[0], *shape[1:]))
-                continue
-        out.append((start, piece.offset, piece.shape))
-    return out
 
 
 def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config import ModelConfig
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig
 from megalite.pipeline.partition import split_layers
 
 

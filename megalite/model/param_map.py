@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megalite.config import ModelConfig
+from megalite.model_config import ModelConfig
 from megalite.params import ParamSpec
 
 

@@ -199,7 +199,7 @@ def dry_run_report(cfg: Config, topology: Topology) -> str:
     """
     m, p, t = cfg.model, cfg.parallel, cfg.train
     if m.vocab_size is None:
-        raise UserError("--dry-run", "needs the vocabulary's size", "give --vocab-size, or --tokenizer")
+        raise UserError("--dry-run", "needs the vocabulary's size", "give --vocab-size, --tokenizer or --data")
     schedule = _schedule(cfg, topology)
     layers = layer_split(m, schedule.placement.num_stages)
     scale = tuple(len(r) + (head_cost(m) if i == len(layers) - 1 else 0.0) for i, r in enumerate(layers))

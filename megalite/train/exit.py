@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -52,11 +54,12 @@ def _reraise(problem: Exception | None) -> None:
 
 @contextmanager
 def leaving_together() -> Iterator[None]:
-    """Run a rank's whole life inside; the process ends here.
+    """Run a rank's whole life inside; the process ends here. SIGUSR1 prints its stacks, whatever it is busy with.
 
     Errors that every rank sees alike (the command line, the topology, anything agreed on) are told by rank 0 alone.
     """
     setup_logging()
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     rank = env_rank()
     try:
         yield
@@ -66,6 +69,8 @@ def leaving_together() -> Iterator[None]:
             print(f"{where}error: {e}", file=sys.stderr, flush=True)
         _leave(2)
     except KeyboardInterrupt:
+        if rank == 0:
+            print("interrupted: left at once, nothing more was saved", file=sys.stderr, flush=True)
         _leave(130)
     except SystemExit:
         raise

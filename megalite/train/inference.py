@@ -11,7 +11,6 @@ import torch
 
 from megalite import ops as kernels
 from megalite.checkpoint import find_latest, load_checkpoint, read_meta
-from megalite.config import ModelConfig
 from megalite.data import IndexedDataset, Tokenizer, load_tokenizer
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
@@ -19,6 +18,7 @@ from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Maker
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig
 from megalite.optim.distributed_optimizer import StateTensor
 from megalite.params import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue

@@ -51,6 +51,12 @@ def resolve_vocabulary(cfg: Config) -> tuple[Config, Tokenizer | None]:
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=size)), tokenizer
 
 
+def described(cfg: Config) -> Config:
+    """The config with its vocabulary size if anything was given that tells it: what a run would have, without one."""
+    tells = cfg.data.tokenizer or cfg.data.data or cfg.data.mock_data
+    return resolve_vocabulary(cfg)[0] if tells else cfg
+
+
 def data_prefixes(cfg: Config) -> list[str]:
     """The token files of the training data."""
     if not cfg.data.data:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import math
 import resource
 import signal
@@ -58,7 +57,6 @@ def fit(run: Run) -> None:
     engine, cfg = run.engine, run.engine.cfg
     signal.signal(signal.SIGTERM, run.on_signal)
     signal.signal(signal.SIGINT, run.on_signal)
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     if run.step >= cfg.train.train_steps:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
@@ -86,7 +84,10 @@ def fit(run: Run) -> None:
     if progress.saved_at != run.step:
         save_now(run, progress)
     run.heart.beat("last save", run.step, CHILDREN)
-    run.checkpointer.finish()
+    saved = run.checkpointer.finish()
+    if run.step < cfg.train.train_steps:
+        remedy = "the same command goes on from here" if saved else "the last save failed"
+        logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
 
 
 def one_step(run: Run, progress: Progress) -> StepResult:

@@ -63,7 +63,9 @@ class MetricsLogger:
         self._total_steps, self._log_every, self._clock = total_steps, log_every, clock
         # Events may come from a thread that saves a checkpoint.
         self._lock = threading.Lock()
-        self._file = _open_for_append(run_dir / METRICS_FILE)
+        self._path = run_dir / METRICS_FILE
+        self._file = _open_for_append(self._path)
+        self._unwritten = b""
         self._pace: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS + 1)
         self._bar: tqdm[Any] | None = None
         self._on_close = ExitStack()
@@ -107,13 +109,23 @@ class MetricsLogger:
         self._on_close.close()
         for tracker in self._trackers:
             tracker.close()
+        if self._unwritten:
+            lines = self._unwritten.count(b"\n")
+            logger.error("%s: the last %d lines could not be written and are lost", self._path, lines)
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        line = json_line(record)
+        """Append a line. On a full disk lines wait in memory: whether the run goes on is for its saves to decide."""
         with self._lock:
-            self._file.write(line)
-            self._file.flush()
+            waited = bool(self._unwritten)
+            self._unwritten += json_line(record).encode()
+            try:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            except OSError as e:
+                if not waited:
+                    why = e.strerror or e
+                    logger.warning("%s cannot be written (%s): lines wait in memory; make room", self._path, why)
 
     def _track(self, values: dict[str, Any], step: int) -> None:
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
@@ -154,11 +166,12 @@ def _open_for_append(path: Path) -> Any:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         broken = path.exists() and _lacks_newline(path)
-        file = path.open("a", encoding="utf-8")
+        # Unbuffered: a line is on disk when its write returns, and what did not fit is known.
+        file = path.open("ab", buffering=0)
         if broken:
             # What is there stays, but must not swallow the first new line.
             logger.warning("%s ends in the middle of a line (a crash while writing?); going on below it", path)
-            file.write("\n")
+            file.write(b"\n")
     except OSError as e:
         raise UserError(
             f"run directory {path.parent}", f"{path.name} cannot be written ({e.strerror})", "give another --run-dir"

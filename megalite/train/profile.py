@@ -13,7 +13,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.config import Config, step_range
+from megalite.checks import step_range
+from megalite.config import Config
 from megalite.dist.collectives import Pending
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError

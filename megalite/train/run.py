@@ -17,7 +17,8 @@ from megalite.checkpoint import Checkpointer
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
 from megalite.checkpoint.replicas import check_replicas
-from megalite.config import Config, step_range
+from megalite.checks import step_range
+from megalite.config import Config
 from megalite.data import BatchLoader, Datasets
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.context import ParallelContext

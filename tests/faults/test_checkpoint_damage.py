@@ -168,7 +168,7 @@ def test_the_one_before_only_when_told(
 ) -> None:
     DAMAGE[name][0](root / "step_00000010")
     ctx = ParallelContext.single()
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="--resume-fallback"):
         find_good(root, ctx)
     monkeypatch.setattr("megalite.log.logger.propagate", True)
     assert find_good(root, ctx, fallback=True) == root / "step_00000005"

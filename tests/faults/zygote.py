@@ -175,7 +175,7 @@ def install(fault: dict[str, Any]) -> None:
     "save", "writer", "flip"), reading the batch that ends at sample `at` ("data", "spike")."""
     import torch
 
-    from megalite.checkpoint import Checkpointer
+    from megalite.checkpoint.snapshot import Snapshot
     from megalite.data import BatchLoader
     from megalite.pipeline import executor
     from megalite.train import loop, step
@@ -212,7 +212,7 @@ def install(fault: dict[str, Any]) -> None:
         before(executor._Flight, "forward", when_armed)
     elif place == "save":
         before(loop, "save", lambda run, **_: arm(run.step == at))
-        before(Checkpointer, "_snapshot", when_armed)
+        before(Snapshot, "take", when_armed)
     elif place == "writer":
 
         def kill_writer(run: Any, **_: Any) -> None:

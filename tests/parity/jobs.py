@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from megalite.config import Config, OptimConfig, ParallelConfig, TrainConfig
+from megalite.model_config import ModelConfig
 
 SEQ, BATCH, STEPS, VOCAB = 16, 8, 6, 90
 

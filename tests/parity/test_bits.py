@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config import Config, ModelConfig
+from megalite.config import Config
+from megalite.model_config import ModelConfig
 from megalite.params import Shard
 from tests.parity import jobs
 from tests.workers import WorkerPool

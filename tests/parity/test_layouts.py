@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.config import Config, ModelConfig
+from megalite.config import Config
+from megalite.model_config import ModelConfig
 from tests.parity import jobs
 from tests.workers import WorkerPool
 

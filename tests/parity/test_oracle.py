@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config import ModelConfig
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig
 from megalite.optim.lr_schedule import learning_rate
 from megalite.params import Shard
 from tests.parity import jobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,26 @@ def test_asked_to_stop_one_rank_stops_all_after_a_save(tmp_path: Path, ask: sign
     processes[1].send_signal(ask)
     left = finish(processes, within=25.0)
     assert [rank.code for rank in left] == [0, 0], left
+    assert re.search(r"stopped after step \d+ of 100000: the same command goes on from here", left[0].err)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["event"] == "save"
     assert lines[-1]["step"] == lines[-2]["step"]
     assert (tmp_path / "checkpoints" / f"step_{lines[-1]['step']:08d}" / "COMMIT").exists()
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+    arguments = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "100000", "--lr-decay", "constant"]
+    # Steps of seconds: the second signal comes before the first has been obeyed.
+    (process,) = start_ranks([*arguments, "--global-batch-size", "4096"], 1)
+    assert process.stderr is not None
+    while "llama, " not in (line := process.stderr.readline()):
+        assert line, "ended in set-up"
+    process.send_signal(signal.SIGINT)
+    first = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    (left,) = finish([process], within=25.0)
+    assert left.code == 130
+    assert "interrupted: left at once, nothing more was saved" in first + left.err
 
 
 def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.cli import parse, to_yaml
-from megalite.config import Config, RopeScaling
+from megalite.config import Config
 from megalite.errors import UserError
+from megalite.model_config import RopeScaling
 from megalite.presets import PRESETS
 
 

@@ -11,14 +11,13 @@ import pytest
 from megalite.config import (
     Config,
     DataConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
-    RopeScaling,
     RunConfig,
     TrainConfig,
 )
 from megalite.errors import UserError
+from megalite.model_config import ModelConfig, RopeScaling
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "seq_len": 32}
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite import params as module
-from megalite.config import ModelConfig
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig
 from megalite.optim.grad_buffer import bucket_layout
 from megalite.params import ParamSpec, Piece, Shard, ShardedParameter, count_parameters
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megalite.cli import parse
-from megalite.config import ModelConfig
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig
 from megalite.presets import PRESETS
 
 # Exact numbers of trained parameters: safetensors metadata of the models' Hugging Face pages (tied output layers and

@@ -26,10 +26,10 @@ from megalite.checkpoint.hf.tokenizer import export_tokenizer
 from megalite.checkpoint.load import ShardReader, find_latest, weights_of
 from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
-from megalite.config import ModelConfig, RopeScaling
 from megalite.errors import UserError
 from megalite.log import logger
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig, RopeScaling
 from megalite.params import ParamSpec
 
 # Files of an export, and of an imported checkpoint, are at most this large (one larger tensor makes one larger file).

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.hf.source import HFSource
-from megalite.config import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
+from megalite.model_config import ModelConfig
 from megalite.optim.distributed_optimizer import StateTensor
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megalite import ops as kernels
-from megalite.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from megalite.config import Config, OptimConfig, ParallelConfig, TrainConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.model.param_map import param_map
+from megalite.model_config import ModelConfig
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.grad_buffer import make_buckets
 from megalite.params import Shard, ShardedParameter

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from megalite.config import Config, ParallelConfig, TrainConfig
 from megalite.errors import UserError
 from megalite.model.gpt_layout import head_cost, layer_split
+from megalite.model_config import ModelConfig
 from megalite.pipeline.partition import split_layers
 
 

@@ -10,12 +10,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megalite import ops as kernels
-from megalite.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from megalite.config import Config, OptimConfig, ParallelConfig, TrainConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.topology import Topology
 from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.gpt_layout import layer_split
+from megalite.model_config import ModelConfig
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.params import ShardedParameter
 from megalite.pipeline.schedule import Placement

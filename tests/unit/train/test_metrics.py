@@ -9,6 +9,7 @@ import math
 import os
 import pty
 import re
+import resource
 import socket
 import struct
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import termios
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,42 @@ def test_a_line_cut_off_by_a_crash_swallows_nothing(tmp_path: Path, console: pyt
     steps, _ = read_metrics(tmp_path)
     assert [r["loss"] for r in steps] == [1.5, 1.25]
     assert "line 2 is broken and left out" in console.text
+
+
+@pytest.fixture
+def room() -> Iterator[Callable[[int], None]]:
+    """Limits the size that files of this process may have: writes beyond it fail as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_lines_wait_for_room_on_the_disk(
+    tmp_path: Path, console: pytest.LogCaptureFixture, room: Callable[[int], None]
+) -> None:
+    metrics = make(tmp_path)
+    metrics.step({"step": 1, "loss": 4.0})
+    # The next line fits in part.
+    room(len(lines(tmp_path)[0]) + 8)
+    metrics.step({"step": 2, "loss": 3.0})
+    metrics.event("save", step=2)
+    assert console.text.count("lines wait in memory; make room") == 1
+    room(resource.RLIM_INFINITY)
+    metrics.step({"step": 3, "loss": 2.0})
+    metrics.close()
+    records = [json.loads(line) for line in lines(tmp_path)]
+    assert [(r.get("event"), r["step"]) for r in records] == [(None, 1), (None, 2), ("save", 2), (None, 3)]
+
+
+def test_lines_that_never_found_room_are_told(
+    tmp_path: Path, console: pytest.LogCaptureFixture, room: Callable[[int], None]
+) -> None:
+    metrics = make(tmp_path)
+    room(0)
+    metrics.step({"step": 1, "loss": 4.0})
+    metrics.step({"step": 2, "loss": 3.0})
+    metrics.close()
+    assert "the last 2 lines could not be written and are lost" in console.text
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,0 +1,111 @@
+"""What a rank saves, and the copy of it that training leaves behind for the writer."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.safetensors_io import num_bytes
+from megalite.optim.distributed_optimizer import StateTensor
+from megalite.params import Piece
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
+
+
+class Snapshot:
+    """Memory that another process can map by its descriptor; kept from one save to the next.
+
+    Attributes:
+        descriptor: file descriptor of the memory; -1 before the first `take`.
+        num_bytes: of the last snapshot.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._device = device
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        self.descriptor, self.num_bytes = -1, 0
+
+    @property
+    def capacity(self) -> int:
+        """Bytes mapped."""
+        return len(self._tensor)
+
+    def take(self, boxes: Sequence[dict[str, Any]]) -> bool:
+        """Copy the boxes' sources, one after the other; whether the memory is another than before."""
+        self.num_bytes = sum(num_bytes(b["dtype"], b["shape"]) for b in boxes)
+        grown = self.num_bytes > self.capacity
+        if grown:
+            self._allocate(self.num_bytes)
+        at = 0
+        for box in boxes:
+            count = num_bytes(box["dtype"], box["shape"])
+            self._tensor[at : at + count].view(_DTYPES[box["dtype"]]).copy_(box["source"], non_blocking=True)
+            at += count
+        if self._pinned:
+            torch.cuda.current_stream(self._device).synchronize()
+        return grown
+
+    def _allocate(self, size: int) -> None:
+        """Memory with a descriptor, not under /dev/shm, whose size containers limit."""
+        self.free()
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("megalite-snapshot")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
+        os.ftruncate(self.descriptor, size)
+        self._tensor = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+        if self._pinned:
+            # Page-locked, so that the copy from the GPU runs at full speed.
+            torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), size, 0)
+
+    def free(self) -> None:
+        if self.descriptor < 0:
+            return
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+        self._tensor = torch.empty(0, dtype=torch.uint8)
+        os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[str, Any]]:
+    """What this rank writes: every rectangle of a tensor it owns; with `only_as`, the masters as bf16 of that kind."""
+    out = []
+    for state in states:
+        if not state.owner or (only_as is not None and state.kind != "master"):
+            continue
+        for start, offset, shape in _merged(state.pieces):
+            out.append(
+                {
+                    "kind": only_as or state.kind,
+                    "name": state.name,
+                    "dtype": "BF16" if only_as else "F32",
+                    "global_shape": list(state.global_shape),
+                    "offset": list(offset),
+                    "shape": list(shape),
+                    "source": state.flat.detach()[start : start + math.prod(shape)],
+                }
+            )
+    return out
+
+
+def _merged(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(start in flat, offset, shape) of the pieces, those joined that lie on top of each other in both places."""
+    out: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    for start, piece in pieces:
+        if out:
+            at, offset, shape = out[-1]
+            below = (offset[0] + shape[0], *offset[1:]) == piece.offset and shape[1:] == piece.shape[1:]
+            if below and at + math.prod(shape) == start:
+                out[-1] = (at, offset, (shape[0] + piece.shape[0], *shape[1:]))
+                continue
+        out.append((start, piece.offset, piece.shape))
+    return out
