@@ -68,8 +68,8 @@ def main(descriptor: int) -> None:
     # The training process decides when to stop: a signal to the whole group must not cut a save short.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    # Where training needs every core, it gets nine parts in ten of them.
-    os.nice(10)
+    # Where training needs every core, it has them: a save then takes longer, and has all once it is waited for.
+    os.nice(19)
     channel = socket.socket(fileno=descriptor)
     buffer: mmap.mmap | None = None
     while (message := receive(channel)) is not None:
