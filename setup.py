@@ -60,7 +60,8 @@ def extensions() -> list[Extension]:
     if torch_dir() is None:
         say("native kernels skipped: torch cannot be imported by the build (use --no-build-isolation)")
         return []
-    found = [Extension("megalite.ops._native_cpu", ["csrc/cpu/adamw.cpp", "csrc/cpu/l2_norm.cpp"], optional=True)]
+    cpu_sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
+    found = [Extension("megalite.ops._native_cpu", cpu_sources, optional=True)]
     if cuda == "0" or nvcc is None:
         say(f"CUDA kernels skipped: {'MEGALITE_CUDA=0' if cuda == '0' else 'no nvcc'}")
     else:

@@ -6,13 +6,58 @@ them through torch's stable ABI. Fake implementations make the ops traceable by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class SharedOp:
+    """What the implementations of one op have in common; `fake` makes empty results of the right shape and type."""
+
+    schema: str
+    fake: Callable[..., Any]
+
+
+def _norm_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    total = x.new_empty(x.shape if residual is not None else 0)
+    mean = x.new_empty(rows if bias is not None else 0, dtype=torch.float32)
+    return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=torch.float32)
+
+
+def _norm_backward_fake(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, is_rms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(0 if is_rms else len(weight))
+
+
+# C++ implements `megalite::<name>`, Triton `megalite::triton_<name>`; `megalite.ops.fused` differentiates both.
+SHARED = {
+    op.schema.split("(", 1)[0]: op
+    for op in (
+        SharedOp(
+            "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps) "
+            "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
+            _norm_fake,
+        ),
+        SharedOp(
+            "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool is_rms) "
+            "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+            _norm_backward_fake,
+        ),
+    )
+}
+
 _LIBRARY = torch.library.Library("megalite", "FRAGMENT")
 
 _MOMENTS = "Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq"
@@ -25,7 +70,9 @@ SCHEMAS = (
     "Tensor? grad_multiplier, float beta1, float beta2, float eps, float weight_decay, int step) -> ()",
     "lamb_apply_(Tensor(a!) param, Tensor update, Tensor(b!)? out_param, Tensor ratios, Tensor offsets, float lr) "
     "-> ()",
+    *(op.schema for op in SHARED.values()),
 )
+CPU_OPS = ("adamw_", "l2_norm", *SHARED)
 for _schema in SCHEMAS:
     _LIBRARY.define(_schema)
 
@@ -42,6 +89,8 @@ def _(flat: Tensor, offsets: Tensor) -> Tensor:
 
 for _name in ("adamw_", "lamb_direction_", "lamb_apply_"):
     torch.library.register_fake(f"megalite::{_name}", lambda *args, **kwargs: None, lib=_LIBRARY)
+for _name, _op in SHARED.items():
+    torch.library.register_fake(f"megalite::{_name}", _op.fake, lib=_LIBRARY)
 
 
 @lru_cache
@@ -52,6 +101,10 @@ def _load(path: Path) -> str | None:
         torch.ops.load_library(str(path))
     except OSError as e:
         return f"{path.name} does not load: {e}"
+    if path.name == "_native_cpu.so":
+        missing = [n for n in CPU_OPS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"megalite::{n}", "CPU")]
+        if missing:
+            return f"{path.name} was built from older sources, without {', '.join(missing)}; build it again"
     return None
 
 

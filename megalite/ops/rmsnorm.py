@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops import apex
+from megalite.ops import apex, fused, native
 from megalite.ops.registry import Backend, Page, triton_backend
 
 
@@ -97,6 +97,7 @@ PAGE = Page(
     (
         triton_backend("norm", "rmsnorm", "add_rmsnorm"),
         apex.NORMS,
+        Backend("cpp", lambda: {"rmsnorm": fused.rmsnorm, "add_rmsnorm": fused.add_rmsnorm}, native.why_no_cpp),
         Backend("torch", lambda: {"rmsnorm": rmsnorm, "add_rmsnorm": add_rmsnorm}),
     ),
 )

@@ -6,15 +6,15 @@ their share of dweight (and dbias) in registers, and a second stage adds the sha
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalite.ops.triton_kernels.support import FUSE, num_multiprocessors, register, row_launch, rows_of
+from megalite.ops import fused
+from megalite.ops.triton_kernels.support import FUSE, num_multiprocessors, register_shared, row_launch, rows_of
 
 
 @triton.jit
@@ -97,15 +97,6 @@ def _forward(
     return y.view(x.shape), total.view(x.shape) if residual is not None else total, mean, rstd
 
 
-def _forward_fake(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1]
-    total = x.new_empty(x.shape) if residual is not None else x.new_empty(0)
-    mean = x.new_empty(rows if bias is not None else 0, dtype=torch.float32)
-    return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=torch.float32)
-
-
 def _backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, is_rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,73 +116,10 @@ def _backward(
     return dx.view(x.shape), dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
 
 
-def _backward_fake(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, is_rms: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(0 if is_rms else len(weight))
+register_shared("norm", _forward)
+register_shared("norm_backward", _backward)
 
-
-register(
-    "triton_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps) "
-    "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
-    _forward,
-    _forward_fake,
-)
-register(
-    "triton_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "bool is_rms) -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    _backward,
-    _backward_fake,
-)
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        y, _, mean, rstd = torch.ops.megalite.triton_norm(x, None, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.has_bias = bias is not None
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = torch.ops.megalite.triton_norm_backward(dy, None, *ctx.saved_tensors, not ctx.has_bias)
-        return dx, dweight, dbias if ctx.has_bias else None, None
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        y, total, mean, rstd = torch.ops.megalite.triton_norm(x, residual, weight, bias, eps)
-        ctx.save_for_backward(total, weight, mean, rstd)
-        ctx.has_bias = bias is not None
-        return y, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = torch.ops.megalite.triton_norm_backward(dy, dtotal, *ctx.saved_tensors, not ctx.has_bias)
-        return dx, dx, dweight, dbias if ctx.has_bias else None, None
-
-
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Triton backend of `rmsnorm`."""
-    return _Norm.apply(x, weight, None, eps)
-
-
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Triton backend of `add_rmsnorm`."""
-    return _AddNorm.apply(x, residual, weight, None, eps)
-
-
-def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Triton backend of `layernorm`."""
-    return _Norm.apply(x, weight, bias, eps)
-
-
-def add_layernorm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Triton backend of `add_layernorm`."""
-    return _AddNorm.apply(x, residual, weight, bias, eps)
+rmsnorm = partial(fused.rmsnorm, kernels="triton_")
+add_rmsnorm = partial(fused.add_rmsnorm, kernels="triton_")
+layernorm = partial(fused.layernorm, kernels="triton_")
+add_layernorm = partial(fused.add_layernorm, kernels="triton_")

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from megalite.errors import UserError
+from megalite.ops import native
 
 _LIBRARY = torch.library.Library("megalite", "FRAGMENT")
 
@@ -27,6 +28,12 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     for key in ("CUDA", "CPU"):
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"megalite::{name}", fake, lib=_LIBRARY)
+
+
+def register_shared(name: str, implementation: Callable[..., Any]) -> None:
+    """`register` as `triton_<name>` with the schema and the fake of the C++ op `name`."""
+    shared = native.SHARED[name]
+    register(f"triton_{shared.schema}", implementation, shared.fake)
 
 
 def rows_of(x: Tensor) -> Tensor:

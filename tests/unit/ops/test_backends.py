@@ -14,6 +14,7 @@ from megalite.ops import Ops, resolve
 from megalite.ops.check import check
 from megalite.ops.cross_entropy import combine_stats
 from megalite.ops.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
+from megalite.ops.native import CPU_OPS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -214,6 +215,8 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
     multiplier = torch.tensor(0.5, device=device)
     mean, rstd = r(6), r(6)
     return {
+        "norm": (x, x.clone(), w, None, 1e-5),
+        "norm_backward": (x, x.clone(), x.clone(), w, r(0), rstd, True),
         "triton_norm": (x, x.clone(), w, w.clone(), 1e-5),
         "triton_norm_backward": (x, x.clone(), x.clone(), w, mean, rstd, False),
         "triton_rope_": (heads, table, table.clone(), 4),
@@ -235,12 +238,12 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
     }
 
 
-NATIVE = ("adamw_", "l2_norm", "segment_norms", "lamb_direction_", "lamb_apply_")
+CUDA_OPS = ("adamw_", "l2_norm", "segment_norms", "lamb_direction_", "lamb_apply_")
 
 
 @pytest.mark.parametrize("name", list(_registered("cpu")))
 def test_opcheck(ops: Ops, backend: str, device: str, name: str) -> None:
-    serves = {"triton": name.startswith("triton"), "cuda": name in NATIVE, "cpp": name in NATIVE[:2]}
+    serves = {"triton": name.startswith("triton"), "cuda": name in CUDA_OPS, "cpp": name in CPU_OPS}
     if not any(kind in backend and ok for kind, ok in serves.items()):
         pytest.skip(f"{name} is not of the backend {backend}")
     opcheck(getattr(torch.ops.megalite, name).default, _registered(device)[name])

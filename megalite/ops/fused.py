@@ -1,0 +1,70 @@
+"""Differentiable functions round the kernels of C++ and Triton, which share schemas (`native.SHARED`).
+
+`kernels` is the prefix of the registered ops: "" for C++, "triton_" for Triton. Contracts: the pages of the same names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def _op(kernels: str, name: str) -> Any:
+    return getattr(torch.ops.megalite, kernels + name).default
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: str) -> Tensor:
+        y, _, mean, rstd = _op(kernels, "norm")(x, None, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.has_bias, ctx.kernels = bias is not None, kernels
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight, dbias = _op(ctx.kernels, "norm_backward")(dy, None, *ctx.saved_tensors, not ctx.has_bias)
+        return dx, dweight, dbias if ctx.has_bias else None, None, None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: str
+    ) -> tuple[Tensor, Tensor]:
+        y, total, mean, rstd = _op(kernels, "norm")(x, residual, weight, bias, eps)
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.has_bias, ctx.kernels = bias is not None, kernels
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dweight, dbias = _op(ctx.kernels, "norm_backward")(dy, dtotal, *ctx.saved_tensors, not ctx.has_bias)
+        return dx, dx, dweight, dbias if ctx.has_bias else None, None, None
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, kernels: str = "") -> Tensor:
+    """`rmsnorm` in one kernel each way."""
+    return _Norm.apply(x, weight, None, eps, kernels)
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: str = "") -> tuple[Tensor, Tensor]:
+    """`add_rmsnorm` in one kernel each way."""
+    return _AddNorm.apply(x, residual, weight, None, eps, kernels)
+
+
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: str = "") -> Tensor:
+    """`layernorm` in one kernel each way."""
+    return _Norm.apply(x, weight, bias, eps, kernels)
+
+
+def add_layernorm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: str = ""
+) -> tuple[Tensor, Tensor]:
+    """`add_layernorm` in one kernel each way."""
+    return _AddNorm.apply(x, residual, weight, bias, eps, kernels)
