@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """One tiny Llama in plain torch, Hugging Face transformers, DDP, DTensor, torch.distributed.pipelining and megalite.
 
-All peers of a layout live in the same processes and take turns, a step each, in an order that rotates: whatever else
-the machine does falls on all of them alike. Every step is timed from a barrier to the slowest rank's end, with what
+Every peer of a layout has processes of its own, as its users would start it, and they take turns, a step each, in an
+order that rotates: whatever else the machine does falls on all of them alike. Every step is timed from a barrier to the slowest rank's end, with what
 megalite would overlap with its next step included. Ratios are of each round's two neighbours, then their median.
 
     python benchmarks/peers.py --rounds 15 --json peers.json --markdown peers.md
@@ -18,11 +18,11 @@ import argparse
 import json
 import multiprocessing as mp
 import os
-import queue
 import statistics
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,8 @@ from megalite.errors import UserError, run_tool
 NAMES = ("single", "dp2", "tp2", "pp2", "pp2 vp2", "tp2 pp2")
 
 
-def _worker(
-    rank: int, rank_core: int | None, store: str, layout: str, rounds: int, warmup: int, results: mp.Queue[Any]
-) -> None:
-    """One rank: builds every peer of the layout, then takes turns."""
+def _worker(rank: int, rank_core: int | None, store: str, layout: str, peer: str, talk: Connection) -> None:
+    """One rank of one peer: a step for every batch that comes."""
     if rank_core is not None:
         # Before any thread starts: left alone, the kernel may put two ranks on one core and leave the other idle.
         os.sched_setaffinity(0, {rank_core})
@@ -48,61 +46,90 @@ def _worker(
     torch.set_num_threads(1 if world > 1 else len(os.sched_getaffinity(0)))
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    steps = {name: make(tp, pp, vp) for name, make in peers.items()}
-    names = list(steps)
-    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
-    draws = np.random.default_rng(0)
+    step = peers[peer](tp, pp, vp)
     dp = world // (tp * pp)
-    shape = (peer_models.GLOBAL_BATCH, peer_models.SEQ + 1)
-    for turn in range(warmup + rounds):
-        # Skewed, so that there is something to learn.
-        batch = (draws.random(shape) ** 3 * peer_models.VOCAB).astype(np.int64)
+    talk.send("ready")
+    while (batch := talk.recv()) is not None:
         share = np.split(batch, dp)[rank if dp > 1 else 0]
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            if world > 1:
-                dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            loss = steps[name](share)
-            spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
-            if world > 1:
-                dist.all_reduce(spent[:1], dist.ReduceOp.MAX)
-                dist.all_reduce(spent[1:], dist.ReduceOp.SUM)
-            rows[name].append((spent[0].item(), spent[1].item(), loss))
-    if rank == 0:
-        results.put(rows)
+        if world > 1:
+            dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss = step(share)
+        spent = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu], dtype=torch.float64)
+        if world > 1:
+            dist.all_reduce(spent[:1], dist.ReduceOp.MAX)
+            dist.all_reduce(spent[1:], dist.ReduceOp.SUM)
+        talk.send((spent[0].item(), spent[1].item(), loss))
     if world > 1:
-        dist.barrier()
         dist.destroy_process_group()
+
+
+class Peer:
+    """The processes of one peer."""
+
+    def __init__(self, layout: str, name: str, world: int, folder: str) -> None:
+        self.layout, self.name = layout, name
+        spawn = mp.get_context("spawn")
+        cores = sorted(os.sched_getaffinity(0))
+        store = os.path.join(folder, name.replace(" ", "_"))
+        self.talks, self.workers = [], []
+        for rank in range(world):
+            core = cores[rank % len(cores)] if world > 1 else None
+            ours, theirs = spawn.Pipe()
+            worker = spawn.Process(target=_worker, args=(rank, core, store, layout, name, theirs))
+            worker.start()
+            theirs.close()
+            self.talks.append(ours)
+            self.workers.append(worker)
+        self.hear()
+
+    def hear(self) -> Any:
+        """What every rank answers; rank 0's answer."""
+        try:
+            return [talk.recv() for talk in self.talks][0]
+        except EOFError:
+            raise RuntimeError(f"{self.layout}, {self.name}: a worker failed; its traceback is above") from None
+
+    def say(self, message: Any) -> None:
+        for talk in self.talks:
+            talk.send(message)
+
+    def end(self, at_once: bool) -> None:
+        for worker in self.workers:
+            if at_once:
+                worker.kill()
+            worker.join()
 
 
 def run_layout(layout: str, world: int, rounds: int, warmup: int) -> dict[str, list[tuple[float, float, float]]]:
     """(wall seconds, CPU seconds of all ranks, loss) of every step of every peer, warm-up included."""
-    spawn = mp.get_context("spawn")
-    results = spawn.Queue()
+    sys.path.insert(0, str(Path(__file__).parent))
+    import numpy as np
+    import peer_models
+
+    names = list(peer_models.LAYOUTS[layout][1])
+    rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+    draws = np.random.default_rng(0)
+    shape = (peer_models.GLOBAL_BATCH, peer_models.SEQ + 1)
+    peers: dict[str, Peer] = {}
+    done = False
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        cores = sorted(os.sched_getaffinity(0))
-        workers = []
-        for rank in range(world):
-            core = cores[rank % len(cores)] if world > 1 else None
-            arguments = (rank, core, store, layout, rounds, warmup, results)
-            workers.append(spawn.Process(target=_worker, args=arguments))
-        for worker in workers:
-            worker.start()
         try:
-            while True:
-                try:
-                    rows = results.get(timeout=1.0)
-                    break
-                except queue.Empty:
-                    if any(worker.exitcode for worker in workers):
-                        raise RuntimeError(f"{layout}: a worker failed; its traceback is above") from None
-            for worker in workers:
-                worker.join()
+            for name in names:
+                peers[name] = Peer(layout, name, world, folder)
+            for turn in range(warmup + rounds):
+                # Skewed, so that there is something to learn.
+                batch = (draws.random(shape) ** 3 * peer_models.VOCAB).astype(np.int64)
+                first = turn % len(names)
+                for name in names[first:] + names[:first]:
+                    peers[name].say(batch)
+                    rows[name].append(peers[name].hear())
+            for peer in peers.values():
+                peer.say(None)
+            done = True
         finally:
-            for worker in workers:
-                worker.kill()
+            for peer in peers.values():
+                peer.end(at_once=not done)
     return rows
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.dist.context import Axis
+from megalite.dist.direct import AllGather, ReduceScatter
 
 # torch 2.13 renamed the two; the old names warn there and the new ones do not exist in 2.11.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,6 +85,8 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
+    if x.device.type == "cpu":
+        return Pending(AllGather(out, x, axis), out, x)
     return Pending(_gather_into(out, x, group=axis.group, async_op=True), out, x)
 
 
@@ -93,6 +96,8 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
+    if x.device.type == "cpu":
+        return Pending(ReduceScatter(out, x, axis), out, x)
     return Pending(_reduce_scatter(out, x, group=axis.group, async_op=True), out, x)
 
 

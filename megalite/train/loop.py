@@ -102,7 +102,8 @@ def one_step(run: Run, progress: Progress) -> StepResult:
     waited = time.perf_counter() - started
     problem = no_data or progress.problem
     run.heart.beat("training", step, patience)
-    with run.recorder.step(step), run.profiler.step(step, engine.executor, waited):
+    settle = engine.optimizer.wait_weights
+    with run.recorder.step(step), run.profiler.step(step, engine.executor, settle, waited):
         result = train_step(
             engine, batch, step, stop=run.stop_asked, failed=problem is not None, loss_limit=run.spikes.limit
         )

@@ -68,17 +68,20 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
     @contextmanager
-    def step(self, step: int, executor: Executor, read: float) -> Iterator[None]:
+    def step(self, step: int, executor: Executor, settle: Callable[[], None], read: float) -> Iterator[None]:
         """Profile what happens inside, if `step` is one of the steps asked for.
 
         Args:
             executor: its operations are marked in the trace.
+            settle: waits for communication that a step leaves under way: torch's profiler must see the end of all
+                that it saw begin, or its memory is written to after it was freed.
             read: seconds that the step waited for its data.
         """
         if step not in self.steps:
             yield
             return
         if self._running is None:
+            settle()
             self._start()
         began = time.perf_counter()
         # Only while a profile is made: a range costs some microseconds, and there are many waits.
@@ -90,6 +93,8 @@ class StepProfiler:
         try:
             with record_function(f"{_RANGE}{step}"):
                 yield
+                if step == self.steps[-1]:
+                    settle()
                 self._synchronize()
         finally:
             executor.recorder = before

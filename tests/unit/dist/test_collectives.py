@@ -54,6 +54,34 @@ def test_figures(pool: WorkerPool) -> None:
         }
 
 
+def low_precision_sum(rank: int) -> list[float]:
+    tp = context(4, tp=4).tp
+    out, work = collectives.scatter_sum_first(torch.full((4,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16), tp)
+    work.wait()
+    return out.tolist()
+
+
+def test_a_low_precision_sum_is_rounded_once(pool: WorkerPool) -> None:
+    # 257.5; bfloat16 has steps of 2 there, and a sum that is rounded after every addition stays at 256.
+    assert pool.run(4, low_precision_sum) == [[258.0]] * 4
+
+
+def several_under_way(rank: int) -> list[float]:
+    tp = context(4, tp=4).tp
+    outs = [torch.empty(4 * size) for size in (1 << 16, 3, 1 << 10)]
+    works = [
+        collectives.all_gather(out, torch.full((len(out) // 4,), rank + 10.0 * i), tp) for i, out in enumerate(outs)
+    ]
+    for work in reversed(works):
+        work.wait()
+    return [value for out in outs for value in out.view(4, -1)[:, -1].tolist()]
+
+
+def test_gathers_under_way_do_not_mix(pool: WorkerPool) -> None:
+    expected = [rank + 10.0 * i for i in range(3) for rank in range(4)]
+    assert pool.run(4, several_under_way) == [expected] * 4
+
+
 def inputs(name: str) -> torch.Tensor:
     """What each of four ranks feeds in, stacked; replicated inputs are alike on all of them."""
     g = torch.Generator().manual_seed(len(name))
