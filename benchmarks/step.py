@@ -94,6 +94,10 @@ def main() -> None:
     args = parser.parse_args()
     cfg = cli.parse([*([] if "--preset" in args.flags else DEFAULTS), *args.flags]).config
     device = pick_device(cfg.parallel.device)
+    per_token, peak = flops_per_token(cfg.model), peak_flops(device)
+    print(f"FLOPs a token: {per_token}")
+    if peak:
+        print(f"MFU = FLOPs a token x tokens/s / {peak:.3e} FLOP/s, the dense bf16 peak")
     engines = {precision: build(cfg, precision, device) for precision in args.precisions}
     draws = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {precision: [] for precision in engines}
@@ -116,6 +120,12 @@ def main() -> None:
     print(json.dumps(machine(device)))
     if args.json:
         result = {"machine": machine(device), "model": dataclasses.asdict(cfg.model), "rows": rows}
+        result["flops_per_token"] = {
+            **dataclasses.asdict(per_token),
+            "causal": per_token.causal,
+            "full": per_token.full,
+        }
+        result["peak_flops"] = peak
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 

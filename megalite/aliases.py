@@ -97,6 +97,7 @@ SWITCHES: dict[str, dict[str, str]] = {
     "deepspeed-activation-checkpointing": {"recompute": "full"},
     "deterministic-mode": {"deterministic": "True"},
     "disable-doc-shuffling": {"shuffle": "False"},
+    "no-async-tensor-model-parallel-allreduce": {"overlap_tp_reduce": "False"},
 }
 """Their flag without a value -> our options."""
 
@@ -182,7 +183,7 @@ _REFUSED: list[tuple[str, str, str]] = [
         "drop it",
         "overlap-param-gather-with-optimizer-step overlap-p2p-communication"
         " overlap-p2p-communication-warmup-flush tp-comm-overlap no-overlap-p2p-communication no-align-grad-reduce"
-        " no-align-param-gather no-async-tensor-model-parallel-allreduce tp-comm-overlap-cfg"
+        " no-align-param-gather tp-comm-overlap-cfg"
         " tp-comm-overlap-rs-dgrad defer-embedding-wgrad-compute",
     ),
     (

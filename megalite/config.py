@@ -34,6 +34,8 @@ class ParallelConfig:
     """Elements a gradient bucket; a bucket is reduced as soon as its gradients are final."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over dp while backward still runs."""
+    overlap_tp_reduce: bool = True
+    """Compute weight gradients while the input's gradient travels over tp."""
     overlap_param_gather: bool = True
     """ZeRO-1: gather updated weights while the next forward pass already runs."""
     vocab_divisible_by: int = 128

@@ -30,9 +30,13 @@ class WgradQueue:
 
     Both ways run the same closures in the same order per weight, so a split backward is bitwise equal to a fused one
     (zero-bubble pipelines: Qi et al. 2023, section 2).
+
+    Args:
+        overlap: whether weight gradients are computed while the input's gradient travels over tp.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, overlap: bool = True) -> None:
+        self.overlap = overlap
         self._kept: dict[int, list[Callable[[], None]]] = {}
         self._into: list[Callable[[], None]] | None = None
 
@@ -47,6 +51,12 @@ class WgradQueue:
             work()
         else:
             self._into.append(work)
+
+    def beside(self, work: collectives.Work) -> collectives.Work:
+        """A collective that has started, and that what comes next may overlap with."""
+        if not self.overlap:
+            work.wait()
+        return work
 
     @contextmanager
     def defer(self, microbatch: int) -> Iterator[None]:
@@ -99,7 +109,7 @@ class _ColumnLinear(torch.autograd.Function):
 
         if not layer.sequence_parallel:
             dx = torch.mm(dy_NO, weight).view(x.shape)
-            work = collectives.all_reduce(dx, layer.tp)
+            work = layer.queue.beside(collectives.all_reduce(dx, layer.tp))
             layer.queue.put(lambda: add_weight_grad(x))
             work.wait()
             return dx, None, None, None
@@ -115,9 +125,11 @@ class _ColumnLinear(torch.autograd.Function):
             dx, work = collectives.scatter_sum_first(torch.mm(dy_NO, weight).view(*dy.shape[:-1], -1), layer.tp)
         else:
             x_full, gathered = collectives.gather_first(x, layer.tp)
+            layer.queue.beside(gathered)
             dx_full = torch.mm(dy_NO, weight).view(*dy.shape[:-1], -1)
             gathered.wait()
             dx, work = collectives.scatter_sum_first(dx_full, layer.tp)
+            layer.queue.beside(work)
             add_weight_grad(x_full)
         work.wait()
         return dx, None, None, None

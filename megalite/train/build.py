@@ -118,7 +118,7 @@ def build_stages(
             cfg.parallel.vocab_divisible_by,
             ops,
             rng,
-            WgradQueue(),
+            WgradQueue(cfg.parallel.overlap_tp_reduce),
         )
         last = index == placement.num_stages - 1
         # A tied embedding whose two uses live on one rank is one parameter.

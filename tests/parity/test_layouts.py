@@ -119,13 +119,20 @@ def test_loss_by_chunks(pool: WorkerPool, model: str, sequence_parallel: bool) -
     assert_same(pool, 4, jobs.make_config(MODELS[model](), parallel, loss_chunk=5))
 
 
-def test_overlap_changes_not_a_bit(pool: WorkerPool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "switches"),
+    [
+        ({"pp": 2}, ("overlap_grad_reduce", "overlap_param_gather")),
+        ({"tp": 2}, ("overlap_tp_reduce",)),
+        ({"tp": 2, "sequence_parallel": False}, ("overlap_tp_reduce",)),
+    ],
+)
+def test_overlap_changes_not_a_bit(pool: WorkerPool, layout: dict[str, Any], switches: tuple[str, ...]) -> None:
     runs = []
-    for overlap in (True, False):
-        switches = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-        cfg = jobs.make_config(jobs.gpt2(), {"pp": 2, **switches})
+    for off in ((), *((switch,) for switch in switches), switches):
+        cfg = jobs.make_config(jobs.gpt2(), {**layout, **dict.fromkeys(off, False)})
         runs.append(pool.run(4, jobs.train, cfg, 4))
-    assert runs[0] == runs[1]
+    assert all(run == runs[0] for run in runs)
 
 
 def test_dropout_is_the_same_under_recompute_and_schedule(pool: WorkerPool) -> None:
