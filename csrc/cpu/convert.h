@@ -28,13 +28,14 @@ inline __attribute__((always_inline)) float widen(BF16 x) {
 
 inline __attribute__((always_inline)) void narrow(float x, float& y) { y = x; }
 
-// Round to nearest even; NaN stays NaN.
+// Round to nearest even; NaN stays NaN. By masks: of a conditional with a constant gcc makes a path of its own, and then
+// sometimes no vectors.
 inline __attribute__((always_inline)) void narrow(float x, BF16& y) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  y.bits = static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
+  const uint32_t nan = -static_cast<uint32_t>((bits & 0x7fffffffu) > 0x7f800000u);
+  y.bits = static_cast<uint16_t>((rounded & ~nan) | (0x7fc0u & nan));
 }
 
 }  // namespace megalite

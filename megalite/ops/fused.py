@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# Activations by their number in the kernels' schemas.
+KINDS = {"silu": 0, "none": 1, "tanh": 2}
+
 
 def _op(kernels: str, name: str) -> Any:
     return getattr(torch.ops.megalite, kernels + name).default
@@ -48,6 +51,19 @@ class _AddNorm(torch.autograd.Function):
         return dx, dx, dweight, dbias if ctx.has_bias else None, None, None
 
 
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, kind: int, kernels: str) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.kind, ctx.kernels = kind, kernels
+        return _op(kernels, "glu")(gate_up, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return _op(ctx.kernels, "glu_backward")(dy, *ctx.saved_tensors, ctx.kind), None, None
+
+
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, kernels: str = "") -> Tensor:
     """`rmsnorm` in one kernel each way."""
     return _Norm.apply(x, weight, None, eps, kernels)
@@ -68,3 +84,13 @@ def add_layernorm(
 ) -> tuple[Tensor, Tensor]:
     """`add_layernorm` in one kernel each way."""
     return _AddNorm.apply(x, residual, weight, bias, eps, kernels)
+
+
+def swiglu(gate_up: Tensor, kernels: str = "") -> Tensor:
+    """`swiglu` in one kernel each way."""
+    return _GLU.apply(gate_up, KINDS["silu"], kernels)
+
+
+def geglu(gate_up: Tensor, approximate: str = "none", kernels: str = "") -> Tensor:
+    """`geglu` in one kernel each way."""
+    return _GLU.apply(gate_up, KINDS[approximate], kernels)

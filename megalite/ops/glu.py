@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.ops import fused, native
 from megalite.ops.registry import Backend, Page, triton_backend
 
 
@@ -65,5 +66,9 @@ def geglu(gate_up: Tensor, approximate: str = "none") -> Tensor:
 PAGE = Page(
     "glu",
     ("swiglu", "geglu"),
-    (triton_backend("activation", "swiglu", "geglu"), Backend("torch", lambda: {"swiglu": swiglu, "geglu": geglu})),
+    (
+        triton_backend("activation", "swiglu", "geglu"),
+        Backend("cpp", lambda: {"swiglu": fused.swiglu, "geglu": fused.geglu}, native.why_no_cpp),
+        Backend("torch", lambda: {"swiglu": swiglu, "geglu": geglu}),
+    ),
 )

@@ -55,6 +55,15 @@ SHARED = {
             "-> (Tensor dx, Tensor dweight, Tensor dbias)",
             _norm_backward_fake,
         ),
+        # kind: 0 SiLU, 1 GELU (erf), 2 GELU (tanh).
+        SharedOp(
+            "glu(Tensor gate_up, int kind) -> Tensor",
+            lambda gate_up, kind: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+        ),
+        SharedOp(
+            "glu_backward(Tensor dy, Tensor gate_up, int kind) -> Tensor",
+            lambda dy, gate_up, kind: gate_up.new_empty(gate_up.shape),
+        ),
     )
 }
 

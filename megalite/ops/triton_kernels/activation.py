@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops.triton_kernels.support import FUSE, num_multiprocessors, register, rows_of
+from megalite.ops import fused
+from megalite.ops.triton_kernels.support import FUSE, num_multiprocessors, register, register_shared, rows_of
 
 _BLOCK = 1024  # columns a program: 8 elements a thread at 4 warps
-_KINDS = {"silu": 0, "none": 1, "tanh": 2}
 
 
 @triton.jit
@@ -148,16 +149,8 @@ def _bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor | None, kind: int) -
     return dx.view(x.shape), dbias.sum(0).to(x.dtype if bias is None else bias.dtype)
 
 
-register(
-    "triton_glu(Tensor gate_up, int kind) -> Tensor",
-    _glu,
-    lambda gate_up, kind: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
-)
-register(
-    "triton_glu_backward(Tensor dy, Tensor gate_up, int kind) -> Tensor",
-    _glu_backward,
-    lambda dy, gate_up, kind: gate_up.new_empty(gate_up.shape),
-)
+register_shared("glu", _glu)
+register_shared("glu_backward", _glu_backward)
 register(
     "triton_bias_gelu(Tensor x, Tensor? bias, int kind) -> Tensor",
     _bias_gelu,
@@ -168,19 +161,6 @@ register(
     _bias_gelu_backward,
     lambda dy, x, bias, kind: (x.new_empty(x.shape), x.new_empty(0) if bias is None else torch.empty_like(bias)),
 )
-
-
-class _GLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, kind: int) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.kind = kind
-        return torch.ops.megalite.triton_glu(gate_up, kind)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.megalite.triton_glu_backward(dy, *ctx.saved_tensors, ctx.kind), None
 
 
 class _BiasGELU(torch.autograd.Function):
@@ -198,16 +178,10 @@ class _BiasGELU(torch.autograd.Function):
         return dx, None if bias is None else dbias, None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Triton backend of `swiglu`."""
-    return _GLU.apply(gate_up, _KINDS["silu"])
-
-
-def geglu(gate_up: Tensor, approximate: str = "none") -> Tensor:
-    """Triton backend of `geglu`."""
-    return _GLU.apply(gate_up, _KINDS[approximate])
+swiglu = partial(fused.swiglu, kernels="triton_")
+geglu = partial(fused.geglu, kernels="triton_")
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
     """Triton backend of `bias_gelu`."""
-    return _BiasGELU.apply(x, bias, _KINDS[approximate])
+    return _BiasGELU.apply(x, bias, fused.KINDS[approximate])

@@ -222,6 +222,8 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "triton_rope_": (heads, table, table.clone(), 4),
         "triton_rope": (heads, table, table.clone(), False),
         "triton_rope_pack": (r(3, 2, 4, 8), r(3, 2, 1, 8), r(3, 2, 1, 8), table, table.clone()),
+        "glu": (x, 0),
+        "glu_backward": (r(3, 2, 8), x, 1),
         "triton_glu": (x, 0),
         "triton_glu_backward": (r(3, 2, 8), x, 1),
         "triton_bias_gelu": (x, w, 2),
