@@ -54,7 +54,8 @@ def test_the_main_thread_whoever_prints() -> None:
 def test_waiting_is_in_a_collective() -> None:
     text = stacks_of_a_script("wait()\n")
     assert not is_waiting(text)
-    assert is_waiting(text.replace('"<string>", line 4', '"/a/megalite/dist/collectives.py", line 50'))
+    for room in ("collectives", "direct"):
+        assert is_waiting(text.replace('"<string>", line 4', f'"/a/megalite/dist/{room}.py", line 50'))
     assert is_waiting(text.replace('"<string>", line 4', '"/x/torch/distributed/distributed_c10d.py", line 50'))
     assert not is_waiting(text.replace('"<string>", line 5', '"/a/megalite/dist/collectives.py", line 50'))
 
