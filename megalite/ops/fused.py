@@ -64,6 +64,37 @@ class _GLU(torch.autograd.Function):
         return _op(ctx.kernels, "glu_backward")(dy, *ctx.saved_tensors, ctx.kind), None, None
 
 
+class _RopeQKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kernels: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.kernels = kernels
+        packed = qkv.detach() if qkv.stride(-1) == 1 else qkv.detach().contiguous()
+        _op(kernels, "rope_")(packed, cos, sin, num_heads + num_kv_heads)
+        q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        return _op(ctx.kernels, "rope_pack")(dq, dk, dv, *ctx.saved_tensors), None, None, None, None, None
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.kernels = kernels
+        return _op(kernels, "rope")(x, cos, sin, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return _op(ctx.kernels, "rope")(dy, *ctx.saved_tensors, True), None, None, None
+
+
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, kernels: str = "") -> Tensor:
     """`rmsnorm` in one kernel each way."""
     return _Norm.apply(x, weight, None, eps, kernels)
@@ -94,3 +125,15 @@ def swiglu(gate_up: Tensor, kernels: str = "") -> Tensor:
 def geglu(gate_up: Tensor, approximate: str = "none", kernels: str = "") -> Tensor:
     """`geglu` in one kernel each way."""
     return _GLU.apply(gate_up, KINDS[approximate], kernels)
+
+
+def rope_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kernels: str = ""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope_qkv`, in place going forward; going backward the packed gradient is written in one pass."""
+    return _RopeQKV.apply(qkv, cos, sin, num_heads, num_kv_heads, kernels)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, kernels: str = "") -> Tensor:
+    """`rope` in one kernel each way."""
+    return _Rope.apply(x, cos, sin, kernels)

@@ -64,6 +64,15 @@ SHARED = {
             "glu_backward(Tensor dy, Tensor gate_up, int kind) -> Tensor",
             lambda dy, gate_up, kind: gate_up.new_empty(gate_up.shape),
         ),
+        SharedOp("rope_(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_rotated) -> ()", lambda *args: None),
+        SharedOp(
+            "rope(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor",
+            lambda x, cos, sin, inverse: x.new_empty(x.shape),
+        ),
+        SharedOp(
+            "rope_pack(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
+            lambda dq, dk, dv, cos, sin: dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3]),
+        ),
     )
 }
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.ops import fused, native
 from megalite.ops.registry import Backend, Page, triton_backend
 
 
@@ -84,5 +85,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 PAGE = Page(
     "rope",
     ("rope_qkv", "rope"),
-    (triton_backend("rope", "rope_qkv", "rope"), Backend("torch", lambda: {"rope_qkv": rope_qkv, "rope": rope})),
+    (
+        triton_backend("rope", "rope_qkv", "rope"),
+        Backend("cpp", lambda: {"rope_qkv": fused.rope_qkv, "rope": fused.rope}, native.why_no_cpp),
+        Backend("torch", lambda: {"rope_qkv": rope_qkv, "rope": rope}),
+    ),
 )

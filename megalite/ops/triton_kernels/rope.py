@@ -6,15 +6,14 @@ writes the packed gradient, so that no concatenation is needed.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalite.ops.triton_kernels.support import FUSE, register
+from megalite.ops import fused
+from megalite.ops.triton_kernels.support import FUSE, register_shared
 
 _TILE = 2048  # elements of each half a program handles at a time
 
@@ -92,53 +91,9 @@ def _rope_pack(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> 
     return dqkv
 
 
-register("triton_rope_(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_rotated) -> ()", _rope_, lambda *args: None)
-register(
-    "triton_rope(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor",
-    _rope,
-    lambda x, cos, sin, inverse: x.new_empty(x.shape),
-)
-register(
-    "triton_rope_pack(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
-    _rope_pack,
-    lambda dq, dk, dv, cos, sin: dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3]),
-)
+register_shared("rope_", _rope_)
+register_shared("rope", _rope)
+register_shared("rope_pack", _rope_pack)
 
-
-class _RopeQKV(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        packed = _unit_stride(qkv.detach())
-        torch.ops.megalite.triton_rope_(packed, cos, sin, num_heads + num_kv_heads)
-        q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-        return q, k, v
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return torch.ops.megalite.triton_rope_pack(dq, dk, dv, *ctx.saved_tensors), None, None, None, None
-
-
-class _Rope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return torch.ops.megalite.triton_rope(x, cos, sin, False)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.megalite.triton_rope(dy, *ctx.saved_tensors, True), None, None
-
-
-def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Triton backend of `rope_qkv`."""
-    return _RopeQKV.apply(qkv, cos, sin, num_heads, num_kv_heads)
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Triton backend of `rope`."""
-    return _Rope.apply(x, cos, sin)
+rope_qkv = partial(fused.rope_qkv, kernels="triton_")
+rope = partial(fused.rope, kernels="triton_")
