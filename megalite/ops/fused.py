@@ -137,3 +137,26 @@ def rope_qkv(
 def rope(x: Tensor, cos: Tensor, sin: Tensor, kernels: str = "") -> Tensor:
     """`rope` in one kernel each way."""
     return _Rope.apply(x, cos, sin, kernels)
+
+
+def cross_entropy_stats(
+    logits: Tensor, target: Tensor, vocab_start: int, valid: int | None = None, kernels: str = ""
+) -> Tensor:
+    """`cross_entropy_stats` in one read."""
+    columns = logits.shape[1] if valid is None else valid
+    return _op(kernels, "cross_entropy_stats")(logits, target, vocab_start, columns)
+
+
+def cross_entropy_grad_(
+    logits: Tensor,
+    target: Tensor,
+    vocab_start: int,
+    lse: Tensor,
+    scale: Tensor,
+    valid: int | None = None,
+    kernels: str = "",
+) -> Tensor:
+    """`cross_entropy_grad_` in one pass."""
+    columns = logits.shape[1] if valid is None else valid
+    _op(kernels, "cross_entropy_grad_")(logits, target, vocab_start, lse, scale, columns)
+    return logits

@@ -73,6 +73,15 @@ SHARED = {
             "rope_pack(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
             lambda dq, dk, dv, cos, sin: dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3]),
         ),
+        SharedOp(
+            "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int valid) -> Tensor",
+            lambda logits, target, vocab_start, valid: logits.new_empty(logits.shape[0], 3, dtype=torch.float32),
+        ),
+        SharedOp(
+            "cross_entropy_grad_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor lse, Tensor scale, "
+            "int valid) -> ()",
+            lambda *args: None,
+        ),
     )
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.ops.triton_kernels.support import FUSE, register
+from megalite.ops import fused
+from megalite.ops.triton_kernels.support import FUSE, register_shared
 
 _STATS_BLOCK = 4096
 _GRAD_BLOCK = 2048
@@ -78,29 +81,8 @@ def _grad_(logits: Tensor, target: Tensor, vocab_start: int, lse: Tensor, scale:
         )  # fmt: skip
 
 
-register(
-    "triton_cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int valid) -> Tensor",
-    _stats,
-    lambda logits, target, vocab_start, valid: logits.new_empty(logits.shape[0], 3, dtype=torch.float32),
-)
-register(
-    "triton_cross_entropy_grad_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor lse, Tensor scale, "
-    "int valid) -> ()",
-    _grad_,
-    lambda *args: None,
-)
+register_shared("cross_entropy_stats", _stats)
+register_shared("cross_entropy_grad_", _grad_)
 
-
-def cross_entropy_stats(logits: Tensor, target: Tensor, vocab_start: int, valid: int | None = None) -> Tensor:
-    """Triton backend of `cross_entropy_stats`."""
-    columns = logits.shape[1] if valid is None else valid
-    return torch.ops.megalite.triton_cross_entropy_stats(logits, target, vocab_start, columns)
-
-
-def cross_entropy_grad_(
-    logits: Tensor, target: Tensor, vocab_start: int, lse: Tensor, scale: Tensor, valid: int | None = None
-) -> Tensor:
-    """Triton backend of `cross_entropy_grad_`."""
-    columns = logits.shape[1] if valid is None else valid
-    torch.ops.megalite.triton_cross_entropy_grad_(logits, target, vocab_start, lse, scale, columns)
-    return logits
+cross_entropy_stats = partial(fused.cross_entropy_stats, kernels="triton_")
+cross_entropy_grad_ = partial(fused.cross_entropy_grad_, kernels="triton_")

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def backend() -> str:
-    """MEGALITE_TEST_BACKEND: what `resolve` is given ("torch", "triton", "adamw=cpp,l2_norm=cpp")."""
+    """MEGALITE_TEST_BACKEND: what `resolve` is given ("torch", "triton", "cpp", "cuda,lamb=torch")."""
     return os.environ.get("MEGALITE_TEST_BACKEND", "torch")
 
 

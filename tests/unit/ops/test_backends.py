@@ -231,6 +231,8 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "triton_glu_backward": (r(3, 2, 8), x, 1),
         "triton_bias_gelu": (x, w, 2),
         "triton_bias_gelu_backward": (x, x.clone(), w, 1),
+        "cross_entropy_stats": (*stats, 30),
+        "cross_entropy_grad_": (*stats, r(5), r(5), 30),
         "triton_cross_entropy_stats": (*stats, 30),
         "triton_cross_entropy_grad_": (*stats, r(5), r(5), 30),
         "triton_adamw_": (*flat, r(100).bfloat16(), multiplier, 0.01, *numbers),
