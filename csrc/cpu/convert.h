@@ -28,8 +28,8 @@ inline __attribute__((always_inline)) float widen(BF16 x) {
 
 inline __attribute__((always_inline)) void narrow(float x, float& y) { y = x; }
 
-// Round to nearest even; NaN stays NaN. By masks: of a conditional with a constant gcc makes a path of its own, and then
-// sometimes no vectors.
+// Round to nearest even; NaN stays NaN. By masks: of a conditional with a constant gcc makes a path of its own, and
+// then sometimes no vectors.
 inline __attribute__((always_inline)) void narrow(float x, BF16& y) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

@@ -18,7 +18,7 @@ inline __attribute__((always_inline)) Activation silu(float x) {
   return {value, sigmoid + value * (1.0f - sigmoid)};
 }
 
-// The normal distribution function by erfc of Numerical Recipes (erfcc): its relative error of 1.2e-7 holds in the tails.
+// The normal distribution function by Numerical Recipes' erfcc, whose relative error of 1.2e-7 holds in the tails.
 inline __attribute__((always_inline)) Activation gelu(float x) {
   const float z = (x < 0.0f ? -x : x) * 0.70710678118654752f;
   const float t = 1.0f / (1.0f + 0.5f * z);

@@ -66,7 +66,9 @@ class Wide {
       for (int64_t i = 0; i < n; ++i) wide_[i] = widen(from[i]);
     }
   }
-  const float* data() const { return wide_.empty() ? static_cast<const float*>(source_.const_data_ptr()) : wide_.data(); }
+  const float* data() const {
+    return wide_.empty() ? static_cast<const float*>(source_.const_data_ptr()) : wide_.data();
+  }
 
  private:
   Tensor source_;
