@@ -2,8 +2,8 @@
 
 wgrad_accumulate(main_grad, dy, x) -> None
     main_grad += dy^T x in place. dy [N, out], x [N, in] of one dtype; main_grad [out, in] fp32 (or of that dtype). With
-    an fp32 main_grad the sum over micro-batches is fp32. On CUDA so is the product: the GEMM itself writes fp32 (cuBLAS,
-    beta = 1, no buffer of its own). A CPU has no such product: there each one is rounded once before it is added.
+    an fp32 main_grad the sum over micro-batches is fp32. On CUDA so is the product: the GEMM itself writes fp32 (cuBLAS
+    with beta 1, no buffer of its own). A CPU has no such product: there each one is rounded once before it is added.
 """
 
 from __future__ import annotations
