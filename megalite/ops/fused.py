@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 # Activations by their number in the kernels' schemas.
 KINDS = {"silu": 0, "none": 1, "tanh": 2}
@@ -73,6 +74,8 @@ class _RopeQKV(torch.autograd.Function):
         ctx.kernels = kernels
         packed = qkv.detach() if qkv.stride(-1) == 1 else qkv.detach().contiguous()
         _op(kernels, "rope_")(packed, cos, sin, num_heads + num_kv_heads)
+        # Whoever kept the old values for a backward pass must be told: autograd sees no kernel of ours write.
+        increment_version(packed)
         q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
         return q, k, v
 
@@ -159,4 +162,5 @@ def cross_entropy_grad_(
     """`cross_entropy_grad_` in one pass."""
     columns = logits.shape[1] if valid is None else valid
     _op(kernels, "cross_entropy_grad_")(logits, target, vocab_start, lse, scale, columns)
+    increment_version(logits)
     return logits

@@ -122,7 +122,10 @@ def test_port_in_use(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         # Rank 1 alone would wait for a server; rank 0 must find out and end.
-        rank0 = finish(start_ranks(arguments, 2, port=port)[:1], WITHIN)[0]
+        processes = start_ranks(arguments, 2, port=port)
+        rank0 = finish(processes[:1], WITHIN)[0]
+        processes[1].kill()
+        processes[1].communicate()
     assert rank0.code == 2
     assert len(rank0.errors) == 1
     assert f"MASTER_PORT {port}" in rank0.errors[0]

@@ -122,6 +122,12 @@ class Hosts:
         """Pull ("down") or plug ("up") host i's cable."""
         sh(f"ip link set ml{i} {state}")
 
+    def connected(self) -> bool:
+        """Whether every host's sshd can be reached from every other host."""
+        pairs = [(a, b) for a in NODES for b in NODES if a != b]
+        probes = [["ip", "netns", "exec", a, "timeout", "1", "bash", "-c", f": </dev/tcp/{b}/22"] for a, b in pairs]
+        return all(subprocess.run(probe, capture_output=True).returncode == 0 for probe in probes)
+
     def all_gone(self) -> bool:
         """Whether no process but sshd is left on any host."""
         return not any(self.processes(node) for node in NODES)
@@ -157,6 +163,8 @@ def _nothing_left(hosts: Hosts) -> Iterator[None]:
     for i in (1, 2, 3):
         hosts.cable(i, "up")
     wait_for(hosts.all_gone, ALL_GONE_S, "all processes of the hosts gone")
+    # The kernel remembers for a while that a pulled host does not answer.
+    wait_for(hosts.connected, 60, "all hosts within reach again")
 
 
 class Launch:

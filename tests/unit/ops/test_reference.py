@@ -106,6 +106,16 @@ def test_second_derivatives_are_refused_not_wrong(ops: Ops) -> None:
         dx.sum().backward()
 
 
+def test_rope_in_place_is_told_to_autograd(ops: Ops) -> None:
+    """Who kept the values for a backward pass must not be given the rotated ones."""
+    qkv = torch.randn(3, 1, 4, 8, requires_grad=True) * 1.0
+    squares = qkv.square()
+    angle = torch.randn(3, 4)
+    ops.rope_qkv(qkv, angle.cos(), angle.sin(), 2, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+
+
 def test_wgrad_sums_micro_batches_in_fp32(ops: Ops) -> None:
     """Adding 2^-9 to 1 vanishes in bf16 (8 bits); over micro-batches, in main_grad, it must not."""
     main_grad = torch.zeros(1, 1)
