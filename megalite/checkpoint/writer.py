@@ -69,7 +69,7 @@ def main(descriptor: int) -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     # Where training needs every core, it has them: a save then takes longer, and has all once it is waited for.
-    os.nice(19)
+    os.nice(15)
     channel = socket.socket(fileno=descriptor)
     buffer: mmap.mmap | None = None
     while (message := receive(channel)) is not None:

@@ -69,6 +69,8 @@ def leaving_together() -> Iterator[None]:
             print(f"{where}error: {e}", file=sys.stderr, flush=True)
         _leave(2)
     except KeyboardInterrupt:
+        # One more must not cut the message short.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank == 0:
             print("interrupted: left at once, nothing more was saved", file=sys.stderr, flush=True)
         _leave(130)
