@@ -9,8 +9,7 @@ neighbours, then their median.
     python benchmarks/peers.py --rounds 15 --json peers.json --markdown peers.md
 
 One thread and one core per process when there are several (ranks share cores in turn where there are fewer), all cores
-when there is one. Losses are printed: peers of a layout that
-do the same work print the same numbers.
+when there is one. Losses are printed: peers of a layout that do the same work print the same numbers.
 """
 
 from __future__ import annotations
