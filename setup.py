@@ -1,8 +1,8 @@
-"""The optional native kernels; everything else about the package is in pyproject.toml.
+"""The optional compiled parts; everything else about the package is in pyproject.toml.
 
-Needs torch at build time, so pip's build isolation skips it: `pip install --no-build-isolation -e .`, or afterwards
-`python setup.py build_ext --inplace`. Without a compiler, torch or nvcc the install goes on and says what is missing;
-`python -m megalite.ops` shows what is there.
+The kernels need torch at build time, so pip's build isolation skips them: `pip install --no-build-isolation -e .`, or
+afterwards `python setup.py build_ext --inplace`. Without a compiler, torch or nvcc the install goes on and says what is
+missing; `python -m megalite.ops` shows which kernels are there.
 
 MEGALITE_CUDA = auto (default: build if nvcc is found) | 0 (never) | 1 (fail without nvcc).
 MEGALITE_CUDA_ARCHS = "80;90;100;120": architectures of the CUDA library; PTX of the last for newer cards.
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.resolve()
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # Never -ffast-math: gcc < 13 would set flush-to-zero for the whole process. No contraction: the same bits on every CPU.
 CXX_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
-CXX_FLAGS += ["-ffp-contract=off", STABLE_ABI]
+CXX_FLAGS += ["-ffp-contract=off"]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DUSE_CUDA", "-lineinfo", STABLE_ABI]
 NVCC_FLAGS += ["-Xfatbin", "-compress-all"]
 # Symbols the CUDA library takes from libtorch_cuda.so, which a CPU build of torch does not have.
@@ -57,11 +57,12 @@ def extensions() -> list[Extension]:
     if cuda == "1" and (nvcc is None or torch_dir() is None):
         missing = "nvcc on PATH or under CUDA_HOME" if nvcc is None else "torch at build time (--no-build-isolation)"
         sys.exit(f"error: MEGALITE_CUDA=1: needs {missing}; provide it, or set MEGALITE_CUDA=auto")
+    found = [Extension("megalite.data._blend", ["csrc/data/blend.cpp"], optional=True)]
     if torch_dir() is None:
         say("native kernels skipped: torch cannot be imported by the build (use --no-build-isolation)")
-        return []
+        return found
     cpu_sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
-    found = [Extension("megalite.ops._native_cpu", cpu_sources, optional=True)]
+    found.append(Extension("megalite.ops._native_cpu", cpu_sources, optional=True))
     if cuda == "0" or nvcc is None:
         say(f"CUDA kernels skipped: {'MEGALITE_CUDA=0' if cuda == '0' else 'no nvcc'}")
     else:
@@ -71,7 +72,7 @@ def extensions() -> list[Extension]:
 
 
 class BuildNative(build_ext):
-    """Calls the compilers directly: the sources need no Python headers, and torch's CUDAExtension wants CUDA torch."""
+    """Calls the compilers directly: no source needs Python's headers, and torch's CUDAExtension wants CUDA torch."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
@@ -83,7 +84,9 @@ class BuildNative(build_ext):
             if ext.name.endswith("_cuda"):
                 self.build_cuda(ext.sources, target)
             else:
-                self.compile([os.environ.get("CXX", "g++"), *CXX_FLAGS], ext.sources, target, [])
+                on_torch = ext.name.endswith("_cpu")
+                flags = [*CXX_FLAGS, STABLE_ABI] if on_torch else CXX_FLAGS
+                self.compile([os.environ.get("CXX", "g++"), *flags], ext.sources, target, [], on_torch)
         except (OSError, subprocess.CalledProcessError) as e:
             if not ext.optional:
                 raise
@@ -104,10 +107,12 @@ class BuildNative(build_ext):
             link = [f"-L{tmp}", "-ltorch_cuda", "-cudart", "static", "-lpthread", "-ldl", "-lrt"]
             self.compile([nvcc, *NVCC_FLAGS, *codes], sources, target, link)
 
-    def compile(self, command: list[str], sources: list[str], target: Path, link: list[str]) -> None:
+    def compile(
+        self, command: list[str], sources: list[str], target: Path, link: list[str], on_torch: bool = True
+    ) -> None:
         torch = torch_dir()
-        paths = [f"-I{torch}/include", f"-L{torch}/lib"]
-        libraries = [*link, "-ltorch", "-ltorch_cpu", "-lc10"]
+        paths = [f"-I{torch}/include", f"-L{torch}/lib"] if on_torch else []
+        libraries = [*link, "-ltorch", "-ltorch_cpu", "-lc10"] if on_torch else link
         # A compiler that is interrupted must not leave half a library where the package looks for it.
         part = target.with_suffix(".part")
         subprocess.run([*command, *paths, "-shared", *sources, "-o", part, *libraries], check=True, cwd=ROOT)

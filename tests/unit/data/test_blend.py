@@ -1,18 +1,30 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.blend import BlendedDataset, BlendOrder
+from megalite.data.blend import BlendedDataset, BlendOrder, Run, compiled, run_in_python
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]
+
+
+@pytest.fixture(scope="module", params=["compiled", "python"])
+def run(request: pytest.FixtureRequest) -> Run:
+    if request.param == "python":
+        return run_in_python
+    found = compiled()
+    if found is None:
+        pytest.skip("no C++ compiler at install")
+    return found
 
 
 def literal_rule(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
@@ -30,8 +42,8 @@ def literal_rule(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
     return choices
 
 
-def test_the_worked_example() -> None:
-    order = BlendOrder([0.5, 0.3, 0.2])
+def test_the_worked_example(run: Run) -> None:
+    order = BlendOrder([0.5, 0.3, 0.2], run)
     choices = [order.locate(i) for i in range(10)]
     assert "".join(str(s) for s, _ in choices) == "0120102010"
     assert "".join(str(n) for _, n in choices) == "0001121324"
@@ -44,24 +56,45 @@ general = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(decimals, general), st.lists(st.integers(0, 9999), min_size=1, max_size=6))
 def test_any_position_equals_the_literal_rule_whatever_was_asked_before(
-    weights: list[float], positions: list[int]
+    run: Run, weights: list[float], positions: list[int]
 ) -> None:
     expected = literal_rule(weights, 10_000)
-    order = BlendOrder(weights)
+    order = BlendOrder(weights, run)
     for position in positions:
         assert order.locate(position) == expected[position]
-        assert BlendOrder(weights).locate(position) == expected[position]
+        assert BlendOrder(weights, run).locate(position) == expected[position]
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1, 1, 1], [1234567, 89012, 345], [0.05] * 20])
-def test_reading_forwards_equals_the_literal_rule(weights: list[float]) -> None:
-    order = BlendOrder(weights)
+def test_reading_forwards_equals_the_literal_rule(run: Run, weights: list[float]) -> None:
+    order = BlendOrder(weights, run)
     assert [order.locate(i) for i in range(20_000)] == literal_rule(weights, 20_000)
 
 
-def test_a_position_far_ahead_continues_the_exact_sequence() -> None:
+def test_many_sets_of_arbitrary_weights_are_counted_from_the_start() -> None:
+    """20 sets have one safe starting point in 19! positions: the search must give up, and the count be right."""
+    run = compiled()
+    if run is None:
+        pytest.skip("no C++ compiler at install: counting two million samples in Python takes seconds")
+    weights, far = [1 + math.sqrt(p) for p in range(20)], 2_000_003
+    shares, taken = np.array(weights) / sum(weights), np.zeros(20, dtype=np.int64)
+    run(shares, taken, None, 0, far)
+    assert taken.sum() == far
+    assert np.abs(taken - shares * far).max() < 20
+    chosen, nth = BlendOrder(weights).locate(far)
+    assert (nth, chosen) == (taken[chosen], (shares * far - taken).argmax())
+
+
+def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "_blend.so").write_bytes(b"half a library")
+    with pytest.raises(UserError, match="cannot be loaded: .*; install megalite again"):
+        compiled(tmp_path / "_blend.so")
+    assert compiled(tmp_path / "missing.so") is None
+
+
+def test_a_position_far_ahead_continues_the_exact_sequence(run: Run) -> None:
     # 0.7 / 0.3 repeats every 10 steps; at a multiple of 10 every set has exactly its share.
-    order = BlendOrder([0.7, 0.3])
+    order = BlendOrder([0.7, 0.3], run)
     far = 10**12
     choices = [order.locate(far + i) for i in range(20)]
     assert sorted(n for s, n in choices if s == 0) == list(range(7 * 10**11, 7 * 10**11 + 14))
