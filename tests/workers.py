@@ -1,4 +1,5 @@
 """A pool of gloo worker processes that lives on over tests: importing torch costs seconds, sending a function does not.
+They are forked from one process that has imported it.
 
 `pool.run(world, fn, *args)` calls `fn(rank, *args)` on `world` workers inside a fresh process group of that size and
 returns the list of results. `fn` must be a top-level function of a file under tests/.
@@ -72,8 +73,9 @@ class WorkerPool:
         self._jobs = 0
 
     def _grow(self, world: int) -> None:
-        context = mp.get_context("spawn")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["megalite.train.step"])
         while len(self._workers) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks import finish, run_ranks, start_ranks
+from tests.faults.zygote import Zygote
 from tests.unit.checkpoint.jobs import whole_tensors
 
 STEPS, EVERY, KILLS = 200, 5, 5
@@ -37,28 +38,30 @@ def losses(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_five_random_kills(tmp_path: Path) -> None:
+def test_five_random_kills(zygote: Zygote, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     draw = random.Random(seed)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    assert [r.code for r in run_ranks([*TRAIN, "--run-dir", str(straight)], 2)] == [0, 0]
+    whole = zygote.start([*TRAIN, "--run-dir", str(straight)], 2, tmp_path).end()
+    assert [left.code for left in whole] == [0, 0], whole
     for kill in range(KILLS):
         target = last_step(broken) // EVERY * EVERY + draw.randint(3, 2 * STEPS // (KILLS + 2) - EVERY)
-        ranks = start_ranks([*TRAIN, "--run-dir", str(broken)], 2)
+        ranks = zygote.start([*TRAIN, "--run-dir", str(broken)], 2, tmp_path)
         deadline = time.monotonic() + 90
         while last_step(broken) < min(target, STEPS - 10):
             assert time.monotonic() < deadline, f"kill {kill}: step {target} not reached"
-            assert all(r.poll() is None for r in ranks), "".join(r.stderr.read() for r in ranks if r.stderr)
+            assert not ranks.ended(), [ranks.text(rank) for rank in range(2)]
             time.sleep(0.02)
         victim = draw.randrange(2)
-        ranks[victim].kill()
-        left = finish(ranks, 15)
+        os.kill(ranks.pid(victim), signal.SIGKILL)
+        left = ranks.end(within=15)
         assert left[victim].code == -signal.SIGKILL
         assert left[1 - victim].code == 1, left[1 - victim]
         full = list((broken / "checkpoints").glob("step_*"))
         assert len(full) <= 3, "keep-last, and the one resumed from"
-    assert [r.code for r in run_ranks([*TRAIN, "--run-dir", str(broken)], 2)] == [0, 0]
+    last = zygote.start([*TRAIN, "--run-dir", str(broken)], 2, tmp_path).end()
+    assert [left.code for left in last] == [0, 0], last
     assert losses(broken) == losses(straight)
     ends = [whole_tensors(run / "checkpoints" / f"step_{STEPS:08d}") for run in (straight, broken)]
     assert ends[0].keys() == ends[1].keys()

@@ -48,6 +48,11 @@ class Job:
         self.zygote.until(lambda: words in self.text(rank) or self.names[rank] in self.zygote.codes, within)
         assert words in self.text(rank), self.text(rank)
 
+    def ended(self) -> bool:
+        """Whether one of the ranks has ended."""
+        self.zygote.listen(0)
+        return any(name in self.zygote.codes for name in self.names)
+
     def end(self, within: float = 90.0) -> list[Left]:
         """Wait for all ranks; those still alive after `within` seconds are killed and the test fails."""
         try:
@@ -100,17 +105,21 @@ class Zygote:
     def until(self, condition: Callable[[], bool], within: float) -> None:
         """Take in what the zygote says until the condition holds."""
         deadline = time.monotonic() + within
-        assert self.process.stdout is not None
         while not condition():
             assert time.monotonic() < deadline, f"not within {within} s"
-            if select.select([self.process.stdout], [], [], 0.1)[0]:
-                more = os.read(self.process.stdout.fileno(), 1 << 16)
-                assert more, "the zygote has died"
-                self.heard += more
-                *lines, self.heard = self.heard.split(b"\n")
-                for said in map(json.loads, lines):
-                    table, key = (self.pids, "pid") if "pid" in said else (self.codes, "code")
-                    table[said["job"]] = said[key]
+            self.listen(0.1)
+
+    def listen(self, seconds: float) -> None:
+        """Take in what is said within this time."""
+        assert self.process.stdout is not None
+        if select.select([self.process.stdout], [], [], seconds)[0]:
+            more = os.read(self.process.stdout.fileno(), 1 << 16)
+            assert more, "the zygote has died"
+            self.heard += more
+            *lines, self.heard = self.heard.split(b"\n")
+            for said in map(json.loads, lines):
+                table, key = (self.pids, "pid") if "pid" in said else (self.codes, "code")
+                table[said["job"]] = said[key]
 
     def close(self) -> None:
         assert self.process.stdin is not None
