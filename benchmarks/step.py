@@ -1,6 +1,6 @@
 """Time of a training step in one process, precision against precision, interleaved in one run.
 
-python benchmarks/step.py [--precisions fp32 bf16] [--json FILE] [-- any flags of pretrain_gpt.py]
+python benchmarks/step.py [--precisions fp32 bf16] [--compiled] [--json FILE] [-- any flags of pretrain_gpt.py]
 
 Prints tokens/s, the ratio to the first precision, and model FLOP utilisation in both conventions where the device's
 peak is known. Medians; the machine is named in the output. Without flags: 2 layers, hidden 1024, vocabulary 8192.
@@ -52,9 +52,10 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def build(cfg: Config, precision: Precision, device: torch.device) -> Engine:
+def build(cfg: Config, precision: Precision, compiled: bool, device: torch.device) -> Engine:
     """One engine with initial weights."""
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, precision=precision))
+    compiled = compiled or cfg.train.compile
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, precision=precision, compile=compiled))
     engine = build_engine(cfg, ParallelContext.single(device))
     engine.optimizer.init_parameters(cfg.train.seed)
     return engine
@@ -73,7 +74,7 @@ def timed_step(engine: Engine, batch: np.ndarray, step: int) -> float:
 
 
 def figures(cfg: Config, times: list[float], first: float, device: torch.device) -> dict[str, Any]:
-    """One precision's row."""
+    """One engine's row."""
     median = statistics.median(times)
     rate = cfg.train.global_batch_size * cfg.model.seq_len / median
     peak = peak_flops(device)
@@ -88,6 +89,7 @@ def figures(cfg: Config, times: list[float], first: float, device: torch.device)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--compiled", action="store_true", help="each precision with --compile too")
     parser.add_argument("--steps", type=int, default=7, help="measured steps of each precision, after two unmeasured")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("flags", nargs="*", help="after `--`: flags of pretrain_gpt.py")
@@ -98,22 +100,26 @@ def main() -> None:
     print(f"FLOPs a token: {per_token}")
     if peak:
         print(f"MFU = FLOPs a token x tokens/s / {peak:.3e} FLOP/s, the dense bf16 peak")
-    engines = {precision: build(cfg, precision, device) for precision in args.precisions}
+    engines = {}
+    for precision in args.precisions:
+        engines[precision] = build(cfg, precision, False, device)
+        if args.compiled:
+            engines[f"{precision} compiled"] = build(cfg, precision, True, device)
     draws = np.random.default_rng(0)
-    seconds: dict[str, list[float]] = {precision: [] for precision in engines}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
     for step in range(1, args.steps + 3):
         batch = draws.integers(0, cfg.model.vocab, (cfg.train.global_batch_size, cfg.model.seq_len + 1))
-        for precision, engine in engines.items():
+        for name, engine in engines.items():
             time_s = timed_step(engine, batch, step)
             if step > 2:
-                seconds[precision].append(time_s)
+                seconds[name].append(time_s)
     first = statistics.median(seconds[args.precisions[0]])
-    rows = {precision: figures(cfg, times, first, device) for precision, times in seconds.items()}
-    for precision, row in rows.items():
+    rows = {name: figures(cfg, times, first, device) for name, times in seconds.items()}
+    for name, row in rows.items():
         low, high = row["spread_s"]
         mfu = f", MFU {row['mfu_causal']:.1%} causal, {row['mfu_full']:.1%} full" if row["mfu_full"] else ""
         print(
-            f"{precision}: {row['step_s'] * 1e3:.1f} ms a step ({low * 1e3:.1f} to {high * 1e3:.1f}), "
+            f"{name}: {row['step_s'] * 1e3:.1f} ms a step ({low * 1e3:.1f} to {high * 1e3:.1f}), "
             f"{row['tokens_per_s']:,.0f} tokens/s, {row['speedup']:.2f}x {args.precisions[0]}, "
             f"{row['tflops_causal']:.3f} TFLOP/s{mfu}"
         )

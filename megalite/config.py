@@ -83,6 +83,8 @@ class TrainConfig:
     """Recompute in backward: nothing, the attention core, or whole blocks."""
     ops: str = "auto"
     """Kernels: a backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs, comma-separated."""
+    compile: bool = False
+    """torch.compile of what lies between the matrix products of every block; no dropout then."""
     loss_chunk: int = 0
     """Tokens at a time in the output layer and the loss, so that all logits never exist; 0: all at once."""
     label_smoothing: float = 0.0
@@ -246,6 +248,12 @@ class Config:
             f"--seq-len {m.seq_len}",
             f"must be divisible by --tp {p.tp} with sequence parallelism",
             "change --seq-len, or give --no-sequence-parallel",
+        )
+        require(
+            not (self.train.compile and (m.hidden_dropout or m.attention_dropout)),
+            f"--compile with --hidden-dropout {m.hidden_dropout} --attention-dropout {m.attention_dropout}",
+            "compiled blocks draw no masks",
+            "leave --compile out, or set both to 0",
         )
         require(
             p.pp * p.vp <= m.num_layers,

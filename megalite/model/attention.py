@@ -59,8 +59,9 @@ class Attention(nn.Module):
         if rope is None:
             parts = qkv.split((n, g, g), dim=2)
         else:
-            # The op rotates in place; what checkpointing runs again must find its input unchanged.
-            packed = qkv.clone() if self.recompute_core else qkv
+            # The op rotates in place; what checkpointing runs again must find its input unchanged, and torch.compile
+            # loses the gradient of a view that is written to.
+            packed = qkv.clone() if self.recompute_core or torch.compiler.is_compiling() else qkv
             parts = ops.rope_qkv(packed, rope[0][:seq], rope[1][:seq], n, g)
         q, k, v = (t.permute(1, 2, 0, 3) for t in parts)
         dropout = cfg.attention_dropout if torch.is_grad_enabled() else 0.0

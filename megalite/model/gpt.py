@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.model.attention import Attention, Rope
+from megalite.model.attention import Attention, QKNorm, Rope
 from megalite.model.layers import Maker, Position, rotary_tables
 from megalite.model.mlp import MLP
 from megalite.params import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
-from megalite.tensor_parallel.linear import ColumnParallelLinear
+from megalite.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 
 
@@ -47,6 +47,16 @@ class Block(nn.Module):
         return x + dropout(self.mlp(normed), "mlp_out")
 
 
+def compile_block(block: nn.Module) -> None:
+    """torch.compile of what lies between the layers that communicate, which stay as they are: they add to `main_grad`
+    and to the queue of weight gradients, of which a traced graph knows nothing. Hooks on the block stay outside too.
+    """
+    for part in block.modules():
+        if isinstance(part, ParallelLinear) or (isinstance(part, QKNorm) and not part.per_head):
+            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
+    block.forward = torch.compile(block.forward)
+
+
 class GPTStage(nn.Module):
     """The layers of one pipeline stage: embedding on the first, blocks, final norm and output layer on the last.
 
@@ -59,6 +69,7 @@ class GPTStage(nn.Module):
         recompute: "none", "selective" (attention core) or "full" (whole blocks).
         loss_chunk: tokens at a time in output layer and loss; 0 = all at once.
         shared_embedding: the tied embedding's weight where it lives on the same rank; used as the output weight.
+        compiled: blocks go through torch.compile; they must have no dropout.
     """
 
     def __init__(
@@ -70,10 +81,12 @@ class GPTStage(nn.Module):
         recompute: str = "none",
         loss_chunk: int = 0,
         shared_embedding: ShardedParameter | None = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
         cfg = make.cfg
         self.make, self.first, self.last, self.recompute = make, first, last, recompute
+        self.compiled = compiled
         self.queue = make.queue
         if first:
             weight = make.param("embed_tokens.weight", True)
@@ -81,6 +94,9 @@ class GPTStage(nn.Module):
             if cfg.position == "learned":
                 self.embed_positions = PositionEmbedding(make)
         self.layers = nn.ModuleDict({str(i): Block(make, i, recompute == "selective") for i in layers})
+        if compiled:
+            for block in self.layers.values():
+                compile_block(block)
         if last:
             self.norm = make.norm("norm")
             self.lm_head = LMHead(make, loss_chunk)
@@ -125,6 +141,9 @@ class GPTStage(nn.Module):
             x = make.dropout(x, position, -1, "embedding")
         length = x.shape[0] * (make.tp.size if make.sequence_parallel else 1)
         rope = self._rope_tables(length, x.device)
+        if self.compiled:
+            # A position is for masks only; numbers that change would have the blocks compiled again.
+            position = (0, 0, 0)
         for block in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, position, use_reentrant=False, preserve_rng_state=False)

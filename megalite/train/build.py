@@ -125,7 +125,7 @@ def build_stages(
         here = cfg.model.tie_embeddings and last and index > 0 and 0 in stages
         shared = stages[0].embed_tokens.weight if here else None
         stages[index] = GPTStage(
-            make, layers[index], index == 0, last, cfg.train.recompute, cfg.train.loss_chunk, shared
+            make, layers[index], index == 0, last, cfg.train.recompute, cfg.train.loss_chunk, shared, cfg.train.compile
         )
     return stages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from functools import cache
 from typing import Any
 
@@ -133,6 +134,14 @@ def test_overlap_changes_not_a_bit(pool: WorkerPool, layout: dict[str, Any], swi
         cfg = jobs.make_config(jobs.gpt2(), {**layout, **dict.fromkeys(off, False)})
         runs.append(pool.run(4, jobs.train, cfg, 4))
     assert all(run == runs[0] for run in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which torch.compile needs on CPU")
+def test_compiled_blocks(pool: WorkerPool) -> None:
+    # The torch backend's ops, since torch.compile may fuse these as it likes.
+    cfg = jobs.make_config(jobs.llama(2), {"tp": 2}, compile=True, ops="torch")
+    assert_same(pool, 2, cfg)
 
 
 def test_dropout_is_the_same_under_recompute_and_schedule(pool: WorkerPool) -> None:
