@@ -8,7 +8,13 @@ from __future__ import annotations
 from megalite import cli
 from megalite.checkpoint.hf.start import hf_model_config
 from megalite.diagnose.memory import diagnosing_memory
-from megalite.dist.context import ParallelContext, init_process_group, pick_device, world_size
+from megalite.dist.context import (
+    ParallelContext,
+    init_process_group,
+    only_deterministic_kernels,
+    pick_device,
+    world_size,
+)
 from megalite.dist.topology import Topology
 from megalite.log import env_rank
 from megalite.plan.memory import dry_run_report
@@ -29,6 +35,8 @@ def main() -> None:
             print(cli.to_yaml(cfg) if asked.print_config else dry_run_report(described(cfg), topology))
         return
     device = pick_device(cfg.parallel.device, tp)
+    if cfg.train.deterministic:
+        only_deterministic_kernels()
     init_process_group(device)
     with diagnosing_memory(cfg, topology, device, env_rank()) as known:
         run = open_run(cfg, ParallelContext.create(topology, device))

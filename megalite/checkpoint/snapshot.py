@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.safetensors_io import num_bytes
+from megalite.log import logger
 from megalite.optim.distributed_optimizer import StateTensor
 from megalite.params import Piece
 
@@ -27,8 +29,7 @@ class Snapshot:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._device = device
+        self._device, self._on_gpu, self._locked = device, device.type == "cuda", False
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self.descriptor, self.num_bytes = -1, 0
 
@@ -48,7 +49,7 @@ class Snapshot:
             count = num_bytes(box["dtype"], box["shape"])
             self._tensor[at : at + count].view(_DTYPES[box["dtype"]]).copy_(box["source"], non_blocking=True)
             at += count
-        if self._pinned:
+        if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
         return grown
 
@@ -62,15 +63,23 @@ class Snapshot:
                 self.descriptor = os.dup(file.fileno())
         os.ftruncate(self.descriptor, size)
         self._tensor = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
-        if self._pinned:
+        if self._on_gpu:
             # Page-locked, so that the copy from the GPU runs at full speed.
-            torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), size, 0)
+            cuda = torch.cuda.cudart()
+            refused = cuda.cudaHostRegister(self._tensor.data_ptr(), size, 0)
+            self._locked = refused == cuda.cudaError.success
+            if not self._locked:
+                logger.warning(f"{size:,} bytes for a save cannot be page-locked ({refused}): it copies more slowly")
+                # CUDA keeps the error and would blame the next kernel for it.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
 
     def free(self) -> None:
         if self.descriptor < 0:
             return
-        if self._pinned:
+        if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+            self._locked = False
         self._tensor = torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)
         self.descriptor = -1

@@ -112,7 +112,7 @@ class ParallelContext:
 def _meet_neighbours(axis: Axis, device: torch.device) -> None:
     """Exchange one element with each pipeline neighbour, pair by pair in one order.
 
-    NCCL makes a pair's communicator at its first message: here, and not between two collectives of a step.
+    NCCL connects a pair at its first message: here, and not between two collectives of a step.
     """
     pairs = {frozenset((i, (i + 1) % axis.size)) for i in range(axis.size)} if axis.size > 1 else set()
     for pair in sorted(sorted(p) for p in pairs):
@@ -148,6 +148,13 @@ def pick_device(name: str, tp: int = 1) -> torch.device:
     return device
 
 
+def only_deterministic_kernels() -> None:
+    """`--deterministic`. Before the process group: NCCL decides once, at its start, against reductions in the switch."""
+    torch.use_deterministic_algorithms(True)
+    # Filling every new tensor with NaN finds bugs, at the price of another pass over memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def world_size() -> int:
     """Number of ranks, from torchrun's (or Slurm's) environment."""
     _adopt_slurm()
@@ -158,8 +165,10 @@ def init_process_group(device: torch.device) -> None:
     """Join the default process group (gloo on CPU, NCCL on GPU); nothing to do in a world of one."""
     if world_size() == 1:
         return
-    # Communicators are made here, in the same order on every rank, not at the first message.
+    # Communicators are made here, in the same order on every rank, not at the first message. All messages of a group
+    # then share one, in the order of the schedule, which holds also where each waits for the one before: no warning.
     device_id = device if device.type == "cuda" else None
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))

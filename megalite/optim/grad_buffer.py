@@ -75,7 +75,8 @@ def bucket_layout(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
         starts.append(start)
         end = start + size
     if shards > 1:
-        unit = math.lcm(shards, _BUCKET_ALIGN)
+        # Every share begins at a multiple of 16 bytes, in bf16 too, however many there are: kernels read by vectors.
+        unit = math.lcm(8 * shards, _BUCKET_ALIGN)
         end = -(-end // unit) * unit
     return starts, end
 

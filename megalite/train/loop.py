@@ -60,8 +60,6 @@ def fit(run: Run) -> None:
     if run.step >= cfg.train.train_steps:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
-    if cfg.train.deterministic:
-        torch.use_deterministic_algorithms(True)
     engine.train_program, engine.eval_program = (
         run.heart.told(engine.train_program),
         run.heart.told(engine.eval_program),

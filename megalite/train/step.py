@@ -68,7 +68,7 @@ def train_step(
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = engine.executor.run(engine.train_program, microbatches, step, ctx.dp.rank, scale / full)
     squared_norm = optimizer.finish_grads()
-    totals = sum_over_world(engine, loss_sum, microbatches, squared_norm, stop, failed)
+    totals = sum_over_world(engine, loss_sum, batch, squared_norm, stop, failed)
     loss, tokens, squared, stops, failures = collectives.read(totals)
     unscale = full / (tokens * scale)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
@@ -88,14 +88,14 @@ def eval_step(engine: Engine, batch: npt.NDArray[np.int64]) -> float:
     """Mean loss over one global batch, without dropout; the same on every rank."""
     microbatches = to_microbatches(batch, engine.cfg.train.micro_batch_size, engine.ctx.device)
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
-    loss, tokens, *_ = collectives.read(sum_over_world(engine, loss_sum, microbatches))
+    loss, tokens, *_ = collectives.read(sum_over_world(engine, loss_sum, batch))
     return loss / tokens
 
 
 def sum_over_world(
     engine: Engine,
     loss_sum: torch.Tensor,
-    microbatches: list[MicroBatch],
+    batch: npt.NDArray[np.int64],
     squared_norm: torch.Tensor | None = None,
     stop: bool = False,
     failed: bool = False,
@@ -108,7 +108,8 @@ def sum_over_world(
     ctx = engine.ctx
     # Losses are alike on all tensor-parallel ranks of the last stage, and zero on other stages.
     speaks = ctx.tp.rank == 0
-    tokens = sum(int((b.targets_SB >= 0).sum()) for b in microbatches) if speaks and _holds_last(engine) else 0
+    # Counted on the host: the first wait for a GPU in a step is that for the status, which `collectives.read` times.
+    tokens = int((batch[:, 1:] >= 0).sum()) if speaks and _holds_last(engine) else 0
     status = torch.zeros(5, dtype=torch.float64, device=ctx.device)
     status[0] = loss_sum if speaks else 0.0
     status[1] = tokens
@@ -126,7 +127,10 @@ def _holds_last(engine: Engine) -> bool:
 
 def to_microbatches(batch: npt.NDArray[np.int64], size: int, device: torch.device) -> list[MicroBatch]:
     """Cut samples [n, S + 1] into micro-batches of inputs and shifted targets, [S, size] each."""
-    tokens = torch.from_numpy(batch).to(device, non_blocking=True).t()
+    host = torch.from_numpy(batch)
+    if device.type == "cuda":
+        host = host.pin_memory()  # from other memory the copy would wait for what the GPU still does
+    tokens = host.to(device, non_blocking=True).t()
     inputs, targets = tokens[:-1], tokens[1:]
     return [
         MicroBatch(inputs[:, i : i + size].contiguous(), targets[:, i : i + size].contiguous())

@@ -44,6 +44,13 @@ def test_padding(parameters: int, plain: int, cut_in_two: int) -> None:
     assert bucket_layout([9025] * parameters, 3)[1] == -(-(9088 * (parameters - 1) + 9025) // 384) * 384
 
 
+@pytest.mark.parametrize("shards", [2, 3, 16, 32, 64, 1000])
+def test_every_share_starts_where_vectors_do(shards: int) -> None:
+    numel = bucket_layout([9025, 77], shards)[1]
+    assert numel % shards == 0
+    assert 2 * (numel // shards) % 16 == 0
+
+
 @given(st.lists(st.integers(1, 500), max_size=30), st.integers(1, 1200) | st.none(), st.integers(1, 7))
 def test_no_parameter_is_lost_or_moved_onto_another(sizes: list[int], limit: int | None, shards: int) -> None:
     plan = plan_buckets(sizes, limit)
