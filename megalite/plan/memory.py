@@ -17,13 +17,14 @@ from megalite.dist.topology import Topology
 from megalite.errors import UserError
 from megalite.model.gpt_layout import head_cost, layer_split
 from megalite.model.param_map import param_map
+from megalite.ops.registry import pages, parse_spec
 from megalite.params import Shard, count_parameters
 from megalite.pipeline.choose import resolve_schedule
 from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
 from megalite.pipeline.simulate import Costs, simulate
 from megalite.plan.flops import flops_per_token
 
-# fp32 copies of the logits that the loss makes and drops (torch reference on a GPU), bytes a logit.
+# fp32 copies of the logits that the torch reference of the loss makes and drops, bytes a logit; kernels work in place.
 _LOSS_WORK = 8
 
 
@@ -167,7 +168,8 @@ def _peak_bytes(cfg: Config, program: Program, layers: list[range]) -> tuple[int
     rows = min(cfg.train.loss_chunk, tokens) or tokens
     logits_kept = 0 if cfg.train.loss_chunk else e * tokens * vocab
     loss_work = e * rows * vocab if cfg.train.loss_chunk else 0
-    loss_work += 0 if cfg.parallel.device == "cpu" else _LOSS_WORK * rows * vocab
+    if parse_spec(cfg.train.ops, {page.name: page for page in pages()})["cross_entropy"] == "torch":
+        loss_work += _LOSS_WORK * rows * vocab
     alive = logits = 0
     peak = (0, 0)
     for op in program:

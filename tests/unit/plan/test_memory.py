@@ -202,11 +202,12 @@ def test_recomputing_brings_one_layer_back() -> None:
     assert memory_per_rank(full, Topology(1))[0].activations == 6 * boundary + 2 * boundary + kept
 
 
-def test_a_gpu_makes_fp32_copies_of_the_logits() -> None:
-    cfg = config(precision="bf16", global_batch_size=1)
-    gpu = replace(cfg, parallel=replace(cfg.parallel, device="cuda"))
-    on_cpu, on_gpu = (memory_per_rank(c, Topology(1))[0].logits for c in (cfg, gpu))
-    assert (on_cpu, on_gpu) == (2 * 32 * 304, 10 * 32 * 304)
+@pytest.mark.parametrize(
+    ("ops", "bytes_a_logit"), [("auto", 2), ("torch", 10), ("rmsnorm=torch", 2), ("triton,cross_entropy=torch", 10)]
+)
+def test_the_torch_loss_makes_fp32_copies_of_the_logits(ops: str, bytes_a_logit: int) -> None:
+    cfg = config(precision="bf16", global_batch_size=1, ops=ops)
+    assert memory_per_rank(cfg, Topology(1))[0].logits == bytes_a_logit * 32 * 304
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
