@@ -119,22 +119,6 @@ def scatter_sum_first(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
     return out, reduce_scatter(out, x, axis)
 
 
-def _gather_dim(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    if axis.size == 1:
-        return x
-    out, work = gather_first(x.movedim(dim, 0), axis)
-    work.wait()
-    return out.movedim(0, dim)
-
-
-def _split_dim(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    if axis.size == 1:
-        return x
-    if x.shape[dim] % axis.size:
-        raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not split over {axis.size} ranks of {axis.name}")
-    return x.chunk(axis.size, dim)[axis.rank].contiguous()
-
-
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -160,41 +144,6 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _gather_dim(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _split_dim(grad, ctx.axis, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return _split_dim(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gather_dim(grad, ctx.axis, ctx.dim), None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return _gather_dim(x, axis, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        out, work = scatter_sum_first(grad, ctx.axis)
-        work.wait()
-        return out, None
-
-
 class _ScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -205,7 +154,9 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gather_dim(grad, ctx.axis, 0), None
+        whole, work = gather_first(grad, ctx.axis)
+        work.wait()
+        return whole, None
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -216,21 +167,6 @@ def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Leave a parallel region: sum over the axis; backward is the identity."""
     return x if axis.size == 1 else _Reduce.apply(x, axis)
-
-
-def gather_from(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
-    """Concatenate shards along `dim`; backward keeps this rank's slice."""
-    return x if axis.size == 1 else _Gather.apply(x, axis, dim)
-
-
-def split_to(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
-    """This rank's slice along `dim` of a replicated tensor; backward gathers."""
-    return x if axis.size == 1 else _Split.apply(x, axis, dim)
-
-
-def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Enter a parallel region from sequence shards (dimension 0): all-gather; backward reduce-scatters."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
 
 
 def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:

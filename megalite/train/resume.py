@@ -66,6 +66,14 @@ def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]
         engine.scaler.load_scalars(saved["scalars"])
     optimizer.finish_load()
     logger.info(f"resumed from {source} at step {saved['step']}")
+    changed = [
+        f"--{key.replace('_', '-')} {there} -> {here}"
+        for section in ("train", "optim")
+        for key, here in ours["config"][section].items()
+        if (there := saved["config"].get(section, {}).get(key, here)) != here
+    ]
+    if changed:
+        logger.info(f"other options than at that checkpoint: {', '.join(changed)}")
     there, t = read_manifest(source).topology, engine.ctx.topology
     here = {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp}
     if there != here:

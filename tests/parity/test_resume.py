@@ -84,7 +84,7 @@ def test_another_layout_to_1e_5(pool: WorkerPool, tmp_path: Path, first: str, se
     np.testing.assert_allclose(losses(tmp_path / "b"), losses(tmp_path / "a"), rtol=1e-5)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_other_options_are_said(tmp_path: Path) -> None:
     run = [*MODEL, "--run-dir", str(tmp_path), "--train-steps", "1"]
     assert run_ranks(run)[0].code == 0
     (left,) = run_ranks([*run, "--rope-theta", "500000"])
@@ -96,8 +96,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     # A refused start leaves the run as it was: its description, and no lock.
     assert "seed: 1234" in (tmp_path / "config.yaml").read_text()
     # What was done is not done again.
-    (left,) = run_ranks(run)
+    (left,) = run_ranks([*run, "--lr", "5e-4", "--micro-batch-size", "2"])
     assert left.code == 0
+    assert "other options than at that checkpoint: --micro-batch-size 1 -> 2, --lr 0.001 -> 0.0005" in left.err
     assert "nothing to do" in left.err
     assert "taking over" not in left.err
 

@@ -99,7 +99,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
     import torch.distributed as dist
 
     from megalite.checkpoint.hf.start import load_hf
-    from megalite.dist.collectives import gather_from
+    from megalite.dist.collectives import gather_first
     from tests.unit.checkpoint.hf_models import tokens
 
     engine = start(rank, cfg, world)
@@ -121,7 +121,9 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
         if not stage.last:
             dist.send(y.contiguous(), ctx.pp.ranks[ctx.pp.rank + 1])
             return None
-        return gather_from(y, ctx.tp)[..., : cfg.model.vocab].transpose(0, 1).numpy()
+        logits_VSB, work = gather_first(y.movedim(-1, 0), ctx.tp)
+        work.wait()
+        return logits_VSB[: cfg.model.vocab].permute(2, 1, 0).numpy()
 
 
 def bit_flip(rank: int, cfg: Config, world: int, victim: int, name: str) -> str:

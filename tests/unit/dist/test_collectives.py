@@ -24,6 +24,8 @@ def figures(rank: int) -> dict[str, list[float]]:
     rows = torch.arange(4.0).view(4, 1).expand(4, 3).contiguous()
     scattered, work = collectives.scatter_sum_first(rows, tp)
     work.wait()
+    gathered, work = collectives.gather_first(torch.full((4,), float(rank)), tp)
+    work.wait()
     same = torch.full((3,), float(rank))
     collectives.all_reduce(same, tp).wait()
     # The slice of the result as input, which buckets use.
@@ -33,12 +35,11 @@ def figures(rank: int) -> dict[str, list[float]]:
     into = torch.arange(8.0)
     collectives.reduce_scatter(into[2 * rank : 2 * rank + 2], into, tp).wait()
     return {
-        "gather": collectives.gather_from(torch.full((4,), float(rank)), tp).tolist(),
+        "gather": gathered.tolist(),
         "scatter": scattered.tolist(),
         "all_reduce": same.tolist(),
         "in_place_gather": out.tolist(),
         "in_place_scatter": into[2 * rank : 2 * rank + 2].tolist(),
-        "split": collectives.split_to(torch.arange(8.0), tp).tolist(),
     }
 
 
@@ -50,7 +51,6 @@ def test_figures(pool: WorkerPool) -> None:
             "all_reduce": [6.0] * 3,
             "in_place_gather": [0.0, 10.0, 20.0, 30.0],
             "in_place_scatter": [4.0 * (2 * rank), 4.0 * (2 * rank + 1)],
-            "split": [2.0 * rank, 2.0 * rank + 1],
         }
 
 
@@ -86,20 +86,17 @@ def inputs(name: str) -> torch.Tensor:
     """What each of four ranks feeds in, stacked; replicated inputs are alike on all of them."""
     g = torch.Generator().manual_seed(len(name))
     x = torch.randn(4, 8, 4, generator=g)
-    return x[:1].repeat(4, 1, 1) if name in ("copy_to", "split_to") else x
+    return x[:1].repeat(4, 1, 1) if name == "copy_to" else x
 
 
 # What the four ranks' results are, written as plain tensor algebra on the stack [rank, S, H] of their inputs.
 ALGEBRA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reduce_from": lambda x: x.sum(0, keepdim=True).expand(4, -1, -1),
-    "gather_from": lambda x: torch.cat(tuple(x), -1).expand(4, -1, -1),
-    "gather_sequence": lambda x: torch.cat(tuple(x), 0).expand(4, -1, -1),
     "scatter_sequence": lambda x: torch.stack(x.sum(0).chunk(4)),
     "copy_to": lambda x: x[0].expand(4, -1, -1),
-    "split_to": lambda x: torch.stack(x[0].chunk(4, -1)),
 }
 # The output of these is one value that all ranks hold: the loss must count it once, not four times.
-REPLICATED_OUTPUT = ("reduce_from", "gather_from")
+REPLICATED_OUTPUT = ("reduce_from",)
 
 
 def weights(name: str, shape: torch.Size) -> torch.Tensor:
@@ -131,7 +128,7 @@ def test_gradients_are_those_of_one_process(pool: WorkerPool) -> None:
         total.backward()
         assert stacked.grad is not None
         # The gradient of a replicated input lies on row 0 of the stack and is what every rank must get.
-        grad = stacked.grad[:1].expand(4, -1, -1) if name in ("copy_to", "split_to") else stacked.grad
+        grad = stacked.grad[:1].expand(4, -1, -1) if name == "copy_to" else stacked.grad
         for rank, (y, dx) in enumerate(r[name] for r in ranks):
             torch.testing.assert_close(y, expected[rank].detach(), rtol=1e-5, atol=1e-6, msg=name)
             torch.testing.assert_close(dx, grad[rank], rtol=1e-5, atol=1e-6, msg=name)
@@ -149,19 +146,6 @@ def test_an_axis_of_one_rank_needs_no_process_group() -> None:
     collectives.reduce_scatter(out, x, one).wait()
     assert torch.equal(out, x)
     assert collectives.gather_texts("a", one, CPU) == ["a"]
-
-
-def uneven_split(rank: int) -> str:
-    tp = context(2, tp=2).tp
-    try:
-        collectives.split_to(torch.zeros(3), tp)
-    except ValueError as e:
-        return str(e)
-    return ""
-
-
-def test_an_uneven_split_is_refused(pool: WorkerPool) -> None:
-    assert pool.run(2, uneven_split) == ["dimension -1 of (3,) does not split over 2 ranks of tp"] * 2
 
 
 TEXTS = ["", "error: \u00fcber \U0001f600", "x" * 300, "no"]
