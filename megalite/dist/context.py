@@ -80,39 +80,34 @@ class ParallelContext:
             return Axis(name, len(ranks), ranks.index(rank), ranks, group)
 
         def extra(name: str, groups: list[tuple[int, ...]]) -> Axis:
-            # Every rank takes part in creating every group, in the same order.
-            mine = Axis(name, ranks=(rank,))
-            for ranks in groups:
-                group = dist.new_group(list(ranks), timeout=TIMEOUT) if len(ranks) > 1 else None
-                if rank in ranks:
-                    mine = Axis(name, len(ranks), ranks.index(rank), ranks, group)
-            return mine
+            # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of
+            # one kind are disjoint, and every rank makes the kinds in one order: nobody waits for a later group.
+            ranks = next((g for g in groups if rank in g), (rank,))
+            if len(ranks) == 1:
+                return Axis(name, ranks=ranks)
+            group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
+            return Axis(name, len(ranks), ranks.index(rank), ranks, group)
 
         ends: list[tuple[int, ...]] = [(g[0], g[-1]) for g in topology.groups("pp")] if topology.pp > 1 else []
         everyone = tuple(range(topology.world))
         tp, dp, pp = of_mesh("tp"), of_mesh("dp"), of_mesh("pp")
         assert (dp.rank, pp.rank, tp.rank) == here
-        pp_grad = extra("pp_grad", topology.groups("pp"))
+        pp_grad, model = extra("pp_grad", topology.groups("pp")), extra("model", topology.groups("model"))
+        embedding = extra("embedding", ends)
+        world = Axis("world", topology.world, rank, everyone, dist.group.WORLD)
+        # NCCL makes a communicator at its first use: here, in one order on all ranks, and not amid a step.
+        for axis in (tp, dp, model, world, embedding):
+            if axis.size > 1:
+                dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
         for axis in (pp, pp_grad):
             _meet_neighbours(axis, device)
-        return cls(
-            topology,
-            rank,
-            device,
-            tp=tp,
-            dp=dp,
-            pp=pp,
-            pp_grad=pp_grad,
-            model=extra("model", topology.groups("model")),
-            world=Axis("world", topology.world, rank, everyone, dist.group.WORLD),
-            embedding=extra("embedding", ends),
-        )
+        return cls(topology, rank, device, tp, dp, pp, pp_grad, model, world, embedding)
 
 
 def _meet_neighbours(axis: Axis, device: torch.device) -> None:
     """Exchange one element with each pipeline neighbour, pair by pair in one order.
 
-    NCCL connects a pair at its first message: here, and not between two collectives of a step.
+    NCCL makes a communicator of its own for each pair, at its first message.
     """
     pairs = {frozenset((i, (i + 1) % axis.size)) for i in range(axis.size)} if axis.size > 1 else set()
     for pair in sorted(sorted(p) for p in pairs):
@@ -165,17 +160,13 @@ def init_process_group(device: torch.device) -> None:
     """Join the default process group (gloo on CPU, NCCL on GPU); nothing to do in a world of one."""
     if world_size() == 1:
         return
-    # Communicators are made here, in the same order on every rank, not at the first message. All messages of a group
-    # then share one, in the order of the schedule, which holds also where each waits for the one before: no warning.
-    device_id = device if device.type == "cuda" else None
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
         store = fresh_store(store, rank, world, TIMEOUT)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT, device_id=device_id
-        )
+        # No `device_id`: with it all messages of a group would share one NCCL communicator, and one that was posted
+        # early would hold up those to the other neighbour.
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     except dist.DistNetworkError as e:
         port = os.environ.get("MASTER_PORT", "")
         raise UserError(
