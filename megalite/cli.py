@@ -301,7 +301,17 @@ def _no_such_flag(flag: str) -> tuple[str, str]:
         return f"is not an option here: {why}", instead
     switches = {f"no-{name}" for name in TYPES if kind_of(name) is bool}
     known = {*TYPES, *_START, *switches, *aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED}
-    return "is an unknown flag", suggest(flag, {name.replace("_", "-") for name in known}, "--")
+    # Another word for an option is often in its text.
+    told = [
+        f"--{field.name.replace('_', '-')}"
+        for cls in GROUPS.values()
+        for field, text in zip(dataclasses.fields(cls), _texts(cls), strict=True)
+        if flag.replace("-", " ") in text.lower() or field.name.startswith(f"{flag.replace('-', '_')}_")
+    ]
+    by_letters = suggest(flag, {name.replace("_", "-") for name in known}, "--")
+    if told and not by_letters.startswith("did you mean"):
+        return "is an unknown flag", f"did you mean {' or '.join(told[:3])}?"
+    return "is an unknown flag", by_letters
 
 
 # ------------------------------------------------------------------------------------------------------------ help

@@ -105,6 +105,8 @@ def test_print_config_and_dry_run_are_told() -> None:
 FLAG_ERRORS = [
     ("--tpp 2", "--tpp: is an unknown flag; did you mean --tp?"),
     ("--num-layer 2", "--num-layer: is an unknown flag; did you mean --num-layers?"),
+    ("--learning-rate 1e-3", "--learning-rate: is an unknown flag; did you mean --lr or --min-lr or --init-lr?"),
+    ("--wandb x", "--wandb: is an unknown flag; did you mean --wandb-project?"),
     ("--sequence-paralel", "did you mean --sequence-parallel?"),
     ("--xyzzy", "--xyzzy: is an unknown flag; see --help"),
     ("--no-tp", "--no-tp: is an unknown flag"),
