@@ -63,18 +63,22 @@ TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
 
 def triton_cases() -> list[Case]:
-    """Every Triton kernel in the shapes of a Llama-8B bf16 step."""
+    """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
     from megalite.ops.triton_kernels import activation, cross_entropy, flat, norm, rope
     from megalite.ops.triton_kernels.support import row_launch
 
-    block, warps = row_launch(4096)
     cases = []
-    for name, rms, forward, backward in (
-        ("add_rmsnorm", True, Limit(48, 6), Limit(96, 8, 1)),
-        ("add_layernorm", False, Limit(48, 8), Limit(128, 8, 2)),
+    for name, width, rms, forward, backward in (
+        ("add_rmsnorm", 4096, True, Limit(48, 6), Limit(96, 8, 1)),
+        ("add_rmsnorm_wide", 12288, True, Limit(48, 6), Limit(112, 14, 1)),
+        ("add_layernorm", 4096, False, Limit(48, 8), Limit(128, 8, 2)),
+        ("add_layernorm_wide", 12288, False, Limit(48, 8), Limit(128, 14, 2)),
     ):
-        constants = {"RMS": rms, "RESIDUAL": True, "BLOCK": block}
-        cases.append(Case(name, norm.norm_forward_kernel, constants, warps, forward))
+        constants = {"RMS": rms, "RESIDUAL": True}
+        block, warps = row_launch(width)
+        cases.append(Case(name, norm.norm_forward_kernel, {**constants, "BLOCK": block}, warps, forward))
+        chunks, block, warps = norm.backward_launch(width)
+        constants |= {"CHUNKS": chunks, "BLOCK": block}
         cases.append(Case(f"{name}_backward", norm.norm_backward_kernel, constants, warps, backward))
     rotary = {"INVERSE": False, "COPY_REST": False, "BLOCK_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_REST": 1}
     cases.append(Case("rope", rope.rope_kernel, rotary, 4, Limit(64, 8)))

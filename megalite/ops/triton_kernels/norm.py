@@ -1,7 +1,8 @@
 """RMSNorm and LayerNorm with optional residual addition, forward and backward. Contracts: ops/rmsnorm.py, layernorm.py.
 
 Forward: one program a row, one read of its inputs. Backward: a few programs per multiprocessor walk over the rows, keep
-their share of dweight (and dbias) in registers, and a second stage adds the shares: no atomics.
+their share of dweight (and dbias) in registers, and a second stage adds the shares: no atomics. A row too wide for
+that is cut into chunks, a program each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ from torch import Tensor
 
 from megalite.ops import fused
 from megalite.ops.triton_kernels.support import FUSE, num_multiprocessors, register_shared, row_launch, rows_of
+
+# Columns that one program of backward takes: with 16384 it spills, 1024 threads having 64 registers each.
+BACKWARD_WIDTH = 8192
+
+
+def backward_launch(width: int) -> tuple[int, int, int]:
+    """(CHUNKS, BLOCK, num_warps) of backward."""
+    block, warps = row_launch(min(width, BACKWARD_WIDTH))
+    return triton.cdiv(width, block), block, warps
 
 
 @triton.jit
@@ -46,17 +56,46 @@ def norm_forward_kernel(
 
 
 @triton.jit
+def _other_sums(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width,
+    RMS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """-> (sum of dy weight normed, sum of dy weight) over the chunks of the row that other programs hold."""
+    start = tl.cast(row, tl.int64) * width
+    projection, shift = 0.0, 0.0
+    for step in tl.static_range(1, CHUNKS):
+        columns = (tl.program_id(0) + step) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+        mask = columns < width
+        g = tl.load(dy_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        g *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        if not RMS:
+            normed -= tl.load(mean_ptr + row)
+            shift += tl.sum(g, axis=0)
+        projection += tl.sum(g * normed, axis=0)
+    return projection * tl.load(rstd_ptr + row), shift
+
+
+@triton.jit
 def norm_backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
-    RMS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    RMS: tl.constexpr, RESIDUAL: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    # The programs of one row are neighbours in the grid: what one of them reads, the others find in the L2 cache.
+    program = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
+    if CHUNKS > 1:
+        columns += tl.program_id(0) * BLOCK
     mask = columns < width
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
+    for row in range(program, rows, tl.num_programs(1)):
+        if CHUNKS > 1:
+            # First, while few registers are taken.
+            other_projection, other_shift = _other_sums(
+                dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width, RMS, CHUNKS, BLOCK
+            )
         start = tl.cast(row, tl.int64) * width
         normed = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
@@ -67,9 +106,15 @@ def norm_backward_kernel(
         normed *= rstd
         dweight += dy * normed
         g = dy * weight
-        dx = g - normed * (tl.sum(g * normed, axis=0) / width)
+        projection = tl.sum(g * normed, axis=0)
+        if CHUNKS > 1:
+            projection += other_projection
+        dx = g - normed * (projection / width)
         if not RMS:
-            dx -= tl.sum(g, axis=0) / width
+            shift = tl.sum(g, axis=0)
+            if CHUNKS > 1:
+                shift += other_shift
+            dx -= shift / width
         dx *= rstd
         if RESIDUAL:
             dx += tl.load(dtotal_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
@@ -102,16 +147,16 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = rows_of(x)
     dx = torch.empty_like(rows)
-    block, warps = row_launch(x.shape[-1])
+    chunks, block, warps = backward_launch(x.shape[-1])
     # Two programs a multiprocessor hide each other's latency as long as both fit its registers.
-    programs = min(len(rows), num_multiprocessors(x.device) * (2 if block <= 8192 else 1))
+    programs = min(len(rows), num_multiprocessors(x.device) * 2 // chunks)
     dweight = rows.new_zeros(max(programs, 1), x.shape[-1], dtype=torch.float32)
     dbias = dweight.new_zeros(dweight.shape if not is_rms else (1, 0))
     if rows.numel():
-        norm_backward_kernel[(programs,)](
+        norm_backward_kernel[(chunks, programs)](
             rows_of(dy), rows_of(dtotal) if dtotal is not None else rows, rows, weight, mean, rstd,
             dx, dweight, dbias, len(rows), x.shape[-1],
-            RMS=is_rms, RESIDUAL=dtotal is not None, BLOCK=block, num_warps=warps, **FUSE,
+            RMS=is_rms, RESIDUAL=dtotal is not None, CHUNKS=chunks, BLOCK=block, num_warps=warps, **FUSE,
         )  # fmt: skip
     return dx.view(x.shape), dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
 
