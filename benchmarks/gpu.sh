@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Everything about this machine's GPU in one call of under 8 minutes: builds the native kernels, checks every backend's
-# numbers, runs the GPU tests, measures every kernel and a training step, and writes benchmarks/results/<gpu>.json.
+# Everything about this machine's GPU in one call of under 8 minutes: builds the native kernels, runs the GPU tests,
+# checks every backend's numbers, measures every kernel and a training step, and writes benchmarks/results/<gpu>.json,
+# with how each part ended, beside each part's output.
 #   bash benchmarks/gpu.sh [--no-build]
 # Needs a CUDA build of torch; nvcc is used where it is, and said where it is not. PYTHON names the interpreter.
+# Exits 1 if a part failed or was cut off.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON="${PYTHON:-python}"
+PYTHON="${PYTHON:-$(command -v python || echo python3)}"
+# megalite need not be installed.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "error: $PYTHON's torch sees no GPU: install a CUDA build of torch, or set PYTHON to one that has it" >&2
@@ -15,35 +19,62 @@ name=$("$PYTHON" -c 'import re, torch; print(re.sub(r"\W+", "-", torch.cuda.get_
 arch=$("$PYTHON" -c 'import torch; print("%d%d" % torch.cuda.get_device_capability())')
 results="benchmarks/results/$name"
 mkdir -p benchmarks/results
+# Left by a call that was stopped.
+rm -f "$results".{parts.tsv,kernels.json,step.json}
 
-if [ "${1:-}" != "--no-build" ]; then
-  echo "== native kernels for sm_$arch"
-  MEGALITE_CUDA_ARCHS="$arch" "$PYTHON" setup.py -q build_ext --inplace
-fi
-echo "== choice of kernels, and their numbers against float64"
 failed=0
+due=0
+# part NAME SECONDS COMMAND…: runs it for its seconds at most, and those that the parts before it left over.
+part() {
+  local part=$1 began=$SECONDS limit code=0
+  due=$((due + $2))
+  limit=$((due > SECONDS ? due - SECONDS : 1))
+  shift 2
+  echo "== $part: at most $limit s, output in $results.$part.txt"
+  # SIGINT: pytest still writes its summary. A file, not a pipe: a process left behind could keep a pipe open for ever.
+  timeout -s INT -k 5 "$limit" "$@" > "$results.$part.txt" 2>&1 || code=$?
+  tail -n 60 "$results.$part.txt"
+  [ "$code" -eq 0 ] || failed=1
+  printf '%s\t%d\t%d\t%d\n' "$part" "$code" "$((SECONDS - began))" "$limit" >> "$results.parts.tsv"
+}
+
+# The seconds come to 475. The tests go first: they fill Triton's cache.
+if [ "${1:-}" != "--no-build" ]; then
+  part build 55 env MEGALITE_CUDA_ARCHS="$arch" "$PYTHON" setup.py -q build_ext --inplace
+fi
+part tests 240 "$PYTHON" -m pytest tests/gpu -m gpu
 for dtype in fp32 bf16 fp16; do
-  "$PYTHON" -m megalite.ops --device cuda --dtype "$dtype" --check | tee "$results.check-$dtype.txt" | tail -1 || failed=1
+  part "check-$dtype" 20 "$PYTHON" -m megalite.ops --device cuda --dtype "$dtype" --check
 done
-echo "== GPU tests"
-timeout 150 "$PYTHON" -m pytest tests/gpu -m gpu || failed=1
-echo "== kernels"
-timeout 150 "$PYTHON" benchmarks/kernels.py --device cuda --json "$results.kernels.json" || failed=1
-echo "== training step"
-timeout 150 "$PYTHON" benchmarks/step.py --json "$results.step.json" --precisions bf16 -- \
-  --preset llama-3.2-1b --seq-len 4096 --micro-batch-size 4 --global-batch-size 8 || failed=1
+part kernels 70 "$PYTHON" benchmarks/kernels.py --device cuda --json "$results.kernels.json"
+part step 50 "$PYTHON" benchmarks/step.py --json "$results.step.json" --precisions bf16 -- \
+  --preset llama-3.2-1b --seq-len 4096 --micro-batch-size 4 --global-batch-size 8
 
 "$PYTHON" - "$results" <<'PY'
 import json
 import sys
 from pathlib import Path
 
-results = Path(sys.argv[1])
-parts = {part: Path(f"{results}.{part}.json") for part in ("kernels", "step")}
-merged = {part: json.loads(path.read_text()) for part, path in parts.items() if path.exists()}
+results = sys.argv[1]
+merged = {"parts": {}}
+table = Path(f"{results}.parts.tsv")
+for line in table.read_text().splitlines():
+    part, code, seconds, limit = line.split("\t")
+    ends = {"0": "passed", "124": f"cut off after {limit} s", "137": "killed"}
+    said = Path(f"{results}.{part}.txt").read_text(errors="replace").split("\n")
+    merged["parts"][part] = {
+        "outcome": ends.get(code, f"failed with exit code {code}"),
+        "seconds": int(seconds),
+        "last_line": next((text for text in reversed(said) if text.strip()), ""),
+    }
+    measured = Path(f"{results}.{part}.json")
+    if code == "0" and measured.exists():
+        merged[part] = json.loads(measured.read_text())
+    measured.unlink(missing_ok=True)
+table.unlink()
 Path(f"{results}.json").write_text(json.dumps(merged, indent=1))
-for path in parts.values():
-    path.unlink(missing_ok=True)
-print(f"wrote {results}.json with {', '.join(merged) or 'nothing: every measurement failed'}")
+for part, end in merged["parts"].items():
+    print(f"{part}: {end['outcome']}, {end['seconds']} s")
+print(f"wrote {results}.json")
 PY
 exit "$failed"
