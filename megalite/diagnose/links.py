@@ -122,8 +122,10 @@ def check_pipeline(ctx: ParallelContext, size: int) -> list[LinkReading]:
             sender, receiver = first, (first + hop) % n
             channel = Channel(axis, (max(1, size // 4),), torch.float32, ctx.device)
             if here == sender:
+                # Made before the sends: the receiver's clock runs from its post on.
+                message = _pattern(ctx.rank, channel.shape[0], ctx.device)
                 for _ in range(4):
-                    channel.send(_pattern(ctx.rank, size // 4, ctx.device), receiver).wait()
+                    channel.send(message, receiver).wait()
                 synchronize(ctx.device)
             elif here == receiver:
                 readings.append(_receive(channel, axis, sender))
