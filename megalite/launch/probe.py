@@ -47,7 +47,9 @@ def gpu_count() -> int:
     """GPUs that nvidia-smi lists (in a container: those it was given); 0 without the driver."""
     if shutil.which("nvidia-smi") is None:
         return 0
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=8)
+    # Slow without persistence mode: it wakes every GPU. No limit here: preflight has one (--preflight-timeout), by
+    # which the host is called slow; a probe that gave up sooner would look like a host without Python.
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import socket
 import subprocess
 import sys
@@ -70,6 +71,24 @@ def test_the_probe_runs_where_nothing_is_installed(ask: dict) -> None:
     bare = [sys.executable, "-I", "-S", "-", "{}"]
     ran = subprocess.run(bare, input=source.split("if __name__")[0], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_slow_nvidia_smi_is_a_slow_host(ask: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waited for as long as preflight does; then the line says slow, not that Python is missing there."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nsleep "$PAUSE_S"\nfor i in 0 1 2 3 4 5 6 7; do echo "GPU $i: NVIDIA H200"; done\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("PAUSE_S", "1")
+    patient = probe_host(LOCAL, ask)
+    assert patient.facts is not None, patient.error
+    assert patient.facts["gpus"] == 8
+    monkeypatch.setenv("PAUSE_S", "600")
+    answer = probe_host(LOCAL, ask, timeout_s=5.0)
+    assert answer == Answer(None, error="no answer within 5 s", slow=True)
+    report = judge(SPEC, HOSTS[:1], [answer])
+    assert [(host, wrong) for host, wrong, _ in report.problems] == [("n1", "no answer within 5 s")]
+    assert "--preflight-timeout" in report.problems[0][2]
 
 
 def test_login_noise_silence_and_refusal(ask: dict) -> None:
