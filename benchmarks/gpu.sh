@@ -42,12 +42,12 @@ part() {
 if [ "${1:-}" != "--no-build" ]; then
   part build 55 env MEGALITE_CUDA_ARCHS="$arch" "$PYTHON" setup.py -q build_ext --inplace
 fi
-part tests 240 "$PYTHON" -m pytest tests/gpu -m gpu
+part tests 215 "$PYTHON" -m pytest tests/gpu -m gpu
 for dtype in fp32 bf16 fp16; do
   part "check-$dtype" 20 "$PYTHON" -m megalite.ops --device cuda --dtype "$dtype" --check
 done
 part kernels 70 "$PYTHON" benchmarks/kernels.py --device cuda --json "$results.kernels.json"
-part step 50 "$PYTHON" benchmarks/step.py --json "$results.step.json" --precisions bf16 -- \
+part step 75 "$PYTHON" benchmarks/step.py --json "$results.step.json" --precisions bf16 --compiled -- \
   --preset llama-3.2-1b --seq-len 4096 --micro-batch-size 4 --global-batch-size 8
 
 "$PYTHON" - "$results" <<'PY'
