@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,12 +161,19 @@ class _RowLinear(torch.autograd.Function):
             work.wait()
         dx = torch.mm(_rows(dy_full), weight).view(x.shape)
 
-        def add_weight_grad() -> None:
+        def add_weight_grad(dy_full: torch.Tensor) -> None:
             layer.add_weight_grad(_rows(dy_full), _rows(x))
             # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
             accumulate_bias_grad(bias, _rows(dy))
 
-        layer.queue.put(add_weight_grad)
+        def gather_and_add() -> None:
+            dy_full, gathered = collectives.gather_first(dy, layer.tp)
+            gathered.wait()
+            add_weight_grad(dy_full)
+
+        # As in the column layer: what is kept until W is this rank's shard.
+        again = layer.sequence_parallel and layer.queue.deferring
+        layer.queue.put(gather_and_add if again else partial(add_weight_grad, dy_full))
         return dx, None, None, None
 
 

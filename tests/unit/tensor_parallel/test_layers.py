@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,6 +51,37 @@ def layer_of(kind: str, tp: Axis, sequence_parallel: bool, queue: WgradQueue, dt
     bias = sharded(ParamSpec("b", (OUT,), tp_dim=0 if kind == "column" else None), t["bias"], tp, dtype)
     make = ColumnParallelLinear if kind == "column" else RowParallelLinear
     return make(weight, bias, tp, sequence_parallel, queue, kernels.resolve("torch", CPU, dtype))
+
+
+def kept(work: Any) -> dict[int, int]:
+    """Bytes by address of the tensors that a deferred closure holds, parameters aside."""
+    if isinstance(work, torch.Tensor):
+        return {} if isinstance(work, ShardedParameter) else {work.data_ptr(): work.nbytes}
+    held = [work.func, *work.args] if isinstance(work, partial) else []
+    held += [cell.cell_contents for cell in getattr(work, "__closure__", None) or ()]
+    return {address: size for part in held for address, size in kept(part).items()}
+
+
+def kept_for_w(rank: int, kind: str, sequence_parallel: bool) -> int:
+    tp = ParallelContext.create(Topology(2, tp=2), CPU).tp
+    queue = WgradQueue()
+    layer = layer_of(kind, tp, sequence_parallel, queue, torch.float32)
+    rows = S // 2 if sequence_parallel else S
+    wide_in, wide_out = (S, IN // 2), (S, OUT // 2)
+    (s_in, width_in), (s_out, width_out) = ((rows, IN), wide_out) if kind == "column" else (wide_in, (rows, OUT))
+    y = layer(torch.randn(s_in, B, width_in, requires_grad=True))
+    with queue.defer(0):
+        y.backward(torch.randn(s_out, B, width_out))
+    return sum(size for work in queue._kept[0] for size in kept(work).values())
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_what_is_kept_until_w_is_cut_over_ranks(pool: WorkerPool, kind: str) -> None:
+    """With sequence parallelism, both the layer's input and its output gradient are shards."""
+    half = (IN + OUT) * S * B // 2 * 4
+    whole = (OUT // 2 + IN if kind == "column" else IN // 2 + OUT) * S * B * 4
+    assert pool.run(2, kept_for_w, kind, True) == [half] * 2
+    assert pool.run(2, kept_for_w, kind, False) == [whole] * 2
 
 
 def run_layer(rank: int, world: int, kind: str, sequence_parallel: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
