@@ -84,7 +84,10 @@ class BlendOrder:
         """(set, how many samples of that set came before) at a position."""
         block, within = divmod(position, _BLOCK)
         if block != self._block:
-            if block != self._block + 1:
+            behind = (block - self._block - 1) * _BLOCK  # `_taken` stands at the end of the block that is held
+            if 0 < behind <= _SEARCH and self._block >= 0:
+                self._run(self._weights, self._taken, None, block * _BLOCK - behind, block * _BLOCK)
+            elif behind:
                 self._taken = self._taken_before(block * _BLOCK)
             self._run(self._weights, self._taken, self._choices, block * _BLOCK, (block + 1) * _BLOCK)
             self._block = block

@@ -18,11 +18,10 @@ _DATA_REMEDY = "for instance --data books, or --data 0.7 web 0.3 books"
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training data, and what evaluation reads; None for a split whose part is 0 or that was not asked for."""
+    """Training data, and what evaluation reads: None where its part of the split is 0 or it was not asked for."""
 
     train: Dataset
     valid: Dataset | None
-    test: Dataset | None
 
 
 def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
@@ -62,13 +61,14 @@ def build_datasets(
 
     Args:
         data: `--data` word for word: [PREFIX] or ["0.7", "A", "0.3", "B"].
-        split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given.
+        split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given. The test
+            part is held out, and read by nobody here.
         seq_len: tokens a sample.
         seed: of the order of samples.
         shuffle: shuffle samples within an epoch; evaluation always reads in order.
         vocab_size: ids must be below it.
         valid_data: evaluation data, as `data`; all of its documents are used.
-        evaluate: build the evaluation splits too (one shorter than a sample is an error only then).
+        evaluate: build the evaluation split too (one shorter than a sample is an error only then).
 
     Raises:
         UserError: files missing, damaged or of a larger vocabulary, a split shorter than one sample, a malformed
@@ -95,14 +95,10 @@ def build_datasets(
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
         valid = gather(_open(valid_data, vocab_size), "valid", None) if evaluate else None
-        return Datasets(gather(sources, "train", None), valid, None)
+        return Datasets(gather(sources, "train", None), valid)
     asked = [float(part) > 0 for part in split.split(",")]
-    has_valid, has_test = (evaluate and len(asked) > i and asked[i] for i in (1, 2))
-    return Datasets(
-        gather(sources, "train", 0),
-        gather(sources, "valid", 1) if has_valid else None,
-        gather(sources, "test", 2) if has_test else None,
-    )
+    has_valid = evaluate and len(asked) > 1 and asked[1]
+    return Datasets(gather(sources, "train", 0), gather(sources, "valid", 1) if has_valid else None)
 
 
 def _open(data: Sequence[str], vocab_size: int | None) -> list[tuple[float, IndexedDataset]]:

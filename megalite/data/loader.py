@@ -92,6 +92,7 @@ class BatchLoader:
         self._next_start += self.global_batch_size
 
     def _read(self, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        positions = range(start + self._first_row, start + self._first_row + self.rows)
-        ids = np.array([self.dataset.sample_id(p) for p in positions], np.int64)
-        return np.stack([self.dataset.sample(p) for p in positions]), ids
+        first = start + self._first_row
+        # Position by position: a blend goes forwards only.
+        read = [(self.dataset.sample(p), self.dataset.sample_id(p)) for p in range(first, first + self.rows)]
+        return np.stack([sample for sample, _ in read]), np.array([sample_id for _, sample_id in read], np.int64)

@@ -69,7 +69,7 @@ def open_data(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
     d, model, seed = cfg.data, cfg.model, cfg.train.seed
     if d.mock_data:
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
-        return Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1), None)
+        return Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1))
     prefixes = data_prefixes(cfg)
     if tokenizer is not None:
         for prefix in prefixes + (prefixes_of(d.valid_data) if d.valid_data else []):

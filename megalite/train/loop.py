@@ -38,7 +38,6 @@ class Progress:
         begun: step that the first one of this process follows.
         saved_at: step of the last save.
         bad_steps: steps in a row whose update was left out; not those of a dynamic loss scale.
-        skipped: all steps whose update was left out.
         problem: why this rank cannot go on; the others hear of it in the next step.
         stop: some rank was asked to stop.
     """
@@ -47,7 +46,6 @@ class Progress:
     begun: int
     saved_at: int
     bad_steps: int = 0
-    skipped: int = 0
     problem: Exception | None = None
     stop: bool = False
 
@@ -96,7 +94,7 @@ def one_step(run: Run, progress: Progress) -> StepResult:
     started = time.perf_counter()
     progress.stragglers.start()
     run.heart.beat("reading data", step, patience)
-    batch, no_data = next_batch(run)
+    batch, no_data = next_batch(run.loader, engine.cfg.model.seq_len)
     waited = time.perf_counter() - started
     problem = no_data or progress.problem
     run.heart.beat("training", step, patience)
@@ -110,8 +108,8 @@ def one_step(run: Run, progress: Progress) -> StepResult:
     seconds = time.perf_counter() - started
     run.step = step
     progress.stop = result.stop
-    progress.skipped += result.skipped or result.spiked
-    run.metrics.step(step_record(run, result, progress.skipped, seconds, waited))
+    run.skipped_steps += result.skipped or result.spiked
+    run.metrics.step(step_record(run, result, seconds, waited))
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:
@@ -176,31 +174,35 @@ def failed_save(run: Run) -> SaveError | None:
     return None
 
 
-def next_batch(run: Run) -> tuple[npt.NDArray[np.int64], Exception | None]:
+def next_batch(loader: BatchLoader, seq_len: int) -> tuple[npt.NDArray[np.int64], Exception | None]:
     """The next batch, or a stand-in and why there is none: the other ranks must hear of it in their step."""
     try:
-        return run.loader.next_batch(), None
+        return loader.next_batch(), None
     except Exception as e:
-        return np.zeros((run.loader.rows, run.engine.cfg.model.seq_len + 1), np.int64), e
+        return np.zeros((loader.rows, seq_len + 1), np.int64), e
 
 
 def evaluate(run: Run) -> None:
     """Mean loss over `eval_steps` global batches of the evaluation data, the same samples every time."""
-    cfg, dp = run.engine.cfg, run.engine.ctx.dp
+    cfg, ctx = run.engine.cfg, run.engine.ctx
     if run.datasets.valid is None:
         return
     run.engine.optimizer.wait_weights()
-    with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, dp.rank, dp.size) as loader:
+    with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, ctx.dp.rank, ctx.dp.size) as loader:
         losses = []
         for _ in range(cfg.run.eval_steps):
             run.heart.beat("evaluation", run.step)
-            losses.append(eval_step(run.engine, loader.next_batch()))
+            batch, no_data = next_batch(loader, cfg.model.seq_len)
+            loss, failed = eval_step(run.engine, batch, failed=no_data is not None)
+            if failed:
+                raise_together(ctx, no_data)
+            losses.append(loss)
     loss = sum(losses) / len(losses)
     run.metrics.event("eval", step=run.step, loss=loss)
     logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
 
 
-def step_record(run: Run, result: StepResult, skipped: int, seconds: float, waited: float) -> dict[str, Any]:
+def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> dict[str, Any]:
     """One line of metrics.jsonl."""
     cfg, ctx = run.engine.cfg, run.engine.ctx
     tokens = cfg.train.global_batch_size * cfg.model.seq_len
@@ -213,7 +215,7 @@ def step_record(run: Run, result: StepResult, skipped: int, seconds: float, wait
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "loss_scale": result.loss_scale,
-        "skipped_steps": skipped,
+        "skipped_steps": run.skipped_steps,
         "consumed_samples": run.consumed_samples,
         "consumed_tokens": run.consumed_samples * cfg.model.seq_len,
         "step_time_s": seconds,

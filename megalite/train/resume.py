@@ -19,6 +19,9 @@ from megalite.train.build import Engine
 # Options of the data that decide which sample comes when.
 _ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data")
 
+# Options of the run that decide about updates.
+_RUN = ("on_spike", "spike_threshold")
+
 
 def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Path | None:
     """The verified checkpoint to start from, the same on every rank; None for a new run."""
@@ -66,20 +69,24 @@ def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]
         engine.scaler.load_scalars(saved["scalars"])
     optimizer.finish_load()
     logger.info(f"resumed from {source} at step {saved['step']}")
-    changed = [
-        f"--{key.replace('_', '-')} {there} -> {here}"
-        for section in ("train", "optim")
-        for key, here in ours["config"][section].items()
-        if (there := saved["config"].get(section, {}).get(key, here)) != here
-    ]
-    if changed:
-        logger.info(f"other options than at that checkpoint: {', '.join(changed)}")
     there, t = read_manifest(source).topology, engine.ctx.topology
     here = {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp}
     if there != here:
         layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]
         logger.info(f"saved by {layouts[0]}; goes on with {layouts[1]}: the same samples, each exactly once")
     return saved
+
+
+def tell_changes(saved: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Log the options that make a resumed run go on otherwise than the one that saved would have."""
+    changed = [
+        f"--{key.replace('_', '-')} {there} -> {here}"
+        for section in ("model", "train", "optim", "run")
+        for key, here in json.loads(json.dumps(meta["config"][section])).items()
+        if (section != "run" or key in _RUN) and (there := saved["config"].get(section, {}).get(key, here)) != here
+    ]
+    if changed:
+        logger.info(f"other options than at that checkpoint: {', '.join(changed)}")
 
 
 def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:

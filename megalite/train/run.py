@@ -32,7 +32,7 @@ from megalite.train.heartbeat import Heartbeat
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
-from megalite.train.resume import choose_checkpoint, resume
+from megalite.train.resume import choose_checkpoint, resume, tell_changes
 from megalite.train.spike import SpikeDetector
 from megalite.train.watchdog import OWN
 
@@ -54,6 +54,7 @@ class Run:
         spikes: which loss is a spike.
         step: optimizer steps done so far.
         sample_offset: samples consumed beyond those of `step` batches: skipped by a rewind, or of another batch size.
+        skipped_steps: steps of the whole run whose update was left out.
         saved: (step, folder) of the checkpoints of this run's history, oldest first; the last may not be committed.
         rewinds: number of rewinds to each of them.
         stop_asked: this process got SIGTERM or SIGINT.
@@ -71,6 +72,7 @@ class Run:
     spikes: SpikeDetector
     step: int = 0
     sample_offset: int = 0
+    skipped_steps: int = 0
     saved: list[tuple[int, Path]] = field(default_factory=list)
     rewinds: dict[str, int] = field(default_factory=dict)
     stop_asked: bool = field(default=False, init=False)
@@ -127,6 +129,8 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         opened.callback(checkpointer.close)
         source = choose_checkpoint(cfg, run_dir, ctx)
         state = resume(engine, source, meta) if source else begin(engine)
+        if source:
+            tell_changes(state, meta)
         # Only now is it this run's folder: an earlier run's description stays until it is certain to be continued.
         if ctx.rank == 0:
             (run_dir / "config.yaml").write_text(cli.to_yaml(cfg))
@@ -183,6 +187,7 @@ def assemble(
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
     run = Run(engine, datasets, loader, metrics, checkpointer, recorder, profiler, meta, heart, spikes, step)
     run.sample_offset = consumed - step * batch
+    run.skipped_steps = int(state.get("skipped_steps", 0))
     return run
 
 
@@ -224,6 +229,7 @@ def save(run: Run, weights_only: bool = False) -> None:
         "step": run.step,
         "loss_history": run.spikes.history,
         "consumed_samples": run.consumed_samples,
+        "skipped_steps": run.skipped_steps,
         "scalars": {**engine.optimizer.scalars(), **engine.scaler.scalars()},
     }
     write = run.checkpointer.save_model if weights_only else run.checkpointer.save

@@ -84,12 +84,12 @@ def train_step(
 
 
 @torch.no_grad()
-def eval_step(engine: Engine, batch: npt.NDArray[np.int64]) -> float:
-    """Mean loss over one global batch, without dropout; the same on every rank."""
+def eval_step(engine: Engine, batch: npt.NDArray[np.int64], failed: bool = False) -> tuple[float, bool]:
+    """(mean loss over one global batch, without dropout; whether a rank failed), the same on every rank."""
     microbatches = to_microbatches(batch, engine.cfg.train.micro_batch_size, engine.ctx.device)
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
-    loss, tokens, *_ = collectives.read(sum_over_world(engine, loss_sum, batch))
-    return loss / tokens
+    loss, tokens, *_, failures = collectives.read(sum_over_world(engine, loss_sum, batch, failed=failed))
+    return loss / tokens, failures > 0
 
 
 def sum_over_world(

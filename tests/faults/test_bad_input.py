@@ -51,7 +51,8 @@ def copy_of(prefix: Path, folder: Path) -> Path:
 
 def test_world_that_tp_and_pp_do_not_divide(tmp_path: Path) -> None:
     arguments = ["--tp", "2", "--pp", "2", "--mock-data", "--run-dir", str(tmp_path)]
-    assert_refused(arguments, "--tp 2 --pp 2 on 3 ranks", "multiple of tp x pp = 4", "start", world=3)
+    for asked in ([], ["--dry-run"]):
+        assert_refused([*arguments, *asked], "--tp 2 --pp 2 on 3 ranks", "multiple of tp x pp = 4", "start", world=3)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +103,25 @@ def test_token_id_beyond_the_vocabulary(data: Path, tmp_path: Path) -> None:
     errors = [line for rank in ranks for line in rank.errors]
     assert len(errors) == 1
     assert str(prefix) in errors[0]
+    assert "90" in errors[0]
+
+
+def test_token_id_beyond_the_vocabulary_in_evaluation_data(data: Path, tmp_path: Path) -> None:
+    # Evaluation reads in order: of its first batch of four samples the third is rank 1's, who must be heard.
+    folder = tmp_path / "valid"
+    with IndexedDatasetWriter(folder, np.dtype(np.uint16)) as writer:
+        writer.add_document(np.where(np.arange(200) == 40, 95, np.arange(200) % 90))
+        writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})
+    arguments = [*TINY, "--mock-data", "--vocab-size", "90", "--run-dir", str(tmp_path / "run")]
+    with IndexedDatasetWriter(tmp_path / "train", np.dtype(np.uint16)) as writer:
+        writer.add_document(np.arange(400) % 90)
+        writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})
+    arguments = [*TINY, "--data", str(tmp_path / "train"), "--valid-data", str(folder), "--vocab-size", "90"]
+    ranks = run_ranks([*arguments, "--eval-every", "1", "--run-dir", str(tmp_path / "run")], 2, within=WITHIN)
+    assert {rank.code for rank in ranks} == {2}
+    errors = [line for rank in ranks for line in rank.errors]
+    assert len(errors) == 1, ranks
+    assert str(folder) in errors[0]
     assert "90" in errors[0]
 
 

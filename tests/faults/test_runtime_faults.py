@@ -161,6 +161,10 @@ def test_nan_gradient_on_one_rank(zygote: Zygote, tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     skipped = [record["skipped_steps"] for record in records if "event" not in record]
     assert skipped == [0, 0, 1, 1, 1, 1, 1, 1]
+    # A resumed run goes on counting.
+    assert codes(start(zygote, tmp_path, 2, "--train-steps", "9").end()) == [0, 0]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["skipped_steps"] for record in records if record["step"] == 9 and "event" not in record] == [1]
     assert "gradients of step 3 are not finite: its update is left out" in left[0].err
 
 

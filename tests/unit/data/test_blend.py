@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,6 +84,24 @@ def test_many_sets_of_arbitrary_weights_are_counted_from_the_start() -> None:
     assert np.abs(taken - shares * far).max() < 20
     chosen, nth = BlendOrder(weights).locate(far)
     assert (nth, chosen) == (taken[chosen], (shares * far - taken).argmax())
+
+
+def test_reading_on_follows_the_rule_from_where_it_stands() -> None:
+    """Rows of one rank leave gaps between batches; the samples before are counted once, not at every gap."""
+    weights, expected = (
+        [1 + math.sqrt(p) for p in range(20)],
+        literal_rule([1 + math.sqrt(p) for p in range(20)], 60_000),
+    )
+    starts: list[int] = []
+
+    def counting(*args: Any) -> None:
+        starts.append(args[3])
+        run_in_python(*args)
+
+    order = BlendOrder(weights, counting)
+    for position in range(0, 60_000, 9_000):
+        assert [order.locate(position + i) for i in range(10)] == expected[position : position + 10]
+    assert starts.count(0) == 1
 
 
 def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
