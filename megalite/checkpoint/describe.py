@@ -6,8 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.hf.convert import resolve_checkpoint
-from megalite.checkpoint.load import ShardReader
+from megalite.checkpoint.load import ShardReader, resolve_checkpoint
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.safetensors_io import num_bytes
 

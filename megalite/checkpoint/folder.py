@@ -88,9 +88,8 @@ def point_latest(root: Path, name: str) -> None:
     os.replace(hint, root / "latest")
 
 
-def prune(root: Path, keep_last: int, keep: Sequence[str]) -> list[str]:
-    """Delete all but the newest `keep_last` full checkpoints and those named in `keep`; returns the deleted names."""
-    deleted = []
+def prune(root: Path, keep_last: int, keep: Sequence[str]) -> None:
+    """Delete all but the newest `keep_last` full checkpoints and those named in `keep`."""
     for _, path in step_folders(root)[keep_last:]:
         if path.name in keep:
             continue
@@ -98,8 +97,6 @@ def prune(root: Path, keep_last: int, keep: Sequence[str]) -> list[str]:
         doomed = root / f"{TEMPORARY}prune_{path.name}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)
-        deleted.append(path.name)
-    return deleted
 
 
 def clean_up(root: Path) -> list[str]:

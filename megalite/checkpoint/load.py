@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.folder import step_folders
+from megalite.checkpoint.folder import checkpoints_folder, step_folders
 from megalite.checkpoint.manifest import Box, Manifest, TensorEntry, as_matrix, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import BLOCK, ITEM_SIZE, BadCheckpoint, open_inside, read_exactly, read_header
 from megalite.dist.agree import agree
@@ -160,6 +160,20 @@ def find_latest(root: str | Path) -> Path | None:
         read_manifest(path)
         return path
     return None
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """The checkpoint meant by a folder: itself, or the newest of a run directory or checkpoints folder."""
+    path = Path(path)
+    if (path / "manifest.json").exists() or (path / "COMMIT").exists():
+        return path
+    for root in (path, checkpoints_folder(path)):
+        found = find_latest(root)
+        if found is not None:
+            return found
+    raise BadCheckpoint(
+        f"checkpoint {path}", "holds no manifest.json and no step_* folders", "give a checkpoint's folder"
+    )
 
 
 def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) -> Path | None:

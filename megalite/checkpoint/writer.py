@@ -152,11 +152,10 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
     for rank in range(job["world"]):
         (temporary / f"rank_{rank:05d}.json").unlink()
     moved = folder.commit(root, temporary, job["name"], manifest, job["aside"])
-    deleted: list[str] = []
     if job["full"]:
         folder.point_latest(root, job["name"])
-        deleted = folder.prune(root, job["keep_last"], job["keep"])
-    return {"ok": True, "moved": moved, "deleted": deleted}
+        folder.prune(root, job["keep_last"], job["keep"])
+    return {"ok": True, "moved": moved}
 
 
 def _assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megalite import ops as kernels
-from megalite.checkpoint import find_latest, load_checkpoint, read_meta
+from megalite.checkpoint.load import load_checkpoint, read_meta, resolve_checkpoint
 from megalite.data import IndexedDataset, Tokenizer, load_tokenizer
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
@@ -47,16 +47,6 @@ class Model:
         return out[..., : self.cfg.vocab].transpose(0, 1)
 
 
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint folder, from itself or from its run directory."""
-    if (path / "manifest.json").exists():
-        return path
-    found = find_latest(path / "checkpoints") if (path / "checkpoints").is_dir() else None
-    if found is None:
-        raise UserError(str(path), "must be a run directory with a committed checkpoint, or a checkpoint", "check it")
-    return found
-
-
 def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
     """Read a checkpoint's weights in fp32.
 
@@ -65,7 +55,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
         device: where to put the model.
         tokenizer: tokenizer folder or file; default: the one that the run was given, if it is still there.
     """
-    checkpoint = find_checkpoint(path)
+    checkpoint = resolve_checkpoint(path)
     meta = read_meta(checkpoint)
     cfg = ModelConfig.from_dict(meta["config"]["model"])
     ctx = ParallelContext.single(device)
@@ -83,7 +73,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     )
     stage = GPTStage(make, range(cfg.num_layers), first=True, last=True)
     load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
-    name = tokenizer or meta["config"]["data"].get("tokenizer")
+    name = tokenizer or meta["config"].get("data", {}).get("tokenizer")
     usable = name if tokenizer or (name and (name == "bytes" or Path(name).exists())) else None
     return Model(cfg, stage.eval(), load_tokenizer(usable) if usable else None, int(meta["step"]))
 

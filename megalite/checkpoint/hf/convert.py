@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.folder import checkpoints_folder, commit_in_place
+from megalite.checkpoint.folder import commit_in_place
 from megalite.checkpoint.hf.config import packed, write_config
 from megalite.checkpoint.hf.families import ARCHS
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.tokenizer import export_tokenizer
-from megalite.checkpoint.load import ShardReader, find_latest, weights_of
+from megalite.checkpoint.load import ShardReader, resolve_checkpoint, weights_of
 from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
 from megalite.errors import UserError
@@ -149,20 +149,6 @@ def export_hf(
     finally:
         reader.close()
     return config
-
-
-def resolve_checkpoint(path: str | Path) -> Path:
-    """The checkpoint meant by a folder: itself, or the newest of a run directory or checkpoints folder."""
-    path = Path(path)
-    if (path / "manifest.json").exists() or (path / "COMMIT").exists():
-        return path
-    for root in (path, checkpoints_folder(path)):
-        found = find_latest(root)
-        if found is not None:
-            return found
-    raise BadCheckpoint(
-        f"checkpoint {path}", "holds no manifest.json and no step_* folders", "give a checkpoint's folder"
-    )
 
 
 def model_config(meta: dict[str, Any], path: Path) -> ModelConfig:
