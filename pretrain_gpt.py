@@ -28,8 +28,7 @@ def main() -> None:
     asked = cli.parse(read_model=hf_model_config)
     cfg, tp, pp = asked.config, asked.config.parallel.tp, asked.config.parallel.pp
     # What is only said, not run, may be asked without starting the ranks.
-    world = max(world_size(), tp * pp if asked.print_config or asked.dry_run else 1)
-    topology = Topology(world, tp, pp)
+    topology = Topology(world_size(otherwise=tp * pp if asked.print_config or asked.dry_run else 1), tp, pp)
     if asked.print_config or asked.dry_run:
         if env_rank() == 0:
             print(cli.to_yaml(cfg) if asked.print_config else dry_run_report(described(cfg), topology))

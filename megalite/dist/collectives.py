@@ -1,13 +1,10 @@
-"""Every collective of megalite, and the conjugate pairs that autograd needs. Only this file asks `axis.size == 1`.
+"""Every collective of a step, and the conjugate pairs that autograd needs. An axis of one rank is handled here.
 
 Conjugates (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2):
 
     forward            backward
     copy               all-reduce
     all-reduce         copy
-    all-gather         split          (the gathered tensor is used alike on every rank)
-    split              all-gather
-    all-gather         reduce-scatter (the gathered tensor is used differently: sequence parallelism)
     reduce-scatter     all-gather
 """
 

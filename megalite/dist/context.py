@@ -14,7 +14,7 @@ from megalite.dist.rendezvous import fresh_store
 from megalite.dist.topology import Topology
 from megalite.errors import UserError
 
-# A stopped peer is noticed after this long; a dead one at once.
+# A stopped peer is noticed after this long (on the mesh's groups after the backend's own limit); a dead one at once.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -150,10 +150,10 @@ def only_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def world_size() -> int:
-    """Number of ranks, from torchrun's (or Slurm's) environment."""
+def world_size(otherwise: int = 1) -> int:
+    """Number of ranks, from torchrun's (or Slurm's) environment; `otherwise` where it says nothing."""
     _adopt_slurm()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE", otherwise))
 
 
 def init_process_group(device: torch.device) -> None:

@@ -168,7 +168,9 @@ def _peak_bytes(cfg: Config, program: Program, layers: list[range]) -> tuple[int
     rows = min(cfg.train.loss_chunk, tokens) or tokens
     logits_kept = 0 if cfg.train.loss_chunk else e * tokens * vocab
     loss_work = e * rows * vocab if cfg.train.loss_chunk else 0
-    if parse_spec(cfg.train.ops, {page.name: page for page in pages()})["cross_entropy"] == "torch":
+    # On a GPU `auto` is Triton, which comes with torch there; on CPU the reference works in small pieces.
+    asked = parse_spec(cfg.train.ops, {page.name: page for page in pages()})["cross_entropy"]
+    if asked == "torch" and cfg.parallel.device != "cpu":
         loss_work += _LOSS_WORK * rows * vocab
     alive = logits = 0
     peak = (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +41,23 @@ def rank_context(tp: int, tp_rank: int, pp: int, pp_rank: int) -> ParallelContex
         tp=Axis("tp", tp, tp_rank, tuple(range(tp))),
         pp=Axis("pp", pp, pp_rank, tuple(range(pp))),
     )
+
+
+def test_blocks_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled block by block: torch gives up, unsaid, after a few versions of one function."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = dataclasses.replace(MODELS["llama"], num_layers=12)
+    cfg = Config(model=model, train=TrainConfig(global_batch_size=8, compile=True))
+    placement = make_schedule(cfg, 1).placement
+    ops = kernels.resolve("torch", CPU, torch.float32)
+    (stage,) = build_stages(cfg, ParallelContext.single(), placement, torch.float32, ops).values()
+    stage.init_parameters(1)
+    tokens = torch.zeros(16, 1, dtype=torch.long)
+    with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
+        for step in range(3):
+            stage(tokens, tokens, (step, 0, step))
+            with torch.no_grad():
+                stage(tokens, tokens)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))

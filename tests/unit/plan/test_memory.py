@@ -207,7 +207,9 @@ def test_recomputing_brings_one_layer_back() -> None:
 )
 def test_the_torch_loss_makes_fp32_copies_of_the_logits(ops: str, bytes_a_logit: int) -> None:
     cfg = config(precision="bf16", global_batch_size=1, ops=ops)
+    cfg, on_cpu = (replace(cfg, parallel=replace(cfg.parallel, device=device)) for device in ("cuda", "cpu"))
     assert memory_per_rank(cfg, Topology(1))[0].logits == bytes_a_logit * 32 * 304
+    assert memory_per_rank(on_cpu, Topology(1))[0].logits == 2 * 32 * 304
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
