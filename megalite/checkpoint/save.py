@@ -98,8 +98,8 @@ class Checkpointer:
             logger.info(f"deleted what an interrupted save left: {', '.join(left)}")
 
     def continues(self, path: str | Path) -> None:
-        """Say which checkpoint this run goes on from: it is never pruned, and later ones of the folder are set aside
-        with the first commit, since they are of a history that this run does not continue."""
+        """Say which checkpoint this run goes on from: it is never pruned, and only later ones of the folder are set
+        aside with the first commit, since they are of a history that this run does not continue."""
         path = Path(path).resolve()
         if path.parent == self.root.resolve():
             self._resumed_from = path.name
@@ -170,7 +170,7 @@ class Checkpointer:
                     "topology": {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp},
                     "meta": meta,
                 },
-                "aside": self._not_continued(step),
+                "aside": self._not_continued(),
                 "keep_last": self.keep_last,
                 "keep": [self._resumed_from] if self._resumed_from else [],
             }
@@ -207,10 +207,9 @@ class Checkpointer:
         except OSError:
             self._answer = self._died()
 
-    def _not_continued(self, step: int) -> list[str]:
-        """Checkpoints of this folder that would hide what this run saves, or are of a history it left."""
-        newest = min(step, self._base + 1) if self._base >= 0 else step
-        return [p.name for s, p in folder.step_folders(self.root) if s >= newest and p.name not in self._own]
+    def _not_continued(self) -> list[str]:
+        """Checkpoints of this folder that are of a history this run left: all later ones, all of them in a new run."""
+        return [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._own]
 
     def poll(self) -> Path | None:
         """Look, without waiting, how a save in the background goes; call it at every step.

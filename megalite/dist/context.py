@@ -143,6 +143,11 @@ def pick_device(name: str, tp: int = 1) -> torch.device:
     return device
 
 
+def launched_together() -> bool:
+    """Whether torchrun or Slurm started this rank, which end all ranks when one has left."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
+
+
 def only_deterministic_kernels() -> None:
     """`--deterministic`. Before the process group: NCCL decides once, at its start, against reductions in the switch."""
     torch.use_deterministic_algorithms(True)
@@ -160,6 +165,14 @@ def init_process_group(device: torch.device) -> None:
     """Join the default process group (gloo on CPU, NCCL on GPU); nothing to do in a world of one."""
     if world_size() == 1:
         return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE {world_size()}",
+            f"comes with {' and '.join(missing)}, which the environment does not have",
+            "start the ranks with torchrun, or unset WORLD_SIZE for one process",
+            only_here=True,
+        )
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from megalite.checkpoint import SaveError
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext, shutdown
+from megalite.dist.context import ParallelContext, launched_together, shutdown
 from megalite.errors import UserError
 from megalite.log import env_rank, logger, setup_logging
+
+# Longer than a busy machine takes to start Python and torch, and well below the 30 s in which all ranks must be gone.
+_PATIENCE_S = 15.0
 
 
 class Diverged(FloatingPointError):
@@ -64,9 +68,9 @@ def leaving_together() -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        if rank == 0 or e.only_here:
-            where = f"[rank {rank}] " if e.only_here and rank else ""
-            print(f"{where}error: {e}", file=sys.stderr, flush=True)
+        if not e.only_here:
+            _let_rank_0_speak(rank, 2)
+        logger.error(f"error: {e}")
         _leave(2)
     except KeyboardInterrupt:
         # One more must not cut the message short.
@@ -78,8 +82,8 @@ def leaving_together() -> Iterator[None]:
         raise
     except (SaveError, Diverged) as e:
         # Every rank raises these alike, and where in the program says nothing.
-        if rank == 0:
-            logger.error(f"{type(e).__name__}: {e}")
+        _let_rank_0_speak(rank, 1)
+        logger.error(f"{type(e).__name__}: {e}")
         _leave(1)
     except BaseException as e:
         if isinstance(e, PeerFailed) or _lost_peer(e):
@@ -89,6 +93,18 @@ def leaving_together() -> Iterator[None]:
             print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
         _leave(1)
     shutdown()
+
+
+def _let_rank_0_speak(rank: int, code: int) -> None:
+    """Leave without a word, but not before rank 0: a launcher that sees one rank leave ends the others, and rank 0 may
+    be slower. Returns on rank 0, and where rank 0 has said nothing for `_PATIENCE_S`.
+    """
+    if rank == 0:
+        return
+    if not launched_together():
+        _leave(code)
+    signal.signal(signal.SIGTERM, lambda *_: _leave(code))
+    time.sleep(_PATIENCE_S)
 
 
 def _leave(code: int) -> None:

@@ -46,6 +46,11 @@ class Model:
         out = self.stage(tokens_BS.t().contiguous())
         return out[..., : self.cfg.vocab].transpose(0, 1)
 
+    @property
+    def words(self) -> int:
+        """Token ids that mean something: the tokenizer's, of which the vocabulary may have more."""
+        return min(self.cfg.vocab, self.tokenizer.vocab_size) if self.tokenizer else self.cfg.vocab
+
 
 def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
     """Read a checkpoint's weights in fp32.
@@ -116,7 +121,7 @@ def generate(
     for _ in range(max_new_tokens):
         # The window slides once the text is as long as the model's positions; every token is computed anew.
         window = tokens[:, -model.cfg.positions :]
-        logits = model.logits(window)[0, -1].float()
+        logits = model.logits(window)[0, -1, : model.words].float()
         if temperature == 0:
             new = logits.argmax().view(1, 1)
         else:

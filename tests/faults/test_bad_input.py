@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalite.data import IndexedDatasetWriter
-from tests.ranks import finish, run_ranks, start_ranks
+from tests.ranks import ROOT, finish, run_ranks, start_ranks
 
 WITHIN = 30.0
 TINY = [
@@ -53,6 +55,35 @@ def test_world_that_tp_and_pp_do_not_divide(tmp_path: Path) -> None:
     arguments = ["--tp", "2", "--pp", "2", "--mock-data", "--run-dir", str(tmp_path)]
     for asked in ([], ["--dry-run"]):
         assert_refused([*arguments, *asked], "--tp 2 --pp 2 on 3 ranks", "multiple of tp x pp = 4", "start", world=3)
+
+
+@pytest.mark.parametrize("slow", ["0", "1"])
+def test_torchrun_ends_no_rank_before_it_was_told(tmp_path: Path, slow: str) -> None:
+    """torchrun ends all ranks as soon as one has left, and rank 0, who tells, may be the last to start."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, time\nif os.environ.get('RANK') == '{slow}': time.sleep(4)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "pretrain_gpt.py"), *TINY, "--mock-data", "--hiden-size", "64"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    told = [line for line in done.stderr.splitlines() if "error: --hiden-size" in line]
+    assert told == ["error: --hiden-size: is an unknown flag; did you mean --hidden-size?"]
+
+
+def test_world_size_without_a_launcher(tmp_path: Path) -> None:
+    environment = {**os.environ, "WORLD_SIZE": "2"}
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, "--mock-data", "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: WORLD_SIZE 2: comes with RANK and MASTER_ADDR and MASTER_PORT, which")
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
         config = _copy_hf(Path(tokenizer.path), folder)
     elif tokenizer.kind == "sentencepiece":
         built, names = _from_sentencepiece(Path(tokenizer.path).read_bytes(), what)
-        built.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
         config = names
     else:
         built = _from_tiktoken(tokenizer) if tokenizer.kind == "tiktoken" else _from_bytes(tokenizer)
-        built.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     _compare(tokenizer, folder, what)
     config.update(_token_names(folder, ids))

@@ -98,6 +98,9 @@ def test_a_history_left_behind_is_set_aside(tmp_path: Path) -> None:
     assert "step_00000001" in names(tmp_path)
     assert "aside_2_step_00000006" in names(tmp_path)
     assert [n for n in names(tmp_path) if n.startswith("step_")] == ["step_00000001"]
+    # Earlier ones too: where the new run's own is damaged, --resume-fallback must not go on from another history.
+    save_steps(tmp_path, 7)
+    assert [n for n in names(tmp_path) if n.startswith("step_")] == ["step_00000007"]
 
 
 def test_weights_alone(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,6 +59,15 @@ def test_the_same_seed_writes_the_same(both: tuple[Any, Path]) -> None:
     assert texts[0] == texts[1] != texts[2]
     # One candidate leaves nothing to chance, and the window slides past the model's positions.
     assert generate(model, [1], 40, top_k=1) == generate(model, [1], 40, temperature=0)
+
+
+def test_only_what_the_tokenizer_knows_is_written(both: tuple[Any, Path]) -> None:
+    """A vocabulary may be larger than the tokenizer, and a model that saw little may like the rest of it."""
+    model = load_model(both[1], CPU)
+    free = generate(model, [1], 20, temperature=5.0, top_k=0)
+    small = dataclasses.replace(model, tokenizer=SimpleNamespace(vocab_size=30))
+    assert max(free) >= 30
+    assert max(generate(small, [1], 20, temperature=5.0, top_k=0)) < 30
 
 
 def test_mean_loss_predicts_each_token_once(both: tuple[Any, Path]) -> None:
