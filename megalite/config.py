@@ -255,6 +255,14 @@ class Config:
             "compiled blocks draw no masks",
             "leave --compile out, or set both to 0",
         )
+        for flag, asked in (("--profile", self.run.profile), ("--record-schedule", self.run.record_schedule)):
+            steps, last = step_range(flag, asked), self.train.train_steps
+            require(
+                asked is None or steps.start <= last,
+                f"{flag} {asked}",
+                f"begins after the last of --train-steps {last}",
+                "ask for earlier steps",
+            )
         require(
             p.pp * p.vp <= m.num_layers,
             f"--pp {p.pp} --vp {p.vp}",

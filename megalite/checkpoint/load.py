@@ -275,7 +275,7 @@ def load_checkpoint(
 
     agree(ctx, fill)
     missing = sorted({s.kind for s, source in zip(states, sources) if source is None})
-    if missing:
+    if missing and ctx.rank == 0:
         logger.warning(f"{path} holds no {', '.join(missing)}: they start at zero")
     return manifest.meta, stats
 

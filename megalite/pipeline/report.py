@@ -210,7 +210,7 @@ def to_json(simulation: Simulation) -> dict[str, Any]:
 def summary(simulation: Simulation) -> str:
     s = simulation.schedule
     lines = [
-        f"{s.name}: pp {s.pp}, vp {s.vp}, {s.num_microbatches} micro-batches, transfers {simulation.mode}",
+        f"{s.name}: pp {s.pp}, vp {s.vp}, {s.num_microbatches} micro-batches, mode {simulation.mode}",
         f"step {simulation.makespan:.4g}, ideal {simulation.ideal:.4g}: bubble {simulation.bubble:.2%} of ideal, "
         f"ranks idle {simulation.idle_share:.2%} of the step",
         "",

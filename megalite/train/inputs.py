@@ -29,7 +29,7 @@ def resolve_vocabulary(cfg: Config) -> tuple[Config, Tokenizer | None]:
             raise UserError(
                 f"--vocab-size {given}",
                 f"is smaller than the tokenizer's {tokenizer.vocab_size} entries",
-                f"use --vocab-size {tokenizer.vocab_size}, or leave it out",
+                f"use --vocab-size {tokenizer.vocab_size}",
             )
         return cfg, tokenizer
     if tokenizer is not None:
