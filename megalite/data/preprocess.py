@@ -5,18 +5,17 @@ The bytes written do not depend on the number of workers.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -86,25 +85,67 @@ class _Encoder:
         return _Encoded(tokens, [len(d) for d in ids], text_bytes, empty, bad)
 
 
-_worker_encoder: _Encoder | None = None
+def _work(ours: Connection, tokenizer_path: str, key: str) -> None:
+    """A worker's life: a chunk comes, its ids go back; until the other end is closed or its process is gone."""
+    # Ctrl-C is the parent's to deal with.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    encoder = _Encoder(load_tokenizer(tokenizer_path), key)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            ours.send(encoder(ours.recv()))
 
 
-def _start_worker(tokenizer_path: str, key: str) -> None:
-    global _worker_encoder
-    _worker_encoder = _Encoder(load_tokenizer(tokenizer_path), key)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+class Workers:
+    """Encoding processes with a pipe each: one that is killed, at any moment, ends its own pipe and no other.
 
-    def end_with_parent() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
+    (A `ProcessPoolExecutor` has one pipe for all results, and hangs if a worker dies while it writes.)
+    """
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    def __init__(self, number: int, tokenizer_path: str, key: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.processes = []
+        self.idle: list[Connection] = []
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, tokenizer_path, key), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.idle.append(ours)
+        self._busy: dict[Connection, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._busy)
+
+    def give(self, number: int, chunk: Chunk) -> None:
+        """Hand a chunk to an idle worker."""
+        worker = self.idle.pop()
+        with _ended_unexpectedly():
+            worker.send(chunk)
+        self._busy[worker] = number
+
+    def take(self) -> Iterator[tuple[int, _Encoded]]:
+        """Wait until one is done at least; (number of the chunk, its ids) of those that are."""
+        for worker in connection.wait(list(self._busy)):
+            assert isinstance(worker, Connection)
+            with _ended_unexpectedly():
+                encoded = worker.recv()
+            self.idle.append(worker)
+            yield self._busy.pop(worker), encoded
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
 
 
-def _encode_in_worker(chunk: Chunk) -> _Encoded:
-    assert _worker_encoder is not None
-    return _worker_encoder(chunk)
+@contextmanager
+def _ended_unexpectedly() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as e:
+        raise RuntimeError("a preprocessing worker ended unexpectedly (killed, perhaps for want of memory)") from e
 
 
 def _encode_all(
@@ -116,24 +157,28 @@ def _encode_all(
         for chunk in chunks:
             yield chunk, encoder(chunk)
         return
-    # Not Pool.imap: it reads all input ahead into memory, and waits for ever for a worker that was killed.
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.path, key)
-    )
-    waiting: deque[tuple[Chunk, Future[_Encoded]]] = deque()
+    pool = Workers(workers, tokenizer.path, key)
+    waiting: dict[int, Chunk] = {}
+    done: dict[int, _Encoded] = {}
+    given = told = 0
+    source = iter(chunks)
+    more = True
     try:
-        for chunk in chunks:
-            waiting.append((chunk, pool.submit(_encode_in_worker, chunk)))
-            if len(waiting) >= 4 * workers:
-                done, encoded = waiting.popleft()
-                yield done, encoded.result()
-        while waiting:
-            done, encoded = waiting.popleft()
-            yield done, encoded.result()
-    except BrokenProcessPool as e:
-        raise RuntimeError("a preprocessing worker ended unexpectedly (killed, perhaps for want of memory)") from e
+        while more or pool.busy:
+            while more and pool.idle and len(waiting) < 4 * workers:
+                unread = next(source, None)
+                if unread is None:
+                    more = False
+                    break
+                waiting[given] = unread
+                pool.give(given, unread)
+                given += 1
+            done.update(pool.take())
+            while told in done:
+                yield waiting.pop(told), done.pop(told)
+                told += 1
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.close()
 
 
 def preprocess(

@@ -99,6 +99,7 @@ def save_under_kill(rank: int, world: int, root: str, victim: int, point: str, b
     with killed_at(point if rank == victim else None):
         checkpointer = Checkpointer(root, ctx, run_id="second", keep_last=2)
     path = Path(root)
+    checkpointer.continues(path / "step_00000010")
     kept = digest(path / "step_00000010")
     error = ""
     try:

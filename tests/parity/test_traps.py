@@ -346,7 +346,7 @@ def evaluate(rank: int, cfg: Config, world: int) -> dict[str, Any]:
     jobs.run_steps(engine, 2)
     share = np.split(jobs.batches(3)[2], engine.ctx.dp.size)[engine.ctx.dp.rank]
     before = state_digest(engine)
-    losses = [eval_step(engine, share), eval_step(engine, share)]
+    losses = [eval_step(engine, share)[0], eval_step(engine, share)[0]]
     unchanged = state_digest(engine) == before
     return {"losses": losses, "unchanged": unchanged, "next": jobs.run_steps(engine, 1, first=3)[0]}
 

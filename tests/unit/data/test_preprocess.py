@@ -23,7 +23,7 @@ import zstandard
 import megalite
 from megalite.data.documents import expand_inputs, read_chunks
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.preprocess import preprocess
+from megalite.data.preprocess import Workers, preprocess
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import UserError
 
@@ -323,3 +323,19 @@ def test_a_killed_worker_ends_the_run_with_a_message(tmp_path: Path, running: Ru
     assert running.process.returncode == 1
     assert "a preprocessing worker ended unexpectedly" in stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_worker_killed_while_it_writes_is_noticed(tmp_path: Path) -> None:
+    """Half a result is in its pipe, and nobody will write the rest."""
+    (tmp_path / "long.txt").write_text("some text " * 200_000)
+    (chunk,) = read_chunks(tmp_path / "long.txt", "text")
+    pool = Workers(2, "bytes", "text")
+    try:
+        worker, process = pool.idle[-1], pool.processes[-1]
+        pool.give(0, chunk)
+        assert worker.poll(60), "it has begun to write, and the pipe holds less than all"
+        process.kill()
+        with pytest.raises(RuntimeError, match="a preprocessing worker ended unexpectedly"):
+            list(pool.take())
+    finally:
+        pool.close()

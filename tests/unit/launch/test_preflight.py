@@ -83,7 +83,7 @@ def test_a_slow_nvidia_smi_is_a_slow_host(ask: dict, tmp_path: Path, monkeypatch
     patient = probe_host(LOCAL, ask)
     assert patient.facts is not None, patient.error
     assert patient.facts["gpus"] == 8
-    monkeypatch.setenv("PAUSE_S", "600")
+    monkeypatch.setenv("PAUSE_S", "20")
     answer = probe_host(LOCAL, ask, timeout_s=5.0)
     assert answer == Answer(None, error="no answer within 5 s", slow=True)
     report = judge(SPEC, HOSTS[:1], [answer])
