@@ -1,7 +1,7 @@
 """Several data sets in given proportions: which set, and which sample of it, at each position.
 
 The rule is Megatron-LM's: with normalised weights w and t = max(i, 1), position i takes the next sample of the set with
-the greatest w_j * t - taken_j in double precision, the lowest j on ties. `csrc/data/blend.cpp` follows it some hundred
+the greatest w_j * t - taken_j in double precision, the lowest j on ties. `csrc/data/blend.cpp` follows it some seventy
 times faster than the Python here; both give the same choices.
 """
 
@@ -122,7 +122,7 @@ class BlendOrder:
         if self._run is run_in_python and position - start > _SLOW:
             logger.info(
                 f"finding sample {position} of a blend of {len(w)} sets in Python, some 2 s a million; "
-                "megalite installed with a C++ compiler takes a hundredth of that"
+                "megalite installed with a C++ compiler takes some 0.03 s a million"
             )
         self._run(w, taken, None, start, position)
         return taken

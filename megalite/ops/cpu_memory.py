@@ -21,7 +21,7 @@ _LARGE = 32 << 20
 def keep_freed_memory() -> bool:
     """Tell glibc to keep freed memory for the next allocation; call once, before the first large allocation.
 
-    The process then holds its peak of CPU memory until it ends.
+    The process then holds its peak of allocations below 32 MB until it ends.
 
     Returns:
         False where the C library has no `mallopt` (musl, macOS) and nothing was changed.

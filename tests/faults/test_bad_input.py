@@ -137,13 +137,12 @@ def test_token_id_beyond_the_vocabulary(data: Path, tmp_path: Path) -> None:
     assert "90" in errors[0]
 
 
-def test_token_id_beyond_the_vocabulary_in_evaluation_data(data: Path, tmp_path: Path) -> None:
+def test_token_id_beyond_the_vocabulary_in_evaluation_data(tmp_path: Path) -> None:
     # Evaluation reads in order: of its first batch of four samples the third is rank 1's, who must be heard.
     folder = tmp_path / "valid"
     with IndexedDatasetWriter(folder, np.dtype(np.uint16)) as writer:
         writer.add_document(np.where(np.arange(200) == 40, 95, np.arange(200) % 90))
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})
-    arguments = [*TINY, "--mock-data", "--vocab-size", "90", "--run-dir", str(tmp_path / "run")]
     with IndexedDatasetWriter(tmp_path / "train", np.dtype(np.uint16)) as writer:
         writer.add_document(np.arange(400) % 90)
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})

@@ -51,13 +51,13 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
     config: dict[str, Any] = {}
     if tokenizer.kind == "huggingface":
         config = _copy_hf(Path(tokenizer.path), folder)
-    elif tokenizer.kind == "sentencepiece":
-        built, names = _from_sentencepiece(Path(tokenizer.path).read_bytes(), what)
-        (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
-        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-        config = names
     else:
-        built = _from_tiktoken(tokenizer) if tokenizer.kind == "tiktoken" else _from_bytes(tokenizer)
+        if tokenizer.kind == "sentencepiece":
+            built, config = _from_sentencepiece(Path(tokenizer.path).read_bytes(), what)
+            shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+        else:
+            built = _from_tiktoken(tokenizer) if tokenizer.kind == "tiktoken" else _from_bytes(tokenizer)
+        # Not `built.save`, which hides what kept it from writing.
         (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
     _compare(tokenizer, folder, what)
