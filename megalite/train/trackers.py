@@ -40,6 +40,7 @@ class BackgroundTracker:
         self.name, self._start = name, start
         self._items: queue.Queue[tuple[dict[str, float], int] | None] = queue.Queue(_QUEUE_LENGTH)
         self._stopped = threading.Event()
+        self._giving_up = threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"megalite-{name}", daemon=True)
         self._thread.start()
 
@@ -53,9 +54,11 @@ class BackgroundTracker:
             self._give_up(f"{type(e).__name__}: {' '.join(str(e).split())}")
 
     def _give_up(self, why: str) -> None:
-        if not self._stopped.is_set():
-            self._stopped.set()
-            logger.warning("%s stopped (%s); the run and its metrics.jsonl go on", self.name, why)
+        with self._giving_up:
+            if not self._stopped.is_set():
+                logger.warning("%s stopped (%s); the run and its metrics.jsonl go on", self.name, why)
+                # Only now: `close` of a stopped tracker does not wait, and what ends the process ends this thread.
+                self._stopped.set()
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Hand values over."""

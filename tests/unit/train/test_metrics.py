@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,6 +298,39 @@ def test_a_tracker_that_hangs_delays_the_end_by_its_limit_only(
     tracker.close()
     assert "stuck stopped (not finished after 0.05 s)" in console.text
     assert len(console.messages) == 2
+
+
+class _SlowToSpeak(logging.Handler):
+    """A console that takes its time, as one does on a busy machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reached.set()
+        assert self.go_on.wait(30)
+        self.said.append(record.getMessage())
+
+
+def test_the_end_of_a_run_waits_for_what_a_failing_tracker_has_to_say(console: pytest.LogCaptureFixture) -> None:
+    def fails() -> _Stuck:
+        raise OSError("no such server")
+
+    slow = _SlowToSpeak()
+    logger.addHandler(slow)
+    tracker = BackgroundTracker("broken", fails)
+    assert slow.reached.wait(30)
+    closing = threading.Thread(target=tracker.close)
+    closing.start()
+    closing.join(0.2)
+    still_closing = closing.is_alive()
+    slow.go_on.set()
+    closing.join(30)
+    logger.removeHandler(slow)
+    assert still_closing, "close came back before the warning was out: a process that ends now would never show it"
+    assert slow.said == ["broken stopped (OSError: no such server); the run and its metrics.jsonl go on"]
 
 
 _WANDB_RUN = """
