@@ -109,8 +109,8 @@ class TrainConfig:
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    optimizer: Literal["adamw", "lamb", "sgd"] = "adamw"
-    """adamw (decoupled weight decay), lamb (with trust ratios) or sgd (momentum beta1)."""
+    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
+    """adamw (decoupled weight decay), lamb or lars (with trust ratios), or sgd (momentum beta1)."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -128,7 +128,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay; none on norms and biases."""
     beta1: float = 0.9
-    """Adam's first decay rate (sgd: momentum)."""
+    """Adam's first decay rate (lars, sgd: momentum)."""
     beta2: float = 0.95
     """Adam's second decay rate."""
     eps: float = 1e-8

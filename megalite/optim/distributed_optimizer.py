@@ -17,7 +17,7 @@ from megalite.config import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.ops import Ops
 from megalite.optim.grad_buffer import Bucket
-from megalite.optim.lamb import LambUpdate
+from megalite.optim.trust_ratio import TrustRatioUpdate
 from megalite.params import Piece, ShardedParameter
 
 
@@ -53,7 +53,7 @@ class _State:
 
 
 class DistributedOptimizer:
-    """AdamW (decoupled weight decay), LAMB or SGD with momentum on flat fp32 shares of buckets.
+    """AdamW (decoupled weight decay), LAMB, LARS or SGD with momentum on flat fp32 shares of buckets.
 
     Args:
         buckets: from `make_buckets`.
@@ -75,7 +75,7 @@ class DistributedOptimizer:
     def _make_state(self, bucket: Bucket) -> _State:
         share = bucket.weights[bucket.owned]
         master = share if share.dtype == torch.float32 else share.float()
-        second = None if self.cfg.optimizer == "sgd" else torch.zeros_like(master)
+        second = None if self.cfg.optimizer in ("lars", "sgd") else torch.zeros_like(master)
         return _State(bucket, master, torch.zeros_like(master), second)
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class DistributedOptimizer:
             grad = bucket.grad[bucket.owned]
             decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
             if state.exp_avg_sq is None:
-                self._sgd(state, grad.mul_(grad_multiplier), out, lr, decay)
+                self._momentum(state, grad.mul_(grad_multiplier), out, lr, decay)
                 continue
             moments = (state.exp_avg, state.exp_avg_sq)
             options: dict[str, Any] = {
@@ -157,12 +157,17 @@ class DistributedOptimizer:
             else:
                 # The direction takes the gradient's place.
                 self.ops.lamb_direction(state.master, grad, *moments, grad, **options)
-                LambUpdate(bucket, self.ctx, self.ops).apply(state.master, grad, out, lr)
+                TrustRatioUpdate(bucket, self.ctx, self.ops).lamb(state.master, grad, out, lr)
         self.gather()
         if not self.overlap_gather:
             self.wait_weights()
 
-    def _sgd(self, state: _State, grad: torch.Tensor, out: torch.Tensor | None, lr: float, decay: float) -> None:
+    def _momentum(self, state: _State, grad: torch.Tensor, out: torch.Tensor | None, lr: float, decay: float) -> None:
+        if self.cfg.optimizer == "lars":
+            update = TrustRatioUpdate(state.bucket, self.ctx, self.ops)
+            options = {"lr": lr, "momentum": self.cfg.beta1, "weight_decay": decay}
+            update.lars(state.master, grad, state.exp_avg, out, **options)
+            return
         state.master.mul_(1 - lr * decay)
         state.exp_avg.mul_(self.cfg.beta1).add_(grad)
         state.master.add_(state.exp_avg, alpha=-lr)

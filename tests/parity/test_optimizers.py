@@ -1,4 +1,4 @@
-"""LAMB and SGD: the same over layouts, and equal to a plain computation on whole tensors."""
+"""LAMB, LARS and SGD: the same over layouts, and equal to a plain computation on whole tensors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None) -> Config:
     cfg = jobs.make_config(model, parallel)
-    lr = {"lamb": 1e-3, "sgd": 1e-2}[optimizer]
+    lr = {"lamb": 1e-3, "lars": 0.5, "sgd": 1e-2}[optimizer]
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, optimizer=optimizer, lr=lr))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", ["lamb", "sgd"])
+@pytest.mark.parametrize("optimizer", ["lamb", "lars", "sgd"])
 def test_same_in_every_layout(pool: WorkerPool, optimizer: str, layout: str) -> None:
     world, parallel = LAYOUTS[layout]
     for model in (jobs.llama(), jobs.gpt2()):
@@ -47,6 +47,11 @@ def plain_step(kind: str, w: torch.Tensor, g: torch.Tensor, state: list[torch.Te
         state[0].mul_(o.beta1).add_(g)
         w.mul_(1 - lr * decay).sub_(lr * state[0])
         return
+    if kind == "lars":
+        ratio = 0.001 * w.norm() / (g.norm() + decay * w.norm()) if decay else 1.0
+        state[0].mul_(o.beta1).add_(lr * ratio * (g + decay * w))
+        w.sub_(state[0])
+        return
     state[0].mul_(o.beta1).add_((1 - o.beta1) * g)
     state[1].mul_(o.beta2).add_((1 - o.beta2) * g * g)
     m, v = state[0] / (1 - o.beta1**step), state[1] / (1 - o.beta2**step)
@@ -55,7 +60,7 @@ def plain_step(kind: str, w: torch.Tensor, g: torch.Tensor, state: list[torch.Te
     w.sub_(lr * ratio * r)
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", "sgd"])
+@pytest.mark.parametrize("optimizer", ["lamb", "lars", "sgd"])
 def test_same_as_a_plain_computation(optimizer: str) -> None:
     model = dataclasses.replace(jobs.llama())
     cfg = config(optimizer, model)

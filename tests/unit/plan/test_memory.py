@@ -81,6 +81,7 @@ def test_parameters_on_a_rank_are_those_of_its_modules(arch: str, tied: bool, pl
         ("bf16", 0, "adamw", 18),
         ("fp32", 1, "adamw", 8 + 8 / 4),
         ("bf16", 1, "sgd", 6 + 8 / 4),
+        ("bf16", 1, "lars", 6 + 8 / 4),
     ],
 )
 def test_bytes_of_states_counted_on_tensors(precision: str, zero: int, optimizer: str, per_parameter: float) -> None:
