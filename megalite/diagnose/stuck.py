@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class StuckWatch:
         self._stage, self._number, self._since = "", 0, time.monotonic()
         self._world = 1
         self._store: Any = None
+        self._silent: list[int] = []
         threading.Thread(target=self._watch, daemon=True).start()
 
     def join(self, world: int) -> None:
@@ -57,16 +58,22 @@ class StuckWatch:
         while True:
             time.sleep(_BEAT_S)
             beats += 1
-            if self._store is not None:
-                self._store.set(f"cluster_check/{self.rank}", f"{self._number} {beats}")
+            with suppress(dist.DistError):  # its host has left: what this rank has to say is said all the same
+                if self._store is not None:
+                    self._store.set(f"cluster_check/{self.rank}", f"{self._number} {beats}")
             if self._stage and time.monotonic() - self._since > self.limit:
                 self._leave()
 
     def _leave(self) -> None:
         found: list[str] = []
-        reader = threading.Thread(target=lambda: found.append(self._culprits()), daemon=True)
+
+        def read() -> None:
+            with suppress(dist.DistError):
+                found.append(self._culprits())
+
+        reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        reader.join(4 * _BEAT_S + 5)
+        reader.join(6 * _BEAT_S + 5)
         why = found[0] if found else "the rendezvous store does not answer: is its host stopped or cut off?"
         text = f"[rank {self.rank}, {self.host}] stuck for {self.limit:g} s in: {self._stage}; {why}"
         print(text, file=sys.stderr, flush=True)
@@ -77,17 +84,16 @@ class StuckWatch:
         os._exit(1)
 
     def _await_readers(self) -> None:
-        """Return when every rank that still beats has read the store too."""
-        seen = self._read()
-        while True:
-            time.sleep(2 * _BEAT_S)
-            now = self._read()
-            if not any(now[r] != seen[r] or now[r][1] == _LOOKING for r in range(1, self._world)):
-                return
-            seen = now
+        """Return when every rank that is alive has read the store too."""
+        while any(self._read()[r][1] != _DONE for r in range(1, self._world) if r not in self._silent):
+            time.sleep(_BEAT_S)
 
     def _read(self) -> list[list[int]]:
         return [[int(word) for word in self._store.get(f"cluster_check/{r}").split()] for r in range(self._world)]
+
+    @staticmethod
+    def _is_silent(before: list[int], after: list[int]) -> bool:
+        return after == before and after[1] >= 0
 
     def _culprits(self) -> str:
         store = self._store
@@ -99,9 +105,13 @@ class StuckWatch:
         store.set(mine, f"{self._number} {_LOOKING}")
         time.sleep(3 * _BEAT_S)
         after = self._read()
-        store.set(mine, f"{self._number} {_DONE}")
         others = [r for r in range(self._world) if r != self.rank]
-        silent = [r for r in others if after[r] == before[r] and after[r][1] >= 0]
+        if any(self._is_silent(before[r], after[r]) for r in others):
+            # On a machine with much else to do, a thread may miss a few beats.
+            time.sleep(2 * _BEAT_S)
+            after = self._read()
+        self._silent = silent = [r for r in others if self._is_silent(before[r], after[r])]
+        store.set(mine, f"{self._number} {_DONE}")
         behind = [r for r in others if 0 < after[r][0] < self._number]
         if silent:
             return f"no sign of life from rank {', '.join(map(str, silent))}: stopped, dead or cut off"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks import finish
+from tests.ranks import ROOT, finish
 from tests.unit.diagnose.cluster_ranks import SLOW, STOPS, check_in_pool, copy_with_version, start, tampered
 from tests.workers import WorkerPool
 
@@ -117,3 +118,26 @@ def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
     assert [rank.code for rank in left] == [1, 1]
     for rank in left:
         assert "stuck for 10 s in: all-reduce over dp, ranks 0, 1, 2; no sign of life from rank 1: stopped" in rank.err
+
+
+STORE_GONE = """
+import time
+import torch.distributed as dist
+from megalite.diagnose.stuck import StuckWatch
+
+watch = StuckWatch(0, "here", 2.0)
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch._store, watch._world = dist.TCPStore("127.0.0.1", server.port, is_master=False), 2
+del server
+with watch.stage("all-reduce over dp"):
+    time.sleep(600)
+"""
+
+
+def test_a_rank_whose_store_has_gone_leaves_too() -> None:
+    done = subprocess.run([sys.executable, "-c", STORE_GONE], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "[rank 0, here] stuck for 2 s in: all-reduce over dp; "
+        "the rendezvous store does not answer: is its host stopped or cut off?"
+    )

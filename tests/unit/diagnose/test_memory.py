@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -119,8 +120,15 @@ RUN = [
 
 
 def run_limited(*flags: str) -> subprocess.CompletedProcess[str]:
+    # One thread: each has a stack, which counts.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-c", LIMITED, *RUN, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LIMITED, *RUN, *flags],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 

@@ -248,6 +248,13 @@ def test_a_terminal_gets_a_bar_that_lines_do_not_tear(tmp_path: Path) -> None:
 # --- trackers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing a tracker's library alone may take longer than a run waits for it at its end."""
+    monkeypatch.setattr("megalite.train.trackers.FINISH_S", 300.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -264,6 +271,7 @@ def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(3, 1.25)]
 
 
+@pytest.mark.usefixtures("patient")
 def test_tensorboard_that_cannot_write_stops_itself_only(tmp_path: Path, console: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     metrics = make(tmp_path, tensorboard=True)
@@ -340,7 +348,7 @@ from megalite.log import setup_logging
 from megalite.train import trackers
 from megalite.train.metrics import MetricsLogger
 setup_logging(0)
-trackers.WANDB_INIT_S = 1.0
+trackers.WANDB_INIT_S, trackers.FINISH_S = 1.0, 300.0
 metrics = MetricsLogger(Path(sys.argv[1]), 0, 2, 1, False, "megalite-test", {"lr": 1.0})
 for step in (1, 2):
     metrics.step({"step": step, "loss": 1.0})
@@ -354,7 +362,7 @@ def _wandb_run(run_dir: Path, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     clean |= {"HOME": str(run_dir), "NETRC": str(run_dir / "netrc"), **env}
     command = [sys.executable, "-c", _WANDB_RUN, str(run_dir)]
-    return subprocess.run(command, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
 
 
 def _offline_values(run_dir: Path) -> bytes:
