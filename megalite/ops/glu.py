@@ -25,7 +25,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        # Out of place, here and below: torch 2.11 compiles a forward that writes in place wrongly (pytorch#180642).
+        return F.silu(gate) * up
 
     @staticmethod
     @once_differentiable
@@ -42,7 +43,7 @@ class _GeGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.approximate = approximate
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate).mul_(up)
+        return F.gelu(gate, approximate=approximate) * up
 
     @staticmethod
     @once_differentiable

@@ -143,7 +143,8 @@ def test_cuda_library_names_the_libraries_its_symbols_come_from(cuda_library: Pa
         pytest.skip("no binutils")
     dynamic = subprocess.run(["readelf", "-d", cuda_library], check=True, capture_output=True, text=True).stdout
     needed = set(re.findall(r"NEEDED.*\[(.+?)\]", dynamic))
-    assert {"libtorch_cuda.so", "libtorch_cpu.so", "libc10.so"} <= needed
+    # libc10.so too where a symbol is taken from it, which depends on the torch it was built with.
+    assert {"libtorch_cuda.so", "libtorch_cpu.so"} <= needed
     # cudart is linked in: the library may not depend on which CUDA runtime torch brings.
     assert not any("cudart" in name or "python" in name for name in needed)
     assert "RPATH" not in dynamic
