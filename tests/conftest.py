@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
 from megalite.log import logger
 from tests.workers import WorkerPool
+
+HUNG_S = 600
+"""Ten times what the slowest test takes. One that hangs fails alone, instead of holding up the whole run for ever."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, Any, Any]:
+    def fail(*_: object) -> None:
+        pytest.fail(f"hung: not done after {HUNG_S} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, HUNG_S)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(autouse=True)
