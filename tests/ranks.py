@@ -26,11 +26,20 @@ class Left(NamedTuple):
         return [line for line in self.err.splitlines() if "error:" in line]
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+_reserved: list[socket.socket] = []
+
+
+def reserve_port() -> int:
+    """A TCP port that nobody else is given while this process lives; rank 0 may listen on it.
+
+    Rank 0 does so seconds later, and meanwhile the system hands ports out by the hundred (every gloo pair takes one). A
+    port that is bound is not handed out; being reusable, and not listened on, it can be bound once more by its number.
+    """
+    s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind(("", 0))
+    _reserved.append(s)
+    return int(s.getsockname()[1])
 
 
 def start_ranks(
@@ -38,7 +47,7 @@ def start_ranks(
 ) -> list[subprocess.Popen[str]]:
     """One process a rank, with the variables that torchrun would set."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world)}
-    base["MASTER_PORT"] = str(port or free_port())
+    base["MASTER_PORT"] = str(port or reserve_port())
     base["CUDA_VISIBLE_DEVICES"] = ""
     return [
         subprocess.Popen(
@@ -53,7 +62,7 @@ def start_ranks(
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]], within: float) -> list[Left]:
+def finish(processes: list[subprocess.Popen[str]], within: float = 300.0) -> list[Left]:
     """Wait for all ranks; those still alive after `within` seconds are killed and the test fails."""
     deadline = time.monotonic() + within
     left = []
@@ -67,6 +76,6 @@ def finish(processes: list[subprocess.Popen[str]], within: float) -> list[Left]:
     return left
 
 
-def run_ranks(arguments: list[str], world: int = 1, within: float = 90.0) -> list[Left]:
+def run_ranks(arguments: list[str], world: int = 1, within: float = 300.0) -> list[Left]:
     """Run to the end."""
     return finish(start_ranks(arguments, world), within)

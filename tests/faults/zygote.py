@@ -7,12 +7,14 @@ A job may carry faults, which happen inside the rank at a named place; the progr
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,10 +84,10 @@ class Zygote:
 
     def start(self, arguments: list[str], world: int, folder: Path, *faults: dict[str, Any]) -> Job:
         """Start a run; a fault is {"rank", "kind", "place", "at"}, see `FAULTS` and `install`."""
-        from tests.ranks import free_port
+        from tests.ranks import reserve_port
 
         self.count += 1
-        port, names, errors = free_port(), [], []
+        port, names, errors = reserve_port(), [], []
         for rank in range(world):
             names.append(f"{self.count}.{rank}")
             errors.append(folder / f"stderr_{self.count}_{rank}.txt")
@@ -148,8 +150,15 @@ def hold_interpreter() -> None:
 
 
 def loop_forever() -> None:
+    # Others, a writer of checkpoints with little priority too, are to have the processor: a loop is one at any pace.
+    os.nice(19)
     while True:
         pass
+
+
+def wait_for_file(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
 
 
 def fail() -> None:
@@ -181,7 +190,10 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
 
 def install(fault: dict[str, Any]) -> None:
     """Make a fault happen: in step `at` ("step", "nan", "every_step"), in the evaluation or the save after it ("eval",
-    "save", "writer", "flip"), reading the batch that ends at sample `at` ("data", "spike")."""
+    "save", "writer", "flip"), reading the batch that ends at sample `at` ("data", "spike").
+
+    "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
+    """
     import torch
 
     from megalite.checkpoint.snapshot import Snapshot
@@ -191,6 +203,10 @@ def install(fault: dict[str, Any]) -> None:
 
     place, at, armed = fault["place"], fault.get("at"), []
     act = FAULTS.get(fault["kind"], lambda: None)
+    if fault["kind"] == "await":
+        act = functools.partial(wait_for_file, fault["path"])
+    if "after" in fault:
+        act = threading.Timer(fault["after"], act).start
 
     def when_armed(*args: Any, **kwargs: Any) -> None:
         if armed:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import ROOT, free_port
+from tests.ranks import ROOT, reserve_port
 
 SCRIPT = ROOT / "tools/cluster_check.py"
 
@@ -29,7 +29,7 @@ def start(
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(reserve_port()),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
     }
