@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,14 +102,26 @@ def prune(root: Path, keep_last: int, keep: Sequence[str]) -> None:
 
 
 def clean_up(root: Path) -> list[str]:
-    """Delete what interrupted saves left; returns the names."""
-    left = sorted(p for p in root.iterdir() if p.name.startswith(TEMPORARY))
-    for path in left:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return [p.name for p in left]
+    """Delete what interrupted saves left; returns the names.
+
+    A writer outlives its killed rank for a moment, and may be about to commit or prune: a rename decides who is first.
+    Where it is this one, the writer finds nothing under the names it knows; where it is the writer's, nothing is left.
+    """
+    left = []
+    for path in sorted(p for p in root.iterdir() if p.name.startswith(TEMPORARY)):
+        dead = root / f"{TEMPORARY}dead_{secrets.token_hex(8)}"
+        try:
+            os.rename(path, dead)
+        except FileNotFoundError:
+            continue
+        left.append(path.name)
+        if dead.is_symlink() or not dead.is_dir():
+            dead.unlink()
+        while dead.exists():
+            # The writer may be deleting the same files.
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(dead)
+    return left
 
 
 def read_fragment(path: Path) -> dict[str, Any] | None:

@@ -11,11 +11,12 @@ import os
 import secrets
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import megalite
 from megalite.checkpoint import folder
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.snapshot import Snapshot, boxes_of
-from megalite.checkpoint.writer import ABANDONED, receive, send
+from megalite.checkpoint.writer import ABANDONED, IGNORED_SIGNALS, receive, send
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
@@ -144,15 +145,14 @@ class Checkpointer:
         self.finish()
         # What JSON cannot hold is found here, not in the writer.
         json.dumps(meta, allow_nan=False)
-        temporary = self.root / f"{folder.TEMPORARY}{name}"
         started = time.perf_counter()
-        save_id = self._begin(temporary)
+        save_id = self._begin(name)
         if self._snapshot.take(boxes):
             self._shared = False
         t = self.ctx.topology
         self._job = {
             "root": str(self.root),
-            "temporary": str(temporary),
+            "temporary": str(self._temporary(name, save_id)),
             "name": name,
             "full": name == folder.step_name(step),
             "save_id": save_id,
@@ -181,21 +181,25 @@ class Checkpointer:
             return path
         return path if self.finish() else None
 
-    def _begin(self, temporary: Path) -> str:
+    def _begin(self, name: str) -> str:
         """Rank 0 makes the folder; everyone learns the save's random name, by which its parts know each other."""
         text = ""
         if self.ctx.rank == 0:
+            save_id = secrets.token_hex(8)
+            temporary = self._temporary(name, save_id)
             try:
-                if temporary.exists():
-                    shutil.rmtree(temporary)
                 os.mkdir(temporary)
-                text = "ok " + secrets.token_hex(8)
+                text = f"ok {save_id}"
             except OSError as e:
                 text = f"{temporary}: {e.strerror or e}"
         answer = gather_texts(text, self.ctx.world, self.ctx.device)[0]
         if not answer.startswith("ok "):
             raise SaveError(f"checkpoint not saved: {answer}")
         return answer[3:]
+
+    def _temporary(self, name: str, save_id: str) -> Path:
+        """Of this save alone: a writer that outlived an earlier run may still be at a save of the same step."""
+        return self.root / f"{folder.TEMPORARY}{name}_{save_id}"
 
     def _hand_over(self) -> None:
         assert self._job is not None
@@ -324,8 +328,21 @@ def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
     # By path, so that it runs whatever the current folder is and whether megalite is installed or not.
     root = str(Path(megalite.__file__).resolve().parent.parent)
     code = f"import sys; sys.path.insert(0, {root!r}); from megalite.checkpoint import writer; writer.main({{}})"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code.format(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-c", code.format(theirs.fileno())]
+    with signals_held(IGNORED_SIGNALS):
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     return process, ours
+
+
+@contextlib.contextmanager
+def signals_held(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """A process started inside is not ended by these signals before it can say that it ignores them.
+
+    It inherits the mask, in which they wait; once it ignores them it lets them through.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -28,6 +28,8 @@ from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_f
 
 # The answer of a writer that was told to give up.
 ABANDONED = "another rank's write failed"
+# The training process decides when to stop: a signal to the whole group must not cut a save short.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Abandoned(Exception):
@@ -65,9 +67,10 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 def main(descriptor: int) -> None:
     """Serve jobs from the socket `descriptor` until the training process closes it."""
-    # The training process decides when to stop: a signal to the whole group must not cut a save short.
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for ignored in IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
+    # They were held back while this process started, see `signals_held`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     # Where training needs every core, it has them: a save then takes longer, and has all once it is waited for.
     os.nice(15)
     channel = socket.socket(fileno=descriptor)

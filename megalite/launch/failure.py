@@ -64,6 +64,11 @@ def parse_report(host: str, text: str, now: float) -> list[FailedRank]:
     return [FailedRank(host, int(rank), int(local), int(code), now) for rank, local, code in _FAILED_RANK.findall(text)]
 
 
+def is_explained(failed: Sequence[FailedRank], tails: dict[int, RankTail]) -> bool:
+    """Whether a rank failed by itself, and not because it lost a peer or was ended."""
+    return any(_distance(f, tails) == 0 for f in failed)
+
+
 def first_failure(failed: Sequence[FailedRank], tails: dict[int, RankTail]) -> FailedRank | None:
     """The rank to blame.
 
@@ -73,7 +78,11 @@ def first_failure(failed: Sequence[FailedRank], tails: dict[int, RankTail]) -> F
 
     def key(f: FailedRank) -> tuple[int, float, int]:
         tail = tails.get(f.rank, RankTail())
-        weight = 2 if f.code == -_SIGTERM else int(tail.is_consequence())
-        return weight, min(tail.failed_at, f.reported_at), f.rank
+        return _distance(f, tails), min(tail.failed_at, f.reported_at), f.rank
 
     return min(failed, key=key, default=None)
+
+
+def _distance(f: FailedRank, tails: dict[int, RankTail]) -> int:
+    """How far from the cause: 0 failed by itself, 1 lost a peer, 2 ended by torchrun."""
+    return 2 if f.code == -_SIGTERM else int(tails.get(f.rank, RankTail()).is_consequence())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -125,7 +126,15 @@ def probe_host(ssh: Sequence[str], ask: Mapping[str, Any], timeout_s: float) -> 
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    timer = threading.Timer(timeout_s, os.killpg, (process.pid, signal.SIGKILL))
+    expired = threading.Event()
+
+    def expire() -> None:
+        # Told before the kill, which wakes the reader below.
+        expired.set()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(timeout_s, expire)
     timer.start()
     marked: list[tuple[float, str]] = []
     try:
@@ -140,10 +149,9 @@ def probe_host(ssh: Sequence[str], ask: Mapping[str, Any], timeout_s: float) -> 
         error = " ".join(process.stderr.read().split())
         process.wait()
     finally:
-        expired = not timer.is_alive()
         timer.cancel()
     if len(marked) < 2:
-        if expired:
+        if expired.is_set():
             return Answer(None, error=f"no answer within {timeout_s:g} s", slow=bool(marked))
         # ssh's own failures are 255; anything else was said on the host.
         reached = process.returncode != SSH_FAILED

@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from megalite.launch.commands import SSH_FAILED
-from megalite.launch.failure import FailedRank, RankTail, first_failure, parse_report
+from megalite.launch.failure import FailedRank, RankTail, first_failure, is_explained, parse_report
 from megalite.log import logger
 
 HEARTBEAT_S = 3.0
 # The agents have 8 s of grace and 5 s of killing; then the connection itself is cut.
 CLOSE_TO_KILL_S = 15.0
+# How long the other hosts have for naming a cause when ranks of one have failed that only lost a peer.
+REPORT_S = 15.0
 _POLL_S = 0.3
 _MAX_LINE = 1 << 16
 # After our mark, megalite's logger ("[rank 3] ") and torch's traceback printer ("[rank3]: ") say the rank once more.
@@ -63,7 +65,7 @@ class Runner:
         self._first_code = 0
         self._unseen: set[str] = set()
         self._stop_requests = 0
-        self._kill_at = float("inf")
+        self._close_at = self._kill_at = float("inf")
         # Guards the hosts' standard inputs, which the heartbeat thread and signal handlers (main thread) write to.
         self._input_lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
@@ -121,6 +123,7 @@ class Runner:
 
     def close_inputs(self) -> None:
         """Tell every agent to stop; 15 s later their connections are cut."""
+        self._close_at = float("inf")
         self._kill_at = min(self._kill_at, time.monotonic() + CLOSE_TO_KILL_S)
         with self._input_lock:
             for remote in self._remotes:
@@ -192,6 +195,8 @@ class Runner:
                 remote.code = _shell_code(remote.process.returncode)
                 if remote.code:
                     self._host_failed(remote)
+        if time.monotonic() > self._close_at:
+            self.close_inputs()
         if time.monotonic() > self._kill_at:
             for remote in self._remotes:
                 if remote.process.poll() is None:
@@ -202,21 +207,26 @@ class Runner:
 
     def _host_failed(self, remote: Remote) -> None:
         assert remote.code is not None
-        if remote.code == SSH_FAILED:
+        lost = remote.code == SSH_FAILED
+        if lost:
             self._unseen.add(remote.name)
         failed = parse_report(remote.name, "\n".join(remote.torchrun_report), time.monotonic())
         self._failed += failed
-        if self._first_code:
-            return
-        if not failed:
-            for line in remote.torchrun_report:
-                sys.stderr.write(f"[{remote.name}] {line}\n")
-        self._first_code = remote.code
-        if remote.code == SSH_FAILED:
-            logger.error("launch: %s: connection lost; stopping all hosts", remote.name)
+        unexplained = bool(self._failed) and not is_explained(self._failed, self._tails)
+        # Then the cause is on a host that is about to end by itself, and stopped now it would not name it.
+        wait = unexplained and not lost and any(r.code is None for r in self._remotes)
+        if not self._first_code:
+            if not failed:
+                for line in remote.torchrun_report:
+                    sys.stderr.write(f"[{remote.name}] {line}\n")
+            self._first_code = remote.code
+            ended = ": connection lost" if lost else f" ended with exit code {remote.code}"
+            then = "its ranks lost a peer: waiting for the other hosts to say why" if wait else "stopping all hosts"
+            logger.error("launch: %s%s; %s", remote.name, ended, then)
+        if wait:
+            self._close_at = min(self._close_at, time.monotonic() + REPORT_S)
         else:
-            logger.error("launch: %s ended with exit code %d; stopping all hosts", remote.name, remote.code)
-        self.close_inputs()
+            self.close_inputs()
 
     def _explain(self, culprit: FailedRank | None) -> None:
         """The end of the log: the rank that failed first, in its own words."""

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megalite.checkpoint.save import signals_held
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.pipeline.schedule import Op, Program
@@ -50,7 +51,8 @@ class Heartbeat:
         settings |= {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": theirs}
         # By path, isolated and without site: it starts in some 20 ms and imports nothing of ours.
         command = [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(settings)]
-        self._process = subprocess.Popen(command, pass_fds=[beats, stacks, theirs], stdin=subprocess.DEVNULL)
+        with signals_held(watchdog.IGNORED_SIGNALS):
+            self._process = subprocess.Popen(command, pass_fds=[beats, stacks, theirs], stdin=subprocess.DEVNULL)
         os.close(theirs)
 
     def beat(self, phase: str, step: int = 0, patience: int = STRICT) -> None:

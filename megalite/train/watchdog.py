@@ -32,6 +32,10 @@ MOST_TIMEOUTS = 10
 # After the timeout, peers get at most this long to report what they are doing.
 GRACE_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR2
+# A rank that is stuck in the kernel never prints its stacks; one that gets no processor may take long.
+_STACKS_S = 10.0
+# The watchdog's end is the rank's end: what is sent to the whole group is not meant for it.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A process that works uses this share of a processor or moves so many bytes between two looks.
 _WORKING_SHARE, _WORKING_BYTES = 0.05, 1 << 16
 
@@ -65,8 +69,8 @@ class Report:
 
     Attributes:
         silent: seconds since its last heartbeat.
-        state: "stopped", "waiting for other ranks" or what else it is doing.
-        stacks: its Python stacks; empty when it could not print them.
+        state: `STOPPED`, `WAITING` or what else it is doing.
+        stacks: its Python stacks, as far as it could print them.
     """
 
     rank: int
@@ -81,14 +85,16 @@ class Report:
     @property
     def suspicion(self) -> tuple[int, int, float]:
         """Smallest for the rank that holds the others up: what it does speaks first, then who is furthest behind."""
-        kind = {"stopped": 0, WAITING: 2}.get(self.state, 1)
+        kind = {STOPPED: 0, STARVED: 2, WAITING: 3}.get(self.state, 1)
         return kind, self.step, -self.silent
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid}), {self.state}, in {self.place} for {self.silent:.0f} s"
 
 
-WAITING = "waiting for other ranks"
+STOPPED, WAITING = "stopped", "waiting for other ranks"
+# It may be waiting like the others: it has had no processor to print its stacks.
+STARVED = "unable to print its stacks (process state R)"
 
 
 class Watchdog:
@@ -141,40 +147,41 @@ class Watchdog:
 
     def judge(self, beat: Beat, silent: float) -> None:
         """Report this rank; end it when every rank hangs, or this one is stopped."""
-        if self.report is None:
+        # Whoever looks into a process (gdb, py-spy) stops it for a moment.
+        seen_stopped = self.report is not None and self.report.state == STOPPED
+        if self.report is None or (seen_stopped and not is_stopped(self.pid)):
             self.report = self.look(beat, silent)
             self.publish(self.report)
             self.say(f"no heartbeat for {silent:.0f} s: {self.report}; stacks in {self.folder}")
         reports = {report.rank: report for report in [*self.published(), self.report]}
         everyone = len(reports) == self.world
-        stopped = self.report.state == "stopped" and silent >= self.timeout + min(GRACE_S, self.timeout / 4)
+        stopped = self.report.state == STOPPED and silent >= self.timeout + min(GRACE_S, self.timeout / 4)
         if everyone or stopped or silent >= MOST_TIMEOUTS * self.timeout:
             self.end(reports)
 
     def look(self, beat: Beat, silent: float) -> Report:
         """What the rank is doing."""
-        state = process_state(self.pid)
-        stopped = state in ("T", "t")
+        stopped = is_stopped(self.pid)
         stacks = "" if stopped else self.dump()
-        if stopped:
-            doing = "stopped"
+        if stopped or is_stopped(self.pid):
+            doing = STOPPED
+        elif not is_whole(stacks):
+            doing = f"unable to print its stacks (process state {process_state(self.pid) or 'unknown'})"
         elif is_waiting(stacks):
             doing = WAITING
         else:
-            frame = next(iter(main_thread(stacks)), None)
-            doing = f"at {frame}" if frame else f"unable to print its stacks (process state {state or 'unknown'})"
+            doing = f"at {main_thread(stacks)[0]}"
         return Report(self.rank, socket.gethostname(), self.pid, beat.step, beat.place, silent, doing, stacks)
 
     def dump(self) -> str:
         """The rank's Python stacks; faulthandler prints them whatever the interpreter is busy with."""
         os.ftruncate(self.stacks, 0)
+        os.lseek(self.stacks, 0, os.SEEK_SET)
         with contextlib.suppress(OSError):
             os.kill(self.pid, STACKS_SIGNAL)
-        text, deadline = "", time.monotonic() + 2.0
-        while time.monotonic() < deadline and not select.select([self.alive], [], [], 0.1)[0]:
-            before, text = text, os.pread(self.stacks, 1 << 20, 0).replace(b"\0", b"").decode(errors="replace")
-            if text and text == before:
-                break
+        text, deadline = "", time.monotonic() + _STACKS_S
+        while not is_whole(text) and time.monotonic() < deadline and not select.select([self.alive], [], [], 0.1)[0]:
+            text = os.pread(self.stacks, 1 << 20, 0).replace(b"\0", b"").decode(errors="replace")
         return text
 
     def file_of(self, rank: int) -> Path:
@@ -231,9 +238,13 @@ def works(previous: tuple[int, int] | None, effort: tuple[int, int] | None, seco
 def children(pid: int) -> list[int]:
     """All processes that a process has started, and those that they have."""
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+    threads: list[str] = []
+    # It may end meanwhile, and so may one of its threads.
+    with contextlib.suppress(OSError):
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
         with contextlib.suppress(OSError):
-            for child in map(int, path.read_text().split()):
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
                 found += [child, *children(child)]
     return found
 
@@ -254,6 +265,17 @@ def process_state(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """By a signal or a debugger."""
+    return process_state(pid) in ("T", "t")
+
+
+def is_whole(stacks: str) -> bool:
+    """Whether a faulthandler dump is all there: the main thread comes last, and its outermost frame, or what stands for
+    the rest of a deep stack."""
+    return stacks.endswith((" in <module>\n", " in _run_module_as_main\n", "\n  ...\n"))
 
 
 def main_thread(stacks: str) -> list[str]:
@@ -279,9 +301,10 @@ def is_waiting(stacks: str) -> bool:
 
 
 def main() -> None:
-    # Its end is the rank's end: what is sent to the whole group is not meant for it.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # They were held back while this process started, see `signals_held`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     Watchdog(**json.loads(sys.argv[1])).run()
 
 

@@ -13,27 +13,26 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint import Checkpointer, SaveError, find_good
+from megalite.checkpoint import Checkpointer, SaveError, find_good, read_meta
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
-TMP = ".tmp_step_00000015"
 # (who is killed, where, steps that the next run may find)
 POINTS: dict[str, tuple[int, str, set[int]]] = {
-    "before_shard": (0, f"pre:open:{TMP}/rank_00000.safetensors", {10}),
-    "before_shard_of_rank_1": (1, f"pre:open:{TMP}/rank_00001.safetensors", {10}),
-    "mid_shard": (1, f"half:write:{TMP}/rank_00001.safetensors", {10}),
-    "after_shard_fsync": (1, f"post:fsync:{TMP}/rank_00001.safetensors", {10}),
+    "before_shard": (0, "pre:open:/rank_00000.safetensors", {10}),
+    "before_shard_of_rank_1": (1, "pre:open:/rank_00001.safetensors", {10}),
+    "mid_shard": (1, "half:write:/rank_00001.safetensors", {10}),
+    "after_shard_fsync": (1, "post:fsync:/rank_00001.safetensors", {10}),
     # The shard is whole: rank 0 may commit it before it hears of the death.
     "after_fragment": (1, "post:rename:rank_00001.json.part>", {10, 15}),
-    "before_manifest": (0, f"pre:open:{TMP}/manifest.json", {10}),
-    "mid_manifest": (0, f"half:write:{TMP}/manifest.json", {10}),
-    "manifest_written": (0, f"post:fsync:{TMP}/manifest.json", {10}),
-    "before_rename": (0, f"pre:rename:{TMP}>", {10}),
-    "after_rename": (0, f"post:rename:{TMP}>", {15}),
+    "before_manifest": (0, "pre:open:/manifest.json", {10}),
+    "mid_manifest": (0, "half:write:/manifest.json", {10}),
+    "manifest_written": (0, "post:fsync:/manifest.json", {10}),
+    "before_rename": (0, "pre:rename:>{root}/step_00000015", {10}),
+    "after_rename": (0, "post:rename:>{root}/step_00000015", {15}),
     "before_latest": (0, "pre:replace:.tmp_latest>", {15}),
     "before_prune": (0, "pre:rename:>{root}/.tmp_prune", {15}),
     "mid_prune": (0, "post:rename:>{root}/.tmp_prune", {15}),
@@ -58,24 +57,25 @@ def test_writer_killed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
 
 
 SAVER = """
-import sys, time
-from pathlib import Path
+import os, signal, sys, time
 from megalite.checkpoint import Checkpointer
 from megalite.dist.context import ParallelContext
 from megalite.params import ParamSpec
 from tests.faults import checkpoint_states as cs
-root, big = sys.argv[1], int(sys.argv[2])
+root, big, stop = sys.argv[1], int(sys.argv[2]), "stop" in sys.argv
 checkpointer = Checkpointer(root, ParallelContext.single(), run_id="victim")
 print("writer", checkpointer._writer.pid, flush=True)
 specs = [ParamSpec("w", (big, 1024))] if big else None
 for step in (5, 10):
+    if step == 10 and stop:
+        os.kill(checkpointer._writer.pid, signal.SIGSTOP)
     checkpointer.save(step, cs.states_at(step, specs=specs), {"step": step}, background=step == 10)
     print("step", step, flush=True)
 time.sleep(600)
 """
 
 
-def gone(pid: int, within: float) -> bool:
+def gone(pid: int, within: float = 60.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         try:
@@ -88,9 +88,10 @@ def gone(pid: int, within: float) -> bool:
     return False
 
 
-def start_saver(root: Path, big: int, **env: str) -> tuple[subprocess.Popen[str], int]:
+def start_saver(root: Path, big: int, *stop: str, **env: str) -> tuple[subprocess.Popen[str], int]:
+    """The process, and its writer; "stop": the writer stands still from before step 10 is handed to it."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(root), str(big)],
+        [sys.executable, "-c", SAVER, str(root), str(big), *stop],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -106,24 +107,44 @@ def test_rank_killed_as_the_save_begins(tmp_path: Path) -> None:
     point = "post:mkdir:.tmp_step_00000010"
     process, writer = start_saver(tmp_path, 0, PYTHONPATH=cs.INJECT, KILL_AT=point)
     assert process.wait(60) == -signal.SIGKILL
-    assert gone(writer, 15), "no process is left behind"
-    assert (tmp_path / ".tmp_step_00000010").exists()
+    assert gone(writer), "no process is left behind"
+    assert list(tmp_path.glob(".tmp_step_00000010_*"))
     after_kill(tmp_path)
 
 
-def test_rank_killed_while_its_writer_writes(tmp_path: Path) -> None:
-    process, writer = start_saver(tmp_path, 8192)
+def orphan(root: Path, big: int) -> int:
+    """A writer that stands still with step 10 handed to it; its rank has been killed."""
+    process, writer = start_saver(root, big, "stop")
     assert process.stdout is not None
-    assert process.stdout.readline() == "step 5\n"
-    os.kill(writer, signal.SIGSTOP)
-    assert process.stdout.readline() == "step 10\n"
+    assert [process.stdout.readline() for _ in range(2)] == ["step 5\n", "step 10\n"]
     process.kill()
     process.wait()
+    return writer
+
+
+def test_rank_killed_while_its_writer_writes(tmp_path: Path) -> None:
+    writer = orphan(tmp_path, 8192)
     os.kill(writer, signal.SIGCONT)
-    assert gone(writer, 15), "no process is left behind"
+    assert gone(writer), "no process is left behind"
     names = sorted(p.name for p in tmp_path.iterdir())
     assert "step_00000010" not in names
     assert "step_00000005" in names
+
+
+def test_a_writer_that_outlives_its_rank_disturbs_no_later_run(tmp_path: Path) -> None:
+    """It wakes while the next run saves the same step. A block or less to write: it never looks for its rank."""
+    left_behind = orphan(tmp_path, 0)
+    checkpointer = Checkpointer(tmp_path, ParallelContext.single(), run_id="next")
+    os.kill(checkpointer._writer.pid, signal.SIGSTOP)
+    checkpointer.save(10, cs.states_at(10), {"step": 10, "run": "next"}, background=True)
+    os.kill(left_behind, signal.SIGCONT)
+    assert gone(left_behind), "no process is left behind"
+    os.kill(checkpointer._writer.pid, signal.SIGCONT)
+    assert checkpointer.finish()
+    checkpointer.close()
+    assert read_meta(tmp_path / "step_00000010")["run"] == "next"
+    # The next run does not continue step 5, so its commit has set it aside.
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["aside_1_step_00000005", "latest", "step_00000010"]
 
 
 def after_kill(root: Path) -> None:
@@ -211,6 +232,16 @@ def test_signals_do_not_cut_a_save_short(tmp_path: Path) -> None:
     assert checkpointer.finish()
     checkpointer.close()
     assert find_good(tmp_path, ParallelContext.single()) == tmp_path / "step_00000010"
+
+
+def test_signals_do_not_end_a_writer_that_is_still_starting(tmp_path: Path) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    checkpointer = Checkpointer(tmp_path, ParallelContext.single())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(checkpointer._writer.pid, number)
+    assert checkpointer.save(5, cs.states_at(5), {"step": 5})
+    checkpointer.close()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, "this process gets its signals as before"
 
 
 HOLDER = """

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,8 @@ from tests.faults.zygote import Zygote
 from tests.unit.checkpoint.jobs import whole_tensors
 
 STEPS, EVERY, KILLS = 200, 5, 5
+# Steps that a rank to be killed may still do, however late the kill: then it stands still.
+MARGIN = 8
 TRAIN = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
     *("--global-batch-size", "4", "--mock-data", "--device", "cpu", "--tp", "2", "--hidden-dropout", "0.1"),
@@ -45,21 +45,18 @@ def test_five_random_kills(zygote: Zygote, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     whole = zygote.start([*TRAIN, "--run-dir", str(straight)], 2, tmp_path).end()
     assert [left.code for left in whole] == [0, 0], whole
-    for kill in range(KILLS):
-        target = last_step(broken) // EVERY * EVERY + draw.randint(3, 2 * STEPS // (KILLS + 2) - EVERY)
-        ranks = zygote.start([*TRAIN, "--run-dir", str(broken)], 2, tmp_path)
-        deadline = time.monotonic() + 90
-        while last_step(broken) < min(target, STEPS - 10):
-            assert time.monotonic() < deadline, f"kill {kill}: step {target} not reached"
-            assert not ranks.ended(), [ranks.text(rank) for rank in range(2)]
-            time.sleep(0.02)
+    for _ in range(KILLS):
+        # Never so far that the last of the kills comes after the last step.
+        target = last_step(broken) // EVERY * EVERY + draw.randint(3, STEPS // KILLS - MARGIN)
         victim = draw.randrange(2)
-        os.kill(ranks.pid(victim), signal.SIGKILL)
-        left = ranks.end(within=15)
-        assert left[victim].code == -signal.SIGKILL
+        dies = {"rank": victim, "kind": "kill", "place": "step", "at": target, "after": draw.uniform(0, 0.5)}
+        stands = {"rank": victim, "kind": "hang", "place": "step", "at": target + MARGIN}
+        left = zygote.start([*TRAIN, "--run-dir", str(broken)], 2, tmp_path, dies, stands).end()
+        print(f"rank {victim} killed in step {last_step(broken) + 1}, {dies}")
+        assert left[victim].code == -signal.SIGKILL, left[victim]
         assert left[1 - victim].code == 1, left[1 - victim]
-        full = list((broken / "checkpoints").glob("step_*"))
-        assert len(full) <= 3, "keep-last, and the one resumed from"
+        # A writer may outlive its rank; what it has begun it ends.
+        zygote.until(lambda: len(list((broken / "checkpoints").glob("step_*"))) <= 3, 30)
     last = zygote.start([*TRAIN, "--run-dir", str(broken)], 2, tmp_path).end()
     assert [left.code for left in last] == [0, 0], last
     assert losses(broken) == losses(straight)

@@ -57,6 +57,20 @@ def wait_for(condition: Callable[[], object], seconds: float, what: Callable[[],
         time.sleep(0.3)
 
 
+def three_free_ports() -> int:
+    """The first of three free ports in a row, as the nodes' must be.
+
+    The daemons listen on them only seconds later: the system gives these to nobody who asks for just any, and jobs have
+    theirs from 20000 on.
+    """
+    for first in range(10000, 20000, 3):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + 3):
+                stack.enter_context(socket.create_server(("", port)))
+            return first
+    raise RuntimeError("no three free ports in a row")
+
+
 class Slurm:
     """munged, slurmctld and one slurmd per virtual node, all in one directory."""
 
@@ -68,11 +82,9 @@ class Slurm:
     def up(self) -> None:
         """Start everything and wait until both nodes are idle."""
         host = socket.gethostname().split(".")[0]
-        with contextlib.ExitStack() as stack:
-            ports = [stack.enter_context(socket.create_server(("", 0))).getsockname()[1] for _ in range(3)]
         (self.base / "state").mkdir()
-        # NodeHostname's Port range must be consecutive.
-        conf = CONF.format(base=self.base, host=host, ctld_port=ports[0], d1_port=ports[1], d2_port=ports[1] + 1)
+        port = three_free_ports()
+        conf = CONF.format(base=self.base, host=host, ctld_port=port, d1_port=port + 1, d2_port=port + 2)
         (self.base / "slurm.conf").write_text(conf.lstrip())
         (self.base / "munge.key").write_bytes(os.urandom(128))
         (self.base / "munge.key").chmod(0o600)
@@ -146,6 +158,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     absent = [tool for tool in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if shutil.which(tool) is None]
     if absent:
         pytest.skip(f"needs {', '.join(absent)} (slurm-wlm, munge)")
+    allowed = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True)
+    if allowed.returncode:
+        pytest.skip(f"mount namespaces are not allowed here: {allowed.stderr.strip()}")
     made = Slurm(tmp_path_factory.mktemp("slurm"))
     # Job ids decide the master port, and every new Slurm counts from 1: a second test run waits for this one.
     lock = os.open("/run", os.O_RDONLY)
@@ -176,16 +191,8 @@ def test_two_nodes_train_as_one(slurm: Slurm, tmp_path: Path) -> None:
     assert len(list(out.glob("pid_*"))) == 4
     one = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "4",
-            TRAIN,
-            "--steps",
-            "5",
-            "--out",
-            str(out),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
+            *(TRAIN, "--steps", "5", "--out", str(out)),
         ],
         cwd=REPO,
         env=slurm.env,

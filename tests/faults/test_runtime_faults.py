@@ -59,6 +59,12 @@ def codes(left: list[Left]) -> list[int]:
     return [rank.code for rank in left]
 
 
+def once_committed(run_dir: Path, step: int, rank: int, at: int) -> dict[str, Any]:
+    """A fault: the rank does step `at` only once the checkpoint of an earlier step is there to stay."""
+    path = run_dir / "checkpoints" / f"step_{step:08d}" / "COMMIT"
+    return {"rank": rank, "kind": "await", "place": "step", "at": at, "path": str(path)}
+
+
 def start(zygote: Zygote, folder: Path, world: int, *flags: str, fault: dict[str, Any] | None = None) -> Job:
     arguments = [*RUN, *LAYOUTS[world], "--run-dir", str(folder / "run"), *flags]
     return zygote.start(arguments, world, folder, *([fault] if fault else []))
@@ -178,7 +184,9 @@ def test_nan_gradients_without_end(zygote: Zygote, tmp_path: Path) -> None:
 
 def test_a_bit_flipped_in_one_copy(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Row 36: told by the next save, which saves nothing."""
-    left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "", "place": "flip", "at": 4}).end()
+    run = [*RUN, "--run-dir", str(tmp_path / "run")]
+    flip = {"rank": 1, "kind": "", "place": "flip", "at": 4}
+    left = zygote.start(run, 2, tmp_path, flip, once_committed(tmp_path / "run", 2, rank=1, at=4)).end()
     assert codes(left) == [1, 1]
     assert "norm.weight of rank" in left[0].err
     assert "differs from its copies" in left[0].err
@@ -299,6 +307,7 @@ def test_torchrun_restarts_from_the_last_commit(tmp_path: Path, whole: dict[int,
         "if os.environ['RANK'] == '1' and not died.exists():\n"
         "    died.touch()\n"
         "    install({'kind': 'kill', 'place': 'step', 'at': 6})\n"
+        f"    install({once_committed(tmp_path / 'run', 4, rank=1, at=5)!r})\n"
         "with pretrain_gpt.leaving_together():\n"
         "    pretrain_gpt.main()\n"
     )

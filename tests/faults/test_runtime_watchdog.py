@@ -3,6 +3,7 @@ bit. A rank that only works long is left alone."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -32,7 +33,6 @@ HANGS = {
 class Hung(NamedTuple):
     folder: Path
     left: list[Left]
-    seconds: float
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,7 @@ def hung(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         folder = tmp_path_factory.mktemp(name)
         fault = {"rank": 1, "kind": kind, "place": place, "at": at}
         jobs[name] = folder, zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder, fault)
-    results = {}
-    for name, (folder, job) in jobs.items():
-        left = job.end(within=150)
-        files = [folder / "run" / "metrics.jsonl", *(folder / "run" / "logs").glob("rank_*.log")]
-        # From the last thing that the run recorded to the last that anyone said.
-        last = max(path.stat().st_mtime for path in files)
-        results[name] = Hung(folder, left, max(path.stat().st_mtime for path in job.errors) - last)
-    return results
+    return {name: Hung(folder, job.end(within=150)) for name, (folder, job) in jobs.items()}
 
 
 @pytest.mark.slow
@@ -59,7 +52,7 @@ def test_the_culprit_is_named_and_all_end(
     zygote: Zygote, hung: dict[str, Hung], straight: tuple[Any, str], name: str
 ) -> None:
     """Row 30, and 35 for a reading thread that hangs."""
-    folder, left, seconds = hung[name]
+    folder, left = hung[name]
     # Whoever is killed first, the other is killed too or loses its peer.
     assert -signal.SIGKILL in codes(left), left
     assert set(codes(left)) <= {-signal.SIGKILL, 1}, left
@@ -70,11 +63,12 @@ def test_the_culprit_is_named_and_all_end(
         assert "watchdog: all wait for rank 1 (" in line
         for words in HANGS[name][3]:
             assert words in line
-    # 8 of these 15 s are what a rank that lost its peer leaves to its own writer of checkpoints.
-    assert seconds < TIMEOUT + 15, (seconds, said)
-    assert not processes_of(folder)
     (reports,) = (folder / "run" / "logs").glob("watchdog_*")
-    assert (reports / "rank_1.json").exists()
+    # In time, by the watchdog's own clock, which stands still when a busy machine lets nobody run; and nobody was ended
+    # for want of a report, which takes ten timeouts. For one that is stopped the others' reports are not waited for.
+    assert json.loads((reports / "rank_1.json").read_text())["silent"] < TIMEOUT + 2
+    assert "no report from" not in said or HANGS[name][0] == "stop", said
+    zygote.until(lambda: not processes_of(folder), 60)
     resumed = zygote.start([*FLAGS, "--run-dir", str(folder / "run")], 2, folder).end()
     assert codes(resumed) == [0, 0], resumed
     assert outcome(folder / "run") == straight
@@ -111,7 +105,8 @@ def test_a_rank_and_its_watchdog_stopped_together_are_left_alone(running: Job, z
         os.killpg(group, signal.SIGCONT)
     steps = running.text(0).count("\nstep ")
     zygote.until(lambda: running.text(0).count("\nstep ") > steps + 50, 60)
-    assert "watchdog" not in running.text(0) + running.text(1)
+    # Either may have waited for the other when they went to sleep or woke one after the other, and been reported.
+    assert "ending this rank" not in running.text(0) + running.text(1)
     # A signal to the whole group ends the rank as ever, and the watchdog with it.
     os.killpg(groups[1], signal.SIGTERM)
     assert codes(running.end(60)) == [0, 0]
@@ -120,8 +115,8 @@ def test_a_rank_and_its_watchdog_stopped_together_are_left_alone(running: Job, z
 
 def test_the_watchdog_ends_with_its_rank(running: Job, zygote: Zygote, tmp_path: Path) -> None:
     os.kill(running.pid(0), signal.SIGKILL)
-    running.end(30)
-    zygote.until(lambda: watchdogs(tmp_path) == 0, 10)
+    running.end()
+    zygote.until(lambda: watchdogs(tmp_path) == 0, 60)
 
 
 def test_no_watchdog(zygote: Zygote, tmp_path: Path) -> None:

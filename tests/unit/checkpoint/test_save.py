@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, load_checkpoint, read_meta
+from megalite.checkpoint import Checkpointer, find_good, folder, load_checkpoint, read_meta
 from megalite.checkpoint.describe import describe
+from megalite.checkpoint.manifest import Manifest
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from tests.faults import checkpoint_states as cs
@@ -101,6 +103,40 @@ def test_a_history_left_behind_is_set_aside(tmp_path: Path) -> None:
     # Earlier ones too: where the new run's own is damaged, --resume-fallback must not go on from another history.
     save_steps(tmp_path, 7)
     assert [n for n in names(tmp_path) if n.startswith("step_")] == ["step_00000007"]
+
+
+@pytest.mark.parametrize("writer_first", [True, False])
+def test_cleaning_up_while_a_writer_without_its_rank_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer_first: bool
+) -> None:
+    """One of the two is first, and then it is as if the other had not been there: whole or gone, never half."""
+    save_steps(tmp_path, 1)
+    manifest = Manifest.from_json((tmp_path / "step_00000001" / "manifest.json").read_bytes(), "manifest")
+    temporary = tmp_path / ".tmp_step_00000002_id"
+    shutil.copytree(tmp_path / "step_00000001", temporary, ignore=shutil.ignore_patterns("manifest.json", "COMMIT"))
+    rename, rmtree = os.rename, shutil.rmtree
+
+    def rename_last(source: Path, target: Path) -> None:
+        monkeypatch.undo()
+        folder.commit(tmp_path, temporary, "step_00000002", manifest, [])
+        rename(source, target)
+
+    def delete_last(path: Path) -> None:
+        monkeypatch.undo()
+        with pytest.raises(FileNotFoundError):
+            folder.commit(tmp_path, temporary, "step_00000002", manifest, [])
+        # Such a writer may also be deleting, in a folder that it prunes.
+        rmtree(path)
+        raise FileNotFoundError
+
+    if writer_first:
+        monkeypatch.setattr(os, "rename", rename_last)
+    else:
+        monkeypatch.setattr(shutil, "rmtree", delete_last)
+    assert folder.clean_up(tmp_path) == ([] if writer_first else [temporary.name])
+    steps = ["step_00000001", "step_00000002"] if writer_first else ["step_00000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", *steps]
+    assert find_good(tmp_path, CTX) == tmp_path / steps[-1]
 
 
 def test_weights_alone(tmp_path: Path) -> None:

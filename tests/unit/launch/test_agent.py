@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +24,7 @@ RANK = '''
 import os, signal, subprocess, sys, time
 def say(*words): os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
 kind, number = sys.argv[1], sys.argv[2]
+sys.stdin.readline()
 def term(*_):
     say("rank", number, "saved"); os._exit(0)
 if kind == "saves": signal.signal(signal.SIGTERM, term)
@@ -37,25 +38,31 @@ say("rank", number, "ready", os.getpid())
 if kind == "slow": signal.signal(signal.SIGTERM, lambda *_: say("rank", number, "busy"))
 while True: time.sleep(600)
 '''
-ranks = [subprocess.Popen([sys.executable, "-c", RANK, kind, str(i)], start_new_session=True)
+ranks = [subprocess.Popen([sys.executable, "-c", RANK, kind, str(i)], start_new_session=True, stdin=subprocess.PIPE)
          for i, kind in enumerate(sys.argv[1:])]
 def term(*_):
     print("torchrun got TERM", flush=True)
     for r in ranks: r.kill()
     sys.exit(1)
 signal.signal(signal.SIGTERM, term)
+# Whoever hears of a rank may send SIGTERM: no rank begins before it would be handled.
+for r in ranks:
+    r.stdin.write(b"go" + bytes([10]))
+    r.stdin.flush()
 sys.exit(max(abs(r.wait()) for r in ranks))
 """
 
 
 class Run:
-    """An agent over the stand-in, with shorter waits."""
+    """An agent over the stand-in; `clock`: the time of this file is the agent's."""
 
-    def __init__(self, *kinds: str, heartbeat_s: float = 60.0, grace_s: float = 1.0) -> None:
-        start = (
-            f"import sys; sys.path.insert(0, {str(AGENT.parent)!r}); import agent; "
-            f"agent.HEARTBEAT_TIMEOUT_S = {heartbeat_s}; agent.TERM_GRACE_S = {grace_s}; sys.exit(agent.main())"
-        )
+    def __init__(self, *kinds: str, clock: Path | None = None) -> None:
+        start = f"import os, sys; sys.path.insert(0, {str(AGENT.parent)!r}); import agent; "
+        # Short where only KILL helps; elsewhere a slow machine must not come to it.
+        start += f"agent.TERM_GRACE_S = {1.0 if 'orphans' in kinds else 60.0}; "
+        start += "agent.HEARTBEAT_TIMEOUT_S = 600.0; " if clock is None else ""
+        start += f"agent.time.monotonic = lambda: os.stat({str(clock)!r}).st_mtime; " if clock is not None else ""
+        start += "sys.exit(agent.main())"
         self.process = subprocess.Popen(
             [sys.executable, "-c", start, sys.executable, "-c", TORCHRUN, *kinds],
             stdin=subprocess.PIPE,
@@ -91,7 +98,8 @@ class Run:
     def close(self) -> None:
         for pid in [self.process.pid, *self.pids]:
             if alive(pid):
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait(30)
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
@@ -107,8 +115,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    kinds, options = request.param
-    made = Run(*kinds, **options)
+    made = Run(*request.param)
     yield made
     made.close()
 
@@ -145,7 +152,7 @@ def test_standard_input_is_not_the_commands() -> None:
     assert agent_code("sh", "-c", "cat; echo done").stdout == "done\n"
 
 
-@pytest.mark.parametrize("run", [(("saves", "stubborn"), {})], indirect=True)
+@pytest.mark.parametrize("run", [["saves", "stubborn"]], indirect=True)
 def test_end_of_input_ends_every_session(run: Run) -> None:
     run.until("rank 0 ready", "rank 1 ready")
     assert run.process.stdin is not None
@@ -156,7 +163,7 @@ def test_end_of_input_ends_every_session(run: Run) -> None:
     assert not any(alive(pid) for pid in run.pids)
 
 
-@pytest.mark.parametrize("run", [(("orphans", "saves"), {})], indirect=True)
+@pytest.mark.parametrize("run", [["orphans", "saves"]], indirect=True)
 def test_orphans_of_a_dead_rank_are_ended_too(run: Run) -> None:
     run.until("orphan ready", "rank 1 ready")
     orphan = run.pids[0] if "orphan" in run.seen[0] else run.pids[1]
@@ -169,28 +176,31 @@ def test_orphans_of_a_dead_rank_are_ended_too(run: Run) -> None:
     assert not alive(orphan)
 
 
-@pytest.mark.parametrize("run", [(("saves",), {"heartbeat_s": 3.0})], indirect=True)
-def test_silence_is_a_cut_connection(run: Run) -> None:
-    silent = threading.Event()
+def test_silence_is_a_cut_connection(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.touch()
 
-    def beat() -> None:
-        while not silent.wait(0.25):
-            run.send("PING")
+    def set_clock(seconds: float) -> None:
+        os.utime(clock, (seconds, seconds))
 
-    # From the first moment on: where the machine is busy a rank takes its time to be ready.
-    beating = threading.Thread(target=beat)
-    beating.start()
-    run.until("rank 0 ready")
-    time.sleep(3.5)
-    assert run.process.poll() is None
-    silent.set()
-    beating.join()
-    assert run.end() == agent_module.STOPPED_EXIT_CODE
-    assert "agent: no heartbeat from the launcher for 3 s: stopped everything on this host" in run.seen
-    assert not any(alive(pid) for pid in run.pids)
+    set_clock(0)
+    run = Run("saves", clock=clock)
+    try:
+        run.until("rank 0 ready")
+        for now in (10, 20, 30):
+            set_clock(now)
+            time.sleep(0.5)  # two looks of the agent, at a clock that leaves it 5 s
+            run.send("PING\nSIG NONSENSE")
+            run.until("agent: unknown signal")  # both lines have been read
+        set_clock(46)
+        assert run.end() == agent_module.STOPPED_EXIT_CODE
+        assert "agent: no heartbeat from the launcher for 15 s: stopped everything on this host" in run.seen
+        assert not any(alive(pid) for pid in run.pids)
+    finally:
+        run.close()
 
 
-@pytest.mark.parametrize("run", [(("saves", "saves"), {})], indirect=True)
+@pytest.mark.parametrize("run", [["saves", "saves"]], indirect=True)
 def test_term_lets_ranks_save_and_torchrun_end_with_0(run: Run) -> None:
     run.until("rank 0 ready", "rank 1 ready")
     run.send("SIG TERM")
@@ -199,7 +209,7 @@ def test_term_lets_ranks_save_and_torchrun_end_with_0(run: Run) -> None:
     assert "torchrun got TERM" not in run.seen
 
 
-@pytest.mark.parametrize("run", [(("slow",), {})], indirect=True)
+@pytest.mark.parametrize("run", [["slow"]], indirect=True)
 def test_a_second_term_goes_to_torchrun(run: Run) -> None:
     run.until("rank 0 ready")
     # The handler is installed after "ready": a TERM that comes before it ends the rank, so wait for it.
@@ -214,7 +224,7 @@ def test_a_second_term_goes_to_torchrun(run: Run) -> None:
     assert "torchrun got TERM" in run.seen
 
 
-@pytest.mark.parametrize("run", [(("saves", "deaf", "saves"), {})], indirect=True)
+@pytest.mark.parametrize("run", [["saves", "deaf", "saves"]], indirect=True)
 def test_usr1_reaches_the_ranks_that_handle_it_and_kills_none(run: Run) -> None:
     run.until("rank 0 ready", "rank 1 ready", "rank 2 ready")
     run.send("SIG USR1")
@@ -224,7 +234,7 @@ def test_usr1_reaches_the_ranks_that_handle_it_and_kills_none(run: Run) -> None:
     run.until("agent: unknown signal 'NONSENSE' ignored")
 
 
-@pytest.mark.parametrize("run", [(("saves",), {})], indirect=True)
+@pytest.mark.parametrize("run", [["saves"]], indirect=True)
 def test_a_killed_agent_takes_torchrun_along(run: Run) -> None:
     run.until("rank 0 ready")
     run.process.kill()

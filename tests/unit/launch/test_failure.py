@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from megalite.launch.failure import FailedRank, RankTail, first_failure, parse_report
+from megalite.launch.failure import FailedRank, RankTail, first_failure, is_explained, parse_report
 
 REPORT = (Path(__file__).parents[2] / "data" / "torchrun_report.txt").read_text()
 
@@ -37,6 +37,9 @@ def test_the_cause_comes_before_its_consequences() -> None:
     failed.append(FailedRank("b", 3, 1, 1, 2.2))
     for order in itertools.permutations(failed):
         assert first_failure(order, tails) == failed[2]
+    assert [is_explained([f], tails) for f in failed] == [False, False, True, False]
+    assert is_explained(failed, tails)
+    assert not is_explained([], tails)
     # Killed from outside: no last words at all, still before those that lost it and those torchrun ended.
     killed = FailedRank("b", 4, 2, -9, 2.2)
     assert first_failure([failed[0], failed[1], failed[3], killed], tails) == killed

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,47 @@ def test_the_first_failure_ends_all_and_is_told_last(
     assert err.count("agent: the launcher closed the connection: stopped everything on this host") == 2
 
 
+LOST = f"{MARK.format(0)}Traceback (most recent call last):\n{MARK.format(0)}RuntimeError: Connection closed by peer\n"
+LOSES_A_PEER = f"import os; os.write(2, {(LOST + TORCHRUN_REPORT.format(rank=0, code=1)).encode()!r}); os._exit(1)"
+
+
+def test_a_host_that_lost_a_peer_does_not_cut_short_the_one_with_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other host's torchrun reports only when the first host's end has been seen, unless it was told to stop."""
+    seen = tmp_path / "seen"
+
+    class Seen(Runner):
+        def _host_failed(self, remote: runner.Remote) -> None:
+            super()._host_failed(remote)
+            seen.touch()
+
+    words = f"{MARK.format(2)}Traceback (most recent call last):\n{MARK.format(2)}ValueError: boom\n"
+    reports = f"""
+import os, select, sys, time
+while not os.path.exists({str(seen)!r}): time.sleep(0.01)
+while select.select([0], [], [], 0)[0]:
+    if not os.read(0, 100): sys.exit(129)
+os.write(2, {(words + TORCHRUN_REPORT.format(rank=2, code=1)).encode()!r})
+sys.exit(1)
+"""
+    runner.logger.propagate = True
+    done = Seen(["a", "b"], [on_host(LOSES_A_PEER), [sys.executable, "-c", reports]], "L").run()
+    assert done.culprit is not None
+    assert (done.code, done.culprit.host, done.culprit.rank) == (1, "b", 2)
+    waits = "launch: a ended with exit code 1; its ranks lost a peer: waiting for the other hosts to say why"
+    assert caplog.messages[0] == waits
+    assert caplog.messages[-1].endswith("ValueError: boom")
+
+
+def test_hosts_that_name_no_cause_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "REPORT_S", 0.5)
+    done = Runner(["a", "b"], [on_host(LOSES_A_PEER), on_host(FOREVER)], "L").run()
+    assert done.code == 1
+    assert done.culprit is not None
+    assert done.culprit.host == "a"
+
+
 def test_torchruns_own_failure_is_shown_in_full(capfd: pytest.CaptureFixture[str]) -> None:
     code = "raise OSError('port 29500 is in use')"
     done = Runner(["a"], [on_host(code)], "L").run()
@@ -86,32 +128,47 @@ def test_a_lost_connection_and_one_that_does_not_end(
     assert "launch: a does not end: cutting its connection" in caplog.messages
 
 
-def test_heartbeats_keep_the_agents_alive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_heartbeats_are_sent_and_without_them_the_agent_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "HEARTBEAT_S", 0.2)
+    counts = "import sys; sys.exit([sys.stdin.readline() for _ in range(3)] != ['PING\\n'] * 3)"
+    assert Runner(["a"], [[sys.executable, "-c", counts]], "L").run().code == 0
+    monkeypatch.setattr(runner, "HEARTBEAT_S", 600.0)
     short = f"import sys; sys.path.insert(0, {str(Path(agent.__file__).parent)!r}); import agent; "
     short += "agent.HEARTBEAT_TIMEOUT_S = 1.0; sys.exit(agent.main())"
-    command = [sys.executable, "-c", short, "sleep", "2.5"]
-    assert Runner(["a"], [command], "L").run().code == 0
-    monkeypatch.setattr(runner, "HEARTBEAT_S", 60.0)
+    command = [sys.executable, "-c", short, "sleep", "600"]
     assert Runner(["a"], [command], "L").run().code == agent.STOPPED_EXIT_CODE
 
 
-def test_a_reader_that_stops_reading_costs_no_heartbeat() -> None:
-    agent_dir = str(Path(agent.__file__).parent)
-    short = f"import sys; sys.path.insert(0, {agent_dir!r}); import agent; agent.HEARTBEAT_TIMEOUT_S = 1.5; "
-    short += "sys.exit(agent.main())"
-    chatty = "import sys, time; sys.stdout.write(('x' * 99 + chr(10)) * 20000); sys.stdout.flush()"
+def test_a_reader_that_stops_reading_costs_no_heartbeat(tmp_path: Path) -> None:
+    counted = tmp_path / "counted"
+    # Writes until everything up to the reader has been full for a second; then heartbeats still come.
+    chatty = f"""
+import os, select
+os.set_blocking(1, False)
+left = (b"x" * 99 + b"\\n") * 20000
+while select.select([], [1], [], 1.0)[1]:
+    left = left[os.write(1, left):]
+# What had come so far, then three more.
+for _ in range(4):
+    assert os.read(0, 1 << 16)
+open({str(counted)!r}, "w").close()
+os.set_blocking(1, True)
+while left:
+    left = left[os.write(1, left):]
+"""
     code = f"""
 import sys
 from megalite.launch import runner
 runner.HEARTBEAT_S = 0.2
-command = [sys.executable, "-c", {short!r}, sys.executable, "-c", {chatty!r}]
-sys.exit(runner.Runner(["a"], [command], "L").run().code)
+sys.exit(runner.Runner(["a"], [[sys.executable, "-c", {chatty!r}]], "L").run().code)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(1) == b"["
-        threading.Event().wait(3.0)  # twice the agent's patience, with a full pipe
+        deadline = time.monotonic() + 60
+        while not counted.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         assert len(process.stdout.read().splitlines()) == 20000
     assert process.returncode == 0
 
@@ -130,28 +187,37 @@ sys.exit(subprocess.call([sys.executable, "-c", rank.replace("PATH", repr(sys.ar
 
 
 def test_signals_are_relayed_and_a_saved_run_is_a_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    ready = tmp_path / "ready"
+    ready, stacks = tmp_path / "ready", threading.Event()
     before = signal.getsignal(signal.SIGTERM)
 
+    class Heard(Runner):
+        def _show(self, remote: runner.Remote, which: str, line: str) -> None:
+            super()._show(remote, which, line)
+            if "stacks" in line:
+                stacks.set()
+
     def send() -> None:
-        wait = threading.Event()
-        while not ready.exists():
-            wait.wait(0.05)
-        os.kill(os.getpid(), signal.SIGTSTP)  # Ctrl-Z must not silence the heartbeat
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while "stacks" not in (text := "".join(seen)):
-            seen.append(capfd.readouterr().out)
-            wait.wait(0.05)
-        assert "[a rank 0] stacks" in text
+        deadline = time.monotonic() + 60
+        # The handler of SIGTSTP is the last that the runner installs.
+        while not (ready.exists() and signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(os.getpid(), signal.SIGTSTP)  # Ctrl-Z must not silence the heartbeat
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stacks.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
-    seen: list[str] = []
     sender = threading.Thread(target=send)
     sender.start()
-    done = Runner(["a"], [[*on_host(SAVES), str(ready)]], "L").run()
+    done = Heard(["a"], [[*on_host(SAVES), str(ready)]], "L").run()
     sender.join()
+    assert stacks.is_set()
     assert done == Outcome(0, None, (), True)
-    assert "[a rank 0] saved" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "[a rank 0] stacks" in out
+    assert "[a rank 0] saved" in out
     assert signal.getsignal(signal.SIGTERM) is before
 
 

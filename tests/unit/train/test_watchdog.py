@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megalite.dist.context import ParallelContext
 from megalite.pipeline.orders import Op
-from megalite.train.heartbeat import Heartbeat
+from megalite.train import watchdog
+from megalite.train.heartbeat import Heartbeat, _shared_file
 from megalite.train.watchdog import (
     LAYOUT,
+    STACKS_SIGNAL,
+    STARVED,
+    STOPPED,
     WAITING,
     Beat,
     Report,
+    Watchdog,
     children,
     is_waiting,
+    is_whole,
     main_thread,
     process_state,
     usage,
@@ -49,6 +59,13 @@ def test_the_main_thread_whoever_prints() -> None:
     assert main_thread(text)[-1].endswith("in <module>")
     assert "line 4 in wait" not in "".join(main_thread(text))
     assert main_thread("") == []
+
+
+def test_a_dump_is_whole_when_the_main_thread_is_there_to_its_end() -> None:
+    text = stacks_of_a_script("wait()\n")
+    assert is_whole(text)
+    assert not any(is_whole(text[:end]) for end in range(len(text)))
+    assert is_whole(stacks_of_a_script("def deeper(n):\n    deeper(n - 1) if n else wait()\ndeeper(200)\n"))
 
 
 def test_waiting_is_in_a_collective() -> None:
@@ -80,6 +97,118 @@ def test_among_waiting_ranks_the_one_furthest_behind() -> None:
     assert min(ranks, key=lambda r: r.suspicion).rank == 1
     ranks[1] = dataclasses.replace(ranks[1], step=5)
     assert min(ranks, key=lambda r: r.suspicion).rank == 2
+
+
+def test_one_that_had_no_time_to_print_is_no_more_suspect_than_one_that_works() -> None:
+    ranks = [report(0, STARVED, silent=40.0), report(1, "at loop.py, line 1 in f"), report(2, WAITING, silent=50.0)]
+    assert min(ranks, key=lambda r: r.suspicion).rank == 1
+    assert min([ranks[0], ranks[2]], key=lambda r: r.suspicion).rank == 0
+
+
+SLEEPER = (
+    "import faulthandler, sys, time\n"
+    f"faulthandler.register({STACKS_SIGNAL.value}, file=int(sys.argv[1]), all_threads=True, chain=False)\n"
+    "print(flush=True)\ntime.sleep(600)\n"
+)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watchdog, int]]:
+    """The watchdog of rank 0 of 2, which sleeps, and the rank's pid."""
+    monkeypatch.setattr(watchdog, "_STACKS_S", 300.0)
+    beats, stacks = _shared_file(LAYOUT.size), _shared_file(0)
+    alive, theirs = os.pipe()
+    command = [sys.executable, "-c", SLEEPER, str(stacks)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[stacks]) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        yield Watchdog(0, 2, rank.pid, 8.0, str(tmp_path), beats, stacks, alive), rank.pid
+        rank.kill()
+    for file in (beats, stacks, alive, theirs):
+        os.close(file)
+
+
+def stop(pid: int) -> None:
+    """Returns when the process has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+
+
+def test_a_rank_stopped_for_a_moment_is_looked_at_again(
+    watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog, pid = watched
+    ended: list[dict[int, Report]] = []
+    monkeypatch.setattr(dog, "end", ended.append)
+    beat = Beat.read(dog.memory)
+    stop(pid)
+    dog.judge(beat, 8.0)
+    assert dog.report is not None
+    assert dog.report.state == STOPPED
+    os.kill(pid, signal.SIGCONT)
+    os.waitid(os.P_PID, pid, os.WCONTINUED)
+    # Beyond what a stopped rank gets.
+    dog.judge(beat, 20.0)
+    assert dog.report.state == "at <string>, line 4 in <module>"
+    assert is_whole(dog.report.stacks)
+    assert [r.state for r in dog.published()] == [dog.report.state]
+    assert not ended
+    # One that stays stopped is ended.
+    dog.report = None
+    stop(pid)
+    dog.judge(beat, 20.0)
+    assert [reports[0].state for reports in ended] == [STOPPED]
+
+
+def test_a_pause_in_the_middle_of_a_dump_cuts_nothing(
+    watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is slow to print: other threads come first, so a cut dump says nothing of the main one."""
+    dog, _ = watched
+    text = stacks_of_a_script("wait()\n").encode()
+    half = text[: text.index(b"\n\n")]
+    reads = iter([b"", half, half, half, text])
+    monkeypatch.setattr(watchdog.os, "pread", lambda *_: next(reads))
+    assert dog.dump() == text.decode()
+
+
+def test_stacks_that_never_come(watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    dog, _ = watched
+    monkeypatch.setattr(watchdog, "_STACKS_S", 0.2)
+    monkeypatch.setattr(watchdog.os, "pread", lambda *_: b'Thread 0x1 (most recent call first):\n  File "a", li')
+    monkeypatch.setattr(watchdog, "process_state", lambda _: "R")
+    assert dog.look(Beat.read(dog.memory), 8.0).state == STARVED
+    monkeypatch.setattr(watchdog, "process_state", lambda _: "D")
+    assert dog.look(Beat.read(dog.memory), 8.0).state == "unable to print its stacks (process state D)"
+
+
+def test_time_without_the_watchdog_is_no_silence(
+    watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that jumps by hours between two looks: as many looks pass as at any pace, before the rank is judged."""
+    dog, _ = watched
+    dog.timeout, dog.tick = 0.2, 0.01
+    looks: list[int] = []
+    monkeypatch.setattr(dog, "effort", looks.append)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=itertools.count(0, 10_000).__next__))
+
+    def judge(beat: Beat, silent: float) -> None:
+        raise StopIteration
+
+    monkeypatch.setattr(dog, "judge", judge)
+    with pytest.raises(StopIteration):
+        dog.run()
+    # Once before the first look; each adds two ticks at most.
+    assert len(looks) - 1 >= dog.timeout / (2 * dog.tick)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    def vanished(_: object) -> None:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "listdir", vanished)
+    monkeypatch.setattr(os, "scandir", vanished)
+    assert children(os.getpid()) == []
 
 
 def test_work_is_seen_and_sleep_is_not() -> None:
