@@ -75,8 +75,9 @@ class StuckWatch:
         reader.start()
         reader.join(6 * _BEAT_S + 5)
         why = found[0] if found else "the rendezvous store does not answer: is its host stopped or cut off?"
-        text = f"[rank {self.rank}, {self.host}] stuck for {self.limit:g} s in: {self._stage}; {why}"
-        print(text, file=sys.stderr, flush=True)
+        # One write: print makes two where Python is told not to buffer, and the lines of two ranks would mix.
+        sys.stderr.write(f"[rank {self.rank}, {self.host}] stuck for {self.limit:g} s in: {self._stage}; {why}\n")
+        sys.stderr.flush()
         if self.rank == 0 and found and self._store is not None:
             waiter = threading.Thread(target=self._await_readers, daemon=True)
             waiter.start()

@@ -87,10 +87,11 @@ def leaving_together() -> Iterator[None]:
         _leave(1)
     except BaseException as e:
         if isinstance(e, PeerFailed) or _lost_peer(e):
-            print(f"[rank {rank}] lost a peer and leaves: another rank failed first", file=sys.stderr, flush=True)
+            text = "lost a peer and leaves: another rank failed first"
         else:
             text = traceback.format_exc()
-            print("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()), end="", file=sys.stderr, flush=True)
+        # One write: ranks share a terminal or a pipe, and print makes two where Python is told not to buffer.
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
         _leave(1)
     shutdown()
 

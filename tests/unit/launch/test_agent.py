@@ -17,9 +17,10 @@ from megalite.launch import agent as agent_module
 
 AGENT = Path(agent_module.__file__)
 
+# A line is one write: print may make several of it, and the lines of two processes would mix.
 # argv: one word per rank, saying what it does with signals. Ranks and parent tell on standard output what happens.
 TORCHRUN = """
-import signal, subprocess, sys
+import os, signal, subprocess, sys
 RANK = '''
 import os, signal, subprocess, sys, time
 def say(*words): os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
@@ -31,8 +32,9 @@ if kind == "saves": signal.signal(signal.SIGTERM, term)
 if kind == "saves": signal.signal(signal.SIGUSR1, lambda *_: say("rank", number, "stacks"))
 if kind == "stubborn": signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if kind == "orphans":
-    code = "import os,signal,time; signal.signal(15, signal.SIG_IGN); print('orphan ready', os.getpid(), flush=True)"
-    subprocess.Popen([sys.executable, "-c", code + "; time.sleep(600)"], start_new_session=True)
+    code = "import os,signal,time; signal.signal(15, signal.SIG_IGN); pid = os.getpid(); "
+    code += "os.write(1, f'orphan ready {pid}{chr(10)}'.encode()); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     time.sleep(0.5); os._exit(0)
 say("rank", number, "ready", os.getpid())
 if kind == "slow": signal.signal(signal.SIGTERM, lambda *_: say("rank", number, "busy"))
@@ -41,7 +43,7 @@ while True: time.sleep(600)
 ranks = [subprocess.Popen([sys.executable, "-c", RANK, kind, str(i)], start_new_session=True, stdin=subprocess.PIPE)
          for i, kind in enumerate(sys.argv[1:])]
 def term(*_):
-    print("torchrun got TERM", flush=True)
+    os.write(1, b"torchrun got TERM" + bytes([10]))
     for r in ranks: r.kill()
     sys.exit(1)
 signal.signal(signal.SIGTERM, term)

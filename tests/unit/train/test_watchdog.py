@@ -149,7 +149,8 @@ def test_a_rank_stopped_for_a_moment_is_looked_at_again(
     os.waitid(os.P_PID, pid, os.WCONTINUED)
     # Beyond what a stopped rank gets.
     dog.judge(beat, 20.0)
-    assert dog.report.state == "at <string>, line 4 in <module>"
+    # Where it says that it is there, or asleep.
+    assert dog.report.state in ("at <string>, line 3 in <module>", "at <string>, line 4 in <module>")
     assert is_whole(dog.report.stacks)
     assert [r.state for r in dog.published()] == [dog.report.state]
     assert not ended
