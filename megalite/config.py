@@ -142,6 +142,11 @@ class OptimConfig:
     loss_scale_window: int = 1000
     """fp16: steps without overflow before the scale doubles."""
 
+    @property
+    def num_moments(self) -> int:
+        """fp32 numbers that the optimizer remembers of each weight: a momentum, or Adam's two moments."""
+        return 1 if self.optimizer in ("lars", "sgd") else 2
+
     def __post_init__(self) -> None:
         in_range(self, "lr eps loss_scale initial_loss_scale", 0, above=True)
         in_range(self, "clip_grad weight_decay warmup_steps init_lr", 0)

@@ -12,7 +12,7 @@ from megalite.log import logger
 from tests.workers import WorkerPool
 
 HUNG_S = 600
-"""Ten times what the slowest test takes. One that hangs fails alone, instead of holding up the whole run for ever."""
+"""Far beyond the slowest test (80 s on two busy cores). One that hangs fails alone, and does not hold up the others."""
 
 
 @pytest.hookimpl(wrapper=True)

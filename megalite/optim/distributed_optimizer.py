@@ -75,7 +75,7 @@ class DistributedOptimizer:
     def _make_state(self, bucket: Bucket) -> _State:
         share = bucket.weights[bucket.owned]
         master = share if share.dtype == torch.float32 else share.float()
-        second = None if self.cfg.optimizer in ("lars", "sgd") else torch.zeros_like(master)
+        second = torch.zeros_like(master) if self.cfg.num_moments == 2 else None
         return _State(bucket, master, torch.zeros_like(master), second)
 
     @torch.no_grad()
@@ -140,8 +140,12 @@ class DistributedOptimizer:
             out = None if share.data_ptr() == state.master.data_ptr() else share
             grad = bucket.grad[bucket.owned]
             decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
-            if state.exp_avg_sq is None:
-                self._momentum(state, grad.mul_(grad_multiplier), out, lr, decay)
+            if cfg.optimizer == "sgd":
+                self._sgd(state, grad.mul_(grad_multiplier), out, lr, decay)
+                continue
+            if cfg.optimizer == "lars":
+                update, grad = TrustRatioUpdate(bucket, self.ctx, self.ops), grad.mul_(grad_multiplier)
+                update.lars(state.master, grad, state.exp_avg, out, lr=lr, momentum=cfg.beta1, weight_decay=decay)
                 continue
             moments = (state.exp_avg, state.exp_avg_sq)
             options: dict[str, Any] = {
@@ -162,12 +166,7 @@ class DistributedOptimizer:
         if not self.overlap_gather:
             self.wait_weights()
 
-    def _momentum(self, state: _State, grad: torch.Tensor, out: torch.Tensor | None, lr: float, decay: float) -> None:
-        if self.cfg.optimizer == "lars":
-            update = TrustRatioUpdate(state.bucket, self.ctx, self.ops)
-            options = {"lr": lr, "momentum": self.cfg.beta1, "weight_decay": decay}
-            update.lars(state.master, grad, state.exp_avg, out, **options)
-            return
+    def _sgd(self, state: _State, grad: torch.Tensor, out: torch.Tensor | None, lr: float, decay: float) -> None:
         state.master.mul_(1 - lr * decay)
         state.exp_avg.mul_(self.cfg.beta1).add_(grad)
         state.master.add_(state.exp_avg, alpha=-lr)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -33,7 +34,7 @@ class TrustRatioUpdate:
     ctx: ParallelContext
     ops: Ops
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where this rank's part of each parameter starts in the share; the last one is the share's end."""
         owned = self.bucket.owned

@@ -96,7 +96,7 @@ def state_bytes(cfg: Config, parameters: int, dp: int) -> tuple[int, int, int]:
     size = element_size(cfg)
     travelling = 2 if cfg.train.grad_reduce_dtype == "bf16" else 0
     master = 0 if cfg.train.precision == "fp32" else 4
-    moments = 4 if cfg.optim.optimizer in ("lars", "sgd") else 8
+    moments = 4 * cfg.optim.num_moments
     share = -(-parameters // dp) if cfg.parallel.zero else parameters
     return size * parameters, (4 + travelling) * parameters, (master + moments) * share
 
