@@ -5,8 +5,8 @@ Reads top to bottom: what was asked, where this rank sits, what to train, train 
 
 from __future__ import annotations
 
-from megalite import cli
 from megalite.checkpoint.hf.start import hf_model_config
+from megalite.config import cli
 from megalite.diagnose.memory import diagnosing_memory
 from megalite.dist.context import (
     ParallelContext,
@@ -15,7 +15,7 @@ from megalite.dist.context import (
     pick_device,
     world_size,
 )
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.log import env_rank
 from megalite.plan.memory import dry_run_report
 from megalite.train.exit import leaving_together

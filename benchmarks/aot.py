@@ -64,8 +64,8 @@ TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.ops.triton_kernels import activation, cross_entropy, flat, norm, rope
-    from megalite.ops.triton_kernels.support import row_launch
+    from megalite.ops.triton import activation, cross_entropy, flat, norm, rope
+    from megalite.ops.triton.support import row_launch
 
     cases = []
     for name, width, rms, forward, backward in (

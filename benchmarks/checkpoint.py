@@ -22,9 +22,9 @@ import torch
 from megalite.checkpoint import Checkpointer, load_checkpoint
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext, init_process_group, pick_device, shutdown, world_size
-from megalite.dist.topology import Topology
-from megalite.optim.distributed_optimizer import StateTensor
-from megalite.params import ParamSpec, Shard
+from megalite.dist.grid import Topology
+from megalite.optim.optimizer import StateTensor
+from megalite.sharding import ParamSpec, Shard
 
 
 def states_of(ctx: ParallelContext, mb: float) -> list[StateTensor]:

@@ -29,14 +29,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from megalite import cli
+from megalite.config import cli
+from megalite.config.model import ModelConfig
 from megalite.dist.context import ParallelContext
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.model.layers import rotary_tables
-from megalite.model.param_map import param_map
-from megalite.model_config import ModelConfig
-from megalite.params import Shard as Cut
-from megalite.pipeline.partition import split_layers
+from megalite.model.parameters import param_map
+from megalite.model.partition import split_layers
+from megalite.sharding import Shard as Cut
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 

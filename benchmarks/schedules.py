@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.dist.context import ParallelContext
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.errors import UserError, run_tool
 from megalite.pipeline.executor import Executor, MicroBatch, Stage, WeightGradQueue
 from megalite.pipeline.p2p import Channel

@@ -19,8 +19,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megalite import __version__, cli
-from megalite.config import Config
+from megalite import __version__
+from megalite.config import cli
+from megalite.config.run import Config
 from megalite.dist.context import ParallelContext, pick_device
 from megalite.errors import run_tool
 from megalite.plan.flops import flops_per_token, peak_flops

@@ -1,6 +1,6 @@
 """Shapes of published models (`--preset`): data only. Values are those of the models' own configurations.
 
-Each holds the family and what differs from `megalite.model_config.ARCHS[arch]`; the rest is defaults of `ModelConfig`.
+Each holds the family and what differs from `megalite.config.model.ARCHS[arch]`; the rest is defaults of `ModelConfig`.
 `seq_len` is the length of (most of) its training; dropout, where a model was trained with it, is left at 0.
 """
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megalite.data.preprocess import default_workers, preprocess
+from megalite.data.prepare.preprocess import default_workers, preprocess
 from megalite.errors import run_tool
 from megalite.log import setup_logging
 

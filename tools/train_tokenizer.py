@@ -2,7 +2,7 @@
 
 import argparse
 
-from megalite.data.train_tokenizer import train_tokenizer
+from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.errors import run_tool
 from megalite.log import setup_logging
 

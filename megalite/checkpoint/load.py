@@ -24,7 +24,7 @@ from megalite.dist.collectives import all_reduce, gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.optim.distributed_optimizer import StateTensor
+from megalite.optim.optimizer import StateTensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Reads go through a buffer of at most this many bytes.

@@ -12,7 +12,7 @@ import torch
 from megalite.checkpoint.save import SaveError
 from megalite.dist.collectives import all_gather, gather_texts
 from megalite.dist.context import Axis, ParallelContext
-from megalite.params import ShardedParameter
+from megalite.sharding import ShardedParameter
 
 
 @torch.no_grad()

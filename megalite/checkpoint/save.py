@@ -30,7 +30,7 @@ from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.optim.distributed_optimizer import StateTensor
+from megalite.optim.optimizer import StateTensor
 
 # How long an ending process lets its writer go on with a save that nobody waited for.
 _CLOSE_S = 8.0

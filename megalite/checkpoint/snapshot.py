@@ -14,8 +14,8 @@ import torch
 
 from megalite.checkpoint.safetensors_io import num_bytes
 from megalite.log import logger
-from megalite.optim.distributed_optimizer import StateTensor
-from megalite.params import Piece
+from megalite.optim.optimizer import StateTensor
+from megalite.sharding import Piece
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.gpt_dataset import GPTDataset, Tokens
+from megalite.data.samples import GPTDataset, Tokens
 from megalite.errors import UserError
 from megalite.log import logger
 

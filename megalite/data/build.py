@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.data.blend import BlendedDataset
-from megalite.data.gpt_dataset import Dataset, GPTDataset, split_documents
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.samples import Dataset, GPTDataset, split_documents
 from megalite.data.sidecar import read_sidecar
+from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
 from megalite.log import logger
 

@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.gpt_dataset import Dataset
+from megalite.data.samples import Dataset
 from megalite.errors import UserError
 
 

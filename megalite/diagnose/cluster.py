@@ -21,7 +21,7 @@ from megalite.diagnose.stuck import StuckWatch
 from megalite.diagnose.verdict import Problem, RankReport, groups_of, judge, unequal_versions
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext, init_process_group, pick_device, shutdown, world_size
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.errors import UserError
 from megalite.log import env_rank
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from megalite.config import Config
-from megalite.dist.topology import Topology
+from megalite.config.run import Config
+from megalite.dist.grid import Topology
 from megalite.errors import UserError
 from megalite.log import logger
 from megalite.plan.flops import flops_per_token

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from megalite import cli
+from megalite.config import cli
 from megalite.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]

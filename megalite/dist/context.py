@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from megalite.dist.rendezvous import fresh_store
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.errors import UserError
 
 # A stopped peer is noticed after this long (on the mesh's groups after the backend's own limit); a dead one at once.

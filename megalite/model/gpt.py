@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megalite.model.attention import Attention, QKNorm, Rope
 from megalite.model.layers import Maker, Position, rotary_tables
 from megalite.model.mlp import MLP
-from megalite.params import ShardedParameter
+from megalite.sharding import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megalite.config.model import ModelConfig
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
-from megalite.model_config import ModelConfig
 from megalite.ops import Ops
-from megalite.params import ParamSpec, Shard, ShardedParameter
+from megalite.sharding import ParamSpec, Shard, ShardedParameter
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
 
 # Where a dropout mask is drawn: (step, data-parallel rank, micro-batch).

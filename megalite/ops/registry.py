@@ -57,10 +57,10 @@ def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def triton_backend(module: str, *functions: str) -> Backend:
-    """The Triton backend of a page: `functions` of `megalite.ops.triton_kernels.<module>`, imported when chosen."""
+    """The Triton backend of a page: `functions` of `megalite.ops.triton.<module>`, imported when chosen."""
 
     def load() -> dict[str, Callable[..., Any]]:
-        kernels = importlib.import_module(f"megalite.ops.triton_kernels.{module}")
+        kernels = importlib.import_module(f"megalite.ops.triton.{module}")
         return {name: getattr(kernels, name) for name in functions}
 
     return Backend("triton", load, _why_no_triton)

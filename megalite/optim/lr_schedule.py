@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from megalite.config import OptimConfig
+from megalite.config.run import OptimConfig
 
 
 def learning_rate(step: int, cfg: OptimConfig, train_steps: int) -> float:

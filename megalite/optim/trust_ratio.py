@@ -14,7 +14,7 @@ import torch
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.ops import Ops
-from megalite.optim.grad_buffer import Bucket
+from megalite.optim.bucket import Bucket
 
 LARS_TRUST = 0.001
 """How far LARS lets a parameter move in a step at learning rate 1, of its norm (eta; You et al. 2017, section 5)."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.model.gpt_layout import token_work
-from megalite.model_config import ModelConfig
+from megalite.config.model import ModelConfig
+from megalite.model.partition import token_work
 
 # Dense bf16 peaks in FLOP/s, from the data sheets (theirs with sparsity are twice these). First match counts.
 _PEAKS = (

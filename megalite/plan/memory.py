@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config import Config
-from megalite.dist.topology import Topology
+from megalite.config.run import Config
+from megalite.dist.grid import Topology
 from megalite.errors import UserError
-from megalite.model.gpt_layout import head_cost, layer_split
-from megalite.model.param_map import param_map
+from megalite.model.parameters import param_map
+from megalite.model.partition import head_cost, layer_split
 from megalite.ops.registry import pages, parse_spec
-from megalite.params import Shard, count_parameters
 from megalite.pipeline.choose import resolve_schedule
 from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
 from megalite.pipeline.simulate import Costs, simulate
 from megalite.plan.flops import flops_per_token
+from megalite.sharding import Shard, count_parameters
 
 # fp32 copies of the logits that the torch reference of the loss makes and drops, bytes a logit; kernels work in place.
 _LOSS_WORK = 8

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
-from megalite.params import ShardedParameter
+from megalite.sharding import ShardedParameter
 
 
 class WgradQueue:

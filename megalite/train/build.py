@@ -8,24 +8,24 @@ import torch
 from torch import nn
 
 from megalite import ops as kernels
-from megalite.config import Config
+from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams
 from megalite.log import logger
 from megalite.model.gpt import GPTStage
-from megalite.model.gpt_layout import layer_split
 from megalite.model.layers import Maker
-from megalite.model.param_map import param_map
+from megalite.model.parameters import param_map
+from megalite.model.partition import layer_split
 from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
-from megalite.optim.distributed_optimizer import DistributedOptimizer
-from megalite.optim.grad_buffer import make_buckets
+from megalite.optim.bucket import make_buckets
 from megalite.optim.loss_scale import LossScaler
-from megalite.params import ShardedParameter
+from megalite.optim.optimizer import DistributedOptimizer
 from megalite.pipeline.choose import resolve_schedule
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
+from megalite.sharding import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

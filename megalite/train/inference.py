@@ -11,16 +11,16 @@ import torch
 
 from megalite import ops as kernels
 from megalite.checkpoint.load import load_checkpoint, read_meta, resolve_checkpoint
+from megalite.config.model import ModelConfig
 from megalite.data import IndexedDataset, Tokenizer, load_tokenizer
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
 from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Maker
-from megalite.model.param_map import param_map
-from megalite.model_config import ModelConfig
-from megalite.optim.distributed_optimizer import StateTensor
-from megalite.params import ShardedParameter
+from megalite.model.parameters import param_map
+from megalite.optim.optimizer import StateTensor
+from megalite.sharding import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megalite.config import Config
+from megalite.config.run import Config
 from megalite.data import (
     Dataset,
     Datasets,

@@ -22,8 +22,8 @@ from megalite.train.profile import gpu_readings
 from megalite.train.rewind import rewind
 from megalite.train.run import Run, save
 from megalite.train.step import StepResult, eval_step, train_step
-from megalite.train.straggler import StragglerReport
-from megalite.train.watchdog import CHILDREN, OWN, STRICT
+from megalite.train.watch.straggler import StragglerReport
+from megalite.train.watch.watchdog import CHILDREN, OWN, STRICT
 
 # fp32 and bf16 have no scale to lower: so many steps in a row without an update mean a broken run.
 _MAX_BAD_STEPS = 3

@@ -13,11 +13,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.checks import step_range
-from megalite.config import Config
+from megalite.config.run import Config
 from megalite.dist.collectives import Pending
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
+from megalite.errors import UserError, step_range
 from megalite.log import logger
 from megalite.pipeline.executor import Executor, OpClock
 from megalite.pipeline.schedule import Op

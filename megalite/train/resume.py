@@ -9,7 +9,7 @@ from typing import Any
 from megalite.checkpoint import find_good, load_checkpoint, read_meta, verify_together
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.manifest import read_manifest
-from megalite.config import Config
+from megalite.config.run import Config
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError

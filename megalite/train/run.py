@@ -12,29 +12,28 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from megalite import cli
 from megalite.checkpoint import Checkpointer
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
 from megalite.checkpoint.replicas import check_replicas
-from megalite.checks import step_range
-from megalite.config import Config
+from megalite.config import cli
+from megalite.config.run import Config
 from megalite.data import BatchLoader, Datasets
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
+from megalite.errors import UserError, step_range
 from megalite.log import logger, setup_logging
-from megalite.model.param_map import param_map
-from megalite.params import ShardedParameter, count_parameters
+from megalite.model.parameters import param_map
 from megalite.pipeline.record import Recorder
+from megalite.sharding import ShardedParameter, count_parameters
 from megalite.train.build import Engine, build_engine, make_schedule
-from megalite.train.heartbeat import Heartbeat
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
 from megalite.train.resume import choose_checkpoint, resume, tell_changes
 from megalite.train.spike import SpikeDetector
-from megalite.train.watchdog import OWN
+from megalite.train.watch.heartbeat import Heartbeat
+from megalite.train.watch.watchdog import OWN
 
 
 @dataclass

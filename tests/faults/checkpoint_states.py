@@ -15,10 +15,10 @@ import torch
 
 from megalite.checkpoint import Checkpointer, SaveError, find_good, load_checkpoint
 from megalite.dist.context import ParallelContext
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.errors import UserError
-from megalite.optim.distributed_optimizer import StateTensor
-from megalite.params import ParamSpec, Shard
+from megalite.optim.optimizer import StateTensor
+from megalite.sharding import ParamSpec, Shard
 
 INJECT = str(Path(__file__).with_name("inject"))
 SPECS = [

@@ -60,7 +60,7 @@ SAVER = """
 import os, signal, sys, time
 from megalite.checkpoint import Checkpointer
 from megalite.dist.context import ParallelContext
-from megalite.params import ParamSpec
+from megalite.sharding import ParamSpec
 from tests.faults import checkpoint_states as cs
 root, big, stop = sys.argv[1], int(sys.argv[2]), "stop" in sys.argv
 checkpointer = Checkpointer(root, ParallelContext.single(), run_id="victim")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config import Config, OptimConfig, ParallelConfig, TrainConfig
-from megalite.model_config import ModelConfig
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 
 SEQ, BATCH, STEPS, VOCAB = 16, 8, 6, 90
 
@@ -66,7 +66,7 @@ def start(rank: int, cfg: Config, world: int) -> Any:
     import torch
 
     from megalite.dist.context import ParallelContext
-    from megalite.dist.topology import Topology
+    from megalite.dist.grid import Topology
     from megalite.train.build import build_engine
 
     topology = Topology(world, cfg.parallel.tp, cfg.parallel.pp)

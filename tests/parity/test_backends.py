@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.model_config import ModelConfig
+from megalite.config.model import ModelConfig
 from megalite.ops import resolve
 from tests.parity import jobs
 

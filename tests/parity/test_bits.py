@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config import Config
-from megalite.model_config import ModelConfig
-from megalite.params import Shard
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.sharding import Shard
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -38,7 +38,7 @@ Grads = list[tuple[str, Shard, np.ndarray]]
 def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
     """(global name, shard, main_grad) of every parameter of this rank after one forward and backward, by config."""
     from megalite.dist.context import ParallelContext
-    from megalite.dist.topology import Topology
+    from megalite.dist.grid import Topology
     from megalite.train.build import build_engine
 
     # One grid of ranks for all of them: making process groups takes longer than a step.

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.config import Config
-from megalite.model_config import ModelConfig
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config import Config
+from megalite.config.run import Config
 from megalite.optim.lr_schedule import learning_rate
 from tests.parity import jobs
 from tests.parity.test_oracle import hf_llama, initial_weights

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.model.param_map import param_map
-from megalite.model_config import ModelConfig
+from megalite.config.model import ModelConfig
+from megalite.model.parameters import param_map
 from megalite.optim.lr_schedule import learning_rate
-from megalite.params import Shard
+from megalite.sharding import Shard
 from tests.parity import jobs
 
 transformers = pytest.importorskip("transformers")

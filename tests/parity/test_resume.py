@@ -35,9 +35,9 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
     """Run pretrain_gpt's body; this rank's final state as a hash."""
     import torch
 
-    from megalite import cli
+    from megalite.config import cli
     from megalite.dist.context import ParallelContext
-    from megalite.dist.topology import Topology
+    from megalite.dist.grid import Topology
     from megalite.train.loop import fit
     from megalite.train.run import open_run
 

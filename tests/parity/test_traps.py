@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.config import Config
-from megalite.model_config import ModelConfig
-from megalite.params import Shard
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.sharding import Shard
 from tests.parity import jobs
 from tests.parity.test_bits import whole_gradients
 from tests.workers import WorkerError, WorkerPool

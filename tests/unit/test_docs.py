@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite import aliases
-from megalite.cli import Start, parse
-from megalite.dist.topology import Topology
+from megalite.config import megatron as aliases
+from megalite.config.cli import Start, parse
+from megalite.config.options import TYPES
+from megalite.dist.grid import Topology
 from megalite.errors import UserError
-from megalite.options import TYPES
 from megalite.pipeline.choose import USUAL_COSTS, resolve_schedule, simulate_all
 from megalite.pipeline.schedule import build_schedule
 from megalite.plan.memory import dry_run_report

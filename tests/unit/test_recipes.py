@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite import cli
-from megalite.dist.topology import Topology
+from megalite.config import cli
+from megalite.dist.grid import Topology
 from megalite.plan.memory import dry_run_report
 from megalite.presets import PRESETS
 

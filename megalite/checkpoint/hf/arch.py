@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from megalite.params import ParamSpec
+from megalite.sharding import ParamSpec
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 from megalite.checkpoint.hf.arch import Arch, Packed
 from megalite.checkpoint.hf.families import ARCHS
 from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.errors import UserError
-from megalite.model_config import ModelConfig, RopeScaling
 
 # Activation in megalite -> in config.json, for gated and plain MLPs.
 _GATED = {"swiglu": "silu"}

@@ -26,11 +26,11 @@ from megalite.checkpoint.hf.tokenizer import export_tokenizer
 from megalite.checkpoint.load import ShardReader, resolve_checkpoint, weights_of
 from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.model.param_map import param_map
-from megalite.model_config import ModelConfig, RopeScaling
-from megalite.params import ParamSpec
+from megalite.model.parameters import param_map
+from megalite.sharding import ParamSpec
 
 # Files of an export, and of an imported checkpoint, are at most this large (one larger tensor makes one larger file).
 SHARD_BYTES = 5_000_000_000

@@ -16,9 +16,9 @@ from megalite.checkpoint.hf.arch import Arch, Packed
 from megalite.checkpoint.hf.config import arch_of, packed, read_config, special_ids
 from megalite.checkpoint.load import DTYPES
 from megalite.checkpoint.safetensors_io import BadCheckpoint, Entry, open_inside, read_exactly, read_header
-from megalite.model.param_map import param_map
-from megalite.model_config import ModelConfig
-from megalite.params import ParamSpec
+from megalite.config.model import ModelConfig
+from megalite.model.parameters import param_map
+from megalite.sharding import ParamSpec
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_JSON = 64 << 20

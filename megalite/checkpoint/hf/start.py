@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.hf.source import HFSource
+from megalite.config.model import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.model_config import ModelConfig
-from megalite.optim.distributed_optimizer import StateTensor
+from megalite.optim.optimizer import StateTensor
 
 
 def hf_model_config(folder: str | Path) -> ModelConfig:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megalite.config.model import ModelConfig
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import UserError
-from megalite.model_config import ModelConfig
 
 # Digits, code, indents, runs of spaces, line ends, other scripts, accents in two forms, emoji, and a raw control byte.
 SAMPLE = (

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from megalite.checkpoint import Checkpointer, load_checkpoint
 from megalite.checkpoint.load import ReadStats
-from megalite.config import Config
+from megalite.config.run import Config
 from tests.parity.jobs import run_steps, start
 
 
@@ -88,7 +88,7 @@ def verified_share(rank: int, world: int, path: str) -> int:
     """Bytes that this rank read to check a checkpoint."""
     from megalite.checkpoint.load import verify_together
     from megalite.dist.context import ParallelContext
-    from megalite.dist.topology import Topology
+    from megalite.dist.grid import Topology
 
     stats: ReadStats = verify_together(Path(path), ParallelContext.create(Topology(world), torch.device("cpu")))
     return stats.verified

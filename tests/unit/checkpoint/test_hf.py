@@ -171,8 +171,8 @@ from safetensors.torch import save_file
 from megalite.checkpoint.hf.convert import export_hf, import_hf
 from megalite.checkpoint.hf.config import packed, write_config
 from megalite.checkpoint.hf.families import ARCHS
-from megalite.model_config import ModelConfig
-from megalite.model.param_map import param_map
+from megalite.config.model import ModelConfig
+from megalite.model.parameters import param_map
 root = Path(sys.argv[1])
 cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4096, vocab_size=4096, seq_len=64)
 (root / "hf").mkdir()

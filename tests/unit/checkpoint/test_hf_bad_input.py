@@ -207,8 +207,8 @@ def test_export_refuses(
 
 def test_a_model_its_family_cannot_say(tmp_path: Path, model: Path) -> None:
     from megalite.checkpoint.hf.config import write_config
+    from megalite.config.model import ModelConfig
     from megalite.errors import UserError
-    from megalite.model_config import ModelConfig
 
     odd = ModelConfig(hidden_size=32, num_heads=4, vocab_size=90, qk_norm="head")
     with pytest.raises(UserError, match="has qk_norm 'head', and a config.json of this family says 'none'"):

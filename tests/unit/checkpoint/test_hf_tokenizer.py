@@ -13,10 +13,10 @@ import sentencepiece
 from tiktoken._educational import bpe_train
 
 from megalite.checkpoint.hf.tokenizer import SAMPLE, export_tokenizer
+from megalite.config.model import ModelConfig
 from megalite.data import load_tokenizer
-from megalite.data.train_tokenizer import train_tokenizer
+from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.errors import UserError
-from megalite.model_config import ModelConfig
 
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TEXT = Path(json.__file__).read_text() + Path(io.__file__).read_text() + Path(base64.__file__).read_text()

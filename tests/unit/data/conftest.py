@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megalite.data.corpus import stdlib_corpus
-from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megalite.data.train_tokenizer import train_tokenizer
+from megalite.data.prepare.train_tokenizer import train_tokenizer
+from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 
 
 @pytest.fixture(scope="session")

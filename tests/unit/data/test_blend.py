@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.blend import BlendedDataset, BlendOrder, Run, compiled, run_in_python
-from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.samples import GPTDataset
+from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megalite.data import BlendedDataset, GPTDataset, build_datasets, prefixes_of
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.blend import BlendedDataset
-from megalite.data.gpt_dataset import Dataset, GPTDataset, MockDataset
-from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.loader import BatchLoader
+from megalite.data.samples import Dataset, GPTDataset, MockDataset
+from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]

@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 
 DOCUMENT_LENGTHS = [5, 1, 700, 0, 33, 2]
 

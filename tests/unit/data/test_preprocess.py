@@ -21,10 +21,10 @@ import pytest
 import zstandard
 
 import megalite
-from megalite.data.documents import expand_inputs, read_chunks
-from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.preprocess import Workers, preprocess
+from megalite.data.prepare.documents import expand_inputs, read_chunks
+from megalite.data.prepare.preprocess import Workers, preprocess
 from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
 
 TOOL = Path(__file__).parents[3] / "tools" / "preprocess_data.py"

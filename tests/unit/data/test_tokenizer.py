@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data import check_tokenizer_matches
+from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.data.tokenizer import ByteTokenizer, load_tokenizer
-from megalite.data.train_tokenizer import train_tokenizer
 from megalite.errors import UserError
 
 HARD_TEXTS = [

@@ -99,7 +99,7 @@ def check_in_pool(rank: int, folder: str, flip: str, flags: Sequence[str] = ()) 
     import torch.distributed as dist
 
     from megalite.diagnose import cluster
-    from megalite.dist.topology import Topology
+    from megalite.dist.grid import Topology
 
     class NoWatch:
         def stage(self, name: str, grace: float = 0.0) -> contextlib.AbstractContextManager[None]:

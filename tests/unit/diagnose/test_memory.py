@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.cli import parse
+from megalite.config.cli import parse
 from megalite.diagnose.memory import Known, _pace, is_out_of_memory, page, remedies, usable_bytes
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.plan.memory import memory_per_rank
 from tests.ranks import ROOT
 

@@ -9,7 +9,7 @@ import torch
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megalite import ops as kernels
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.model.attention import Attention
 from megalite.model.layers import Maker, rotary_tables
-from megalite.model.param_map import param_map
-from megalite.model_config import ModelConfig, RopeScaling
+from megalite.model.parameters import param_map
 from megalite.tensor_parallel.linear import WgradQueue
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megalite import ops as kernels
-from megalite.config import Config, OptimConfig, ParallelConfig, TrainConfig
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from megalite.dist.context import Axis, ParallelContext
-from megalite.model.param_map import param_map
-from megalite.model_config import ModelConfig
-from megalite.optim.distributed_optimizer import DistributedOptimizer
-from megalite.optim.grad_buffer import make_buckets
-from megalite.params import Shard, ShardedParameter
+from megalite.model.parameters import param_map
+from megalite.optim.bucket import make_buckets
+from megalite.optim.optimizer import DistributedOptimizer
+from megalite.sharding import Shard, ShardedParameter
 from megalite.train.build import build_stages, make_schedule
 
 CPU = torch.device("cpu")

@@ -47,7 +47,7 @@ def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int) -> None
 
 
 def test_every_triton_kernel_has_a_case(aot: ModuleType) -> None:
-    from megalite.ops.triton_kernels import activation, cross_entropy, flat, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, flat, norm, rope
 
     modules = (activation, cross_entropy, flat, norm, rope)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.config import OptimConfig
+from megalite.config.run import OptimConfig
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr_schedule import learning_rate
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.pipeline.executor import Executor, MicroBatch, _Flight, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import build_schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megalite.model.gpt_layout import head_cost, layer_split
-from megalite.model_config import ModelConfig
+from megalite.config.model import ModelConfig
+from megalite.model.partition import head_cost, layer_split
 from megalite.plan.flops import flops_per_token, peak_flops, peak_of_name
 
 GPT3 = ModelConfig.from_arch(

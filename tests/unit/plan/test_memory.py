@@ -10,17 +10,17 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megalite import ops as kernels
-from megalite.config import Config, OptimConfig, ParallelConfig, TrainConfig
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
-from megalite.model.gpt_layout import layer_split
-from megalite.model_config import ModelConfig
-from megalite.optim.distributed_optimizer import DistributedOptimizer
-from megalite.params import ShardedParameter
+from megalite.model.partition import layer_split
+from megalite.optim.optimizer import DistributedOptimizer
 from megalite.pipeline.schedule import Placement
 from megalite.plan.memory import dry_run_report, layer_activations, memory_per_rank, parameters_on_rank
+from megalite.sharding import ShardedParameter
 from megalite.train.build import build_engine, build_stages, make_schedule
 
 CPU = torch.device("cpu")

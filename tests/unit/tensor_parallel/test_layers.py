@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from megalite import ops as kernels
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.topology import Topology
-from megalite.params import ParamSpec, Shard, ShardedParameter
+from megalite.dist.grid import Topology
+from megalite.sharding import ParamSpec, Shard, ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
 from tests.workers import WorkerPool

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from megalite import ops as kernels
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.topology import Topology
+from megalite.dist.grid import Topology
 from megalite.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.workers import WorkerPool
 

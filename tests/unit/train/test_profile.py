@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checks import step_range
-from megalite.config import RunConfig
-from megalite.errors import UserError
+from megalite.config.run import RunConfig
+from megalite.errors import UserError, step_range
 from megalite.train.metrics import read_metrics
 from megalite.train.profile import BACKWARD, FORWARD, PHASES, gpu_readings
 from tests.ranks import run_ranks

@@ -8,8 +8,8 @@ import time
 import torch
 
 from megalite.dist.context import ParallelContext
-from megalite.dist.topology import Topology
-from megalite.train.straggler import INTERVAL, StragglerReport, slow_ranks
+from megalite.dist.grid import Topology
+from megalite.train.watch.straggler import INTERVAL, StragglerReport, slow_ranks
 from tests.workers import WorkerPool
 
 

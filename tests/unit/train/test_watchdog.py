@@ -20,9 +20,9 @@ import pytest
 
 from megalite.dist.context import ParallelContext
 from megalite.pipeline.orders import Op
-from megalite.train import watchdog
-from megalite.train.heartbeat import Heartbeat, _shared_file
-from megalite.train.watchdog import (
+from megalite.train.watch import watchdog
+from megalite.train.watch.heartbeat import Heartbeat, _shared_file
+from megalite.train.watch.watchdog import (
     LAYOUT,
     STACKS_SIGNAL,
     STARVED,

@@ -1,0 +1,206 @@
+"""The model's options: shape, family, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megalite.errors import in_range, require
+
+# What a family of models fixes; every value can be overridden by a flag. Source: the families' own configurations.
+ARCHS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"qkv_bias": True, "norm_eps": 1e-6, "rope_theta": 1e6},
+    "qwen3": {"qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 1e6},
+    "olmo2": {"qk_norm": "full", "norm_position": "post", "norm_eps": 1e-6, "rope_theta": 5e5},
+    "phi3": {},
+    "gpt2": {
+        "norm": "layernorm",
+        "position": "learned",
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+    },
+    "gpt_neox": {
+        "norm": "layernorm",
+        "activation": "gelu",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "rope_fraction": 0.25,
+        "parallel_residual": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 scaling of the rotary frequencies (Llama 3 technical report, section 3.2; HF `rope_type: llama3`)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.factor < math.inf
+            and 0 < self.low_freq_factor < self.high_freq_factor < math.inf
+            and self.original_max_position_embeddings >= 1,
+            f"--rope-scaling {dataclasses.asdict(self)}",
+            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor and a positive original length",
+            "take the values of the model's config.json",
+        )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and family of the model. Options left at None follow the family (`--arch`) or the other sizes."""
+
+    arch: str = "llama"
+    """Family: llama, mistral, qwen2, qwen3, olmo2, phi3, gpt2 or gpt_neox; sets the options below."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key/value heads (grouped-query attention); default: num_heads."""
+    head_dim: int | None = None
+    """Width of a head; default: hidden_size / num_heads."""
+    ffn_hidden_size: int | None = None
+    """Inner width of the MLP; default: 4 h, or 8/3 h rounded up to a multiple of 64 with a gated activation."""
+    vocab_size: int | None = None
+    """True vocabulary size (padding is added by itself); default: the tokenizer's."""
+    seq_len: int = 256
+    """Tokens a sample; also the number of learned positions unless max_position_embeddings says more."""
+    max_position_embeddings: int | None = None
+    """Positions the model is made for; default: seq_len."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of normalisation."""
+    norm_eps: float = 1e-5
+    """Epsilon inside the square root of the normalisation."""
+    norm_position: Literal["pre", "post"] = "pre"
+    """Normalise before each sub-layer, or its output before the residual is added (OLMo 2)."""
+    position: Literal["rope", "learned"] = "rope"
+    """Rotary or learned absolute positions."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_fraction: float = 1.0
+    """Share of each head that is rotated (GPT-NeoX: 0.25)."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling, as '{factor: 8.0}'."""
+    activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh"] = "swiglu"
+    """MLP activation; swiglu and geglu are gated."""
+    qkv_bias: bool = False
+    """Bias on the q, k, v projections."""
+    o_bias: bool = False
+    """Bias on the attention's output projection."""
+    mlp_bias: bool = False
+    """Biases in the MLP."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm of q and k: per head (Qwen 3) or over the whole projection (OLMo 2)."""
+    parallel_residual: bool = False
+    """Attention and MLP read the same residual stream (GPT-NeoX)."""
+    tie_embeddings: bool = False
+    """The output layer uses the input embedding."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; output projections take init_std / sqrt(2 num_layers)."""
+    hidden_dropout: float = 0.0
+    """Dropout on embeddings and sub-layer outputs."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities."""
+
+    def __post_init__(self) -> None:
+        require(self.arch in ARCHS, f"--arch {self.arch}", f"must be one of {', '.join(ARCHS)}", "choose one of these")
+        in_range(self, "num_layers hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_len", 1)
+        in_range(self, "max_position_embeddings", 1)
+        in_range(self, "vocab_size", 2)
+        in_range(self, "norm_eps rope_theta rope_fraction init_std", 0, above=True)
+        in_range(self, "hidden_dropout attention_dropout", 0, 1)
+        self._default("num_kv_heads", self.num_heads)
+        if self.head_dim is None:
+            require(
+                self.hidden_size % self.num_heads == 0,
+                f"--hidden-size {self.hidden_size}",
+                f"must be divisible by --num-heads {self.num_heads}",
+                "change one of the two, or give --head-dim",
+            )
+            self._default("head_dim", self.hidden_size // self.num_heads)
+        gated = -(-8 * self.hidden_size // (3 * 64)) * 64
+        self._default("ffn_hidden_size", gated if self.gated else 4 * self.hidden_size)
+        self._default("max_position_embeddings", self.seq_len)
+        require(
+            self.num_heads % self.kv_heads == 0,
+            f"--num-kv-heads {self.num_kv_heads}",
+            f"must divide --num-heads {self.num_heads}",
+            "choose a divisor of --num-heads",
+        )
+        require(
+            self.position != "learned" or self.positions >= self.seq_len,
+            f"--seq-len {self.seq_len}",
+            f"is longer than the {self.max_position_embeddings} learned positions",
+            "lower --seq-len or raise --max-position-embeddings",
+        )
+        require(
+            self.position != "rope" or (self.rotary_dim % 2 == 0 and 2 <= self.rotary_dim <= self.head_size),
+            f"--rope-fraction {self.rope_fraction}",
+            f"rotates {self.rotary_dim} head dimensions, not an even number from 2 to {self.head_dim}",
+            "change --head-dim or --rope-fraction",
+        )
+
+    def _default(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    # Resolved values with the types that code downstream wants (the fields are Optional only on the command line).
+    @property
+    def kv_heads(self) -> int:
+        assert self.num_kv_heads is not None
+        return self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        assert self.head_dim is not None
+        return self.head_dim
+
+    @property
+    def ffn_size(self) -> int:
+        assert self.ffn_hidden_size is not None
+        return self.ffn_hidden_size
+
+    @property
+    def vocab(self) -> int:
+        assert self.vocab_size is not None, "vocab_size is resolved from the tokenizer before a model is built"
+        return self.vocab_size
+
+    @property
+    def positions(self) -> int:
+        assert self.max_position_embeddings is not None
+        return self.max_position_embeddings
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_size * self.rope_fraction)
+
+    @classmethod
+    def from_dict(cls, options: dict[str, Any]) -> ModelConfig:
+        """The config that `dataclasses.asdict` described (a checkpoint holds it as JSON)."""
+        scaling = options.get("rope_scaling")
+        return cls(**{**options, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+
+    @classmethod
+    def from_arch(cls, arch: str, **options: Any) -> ModelConfig:
+        """A config with the family's options, then `options`."""
+        require(arch in ARCHS, f"--arch {arch}", f"must be one of {', '.join(ARCHS)}", "choose one of these")
+        return cls(arch=arch, **{**ARCHS[arch], **options})

@@ -1,0 +1,292 @@
+"""Every option of a run: frozen dataclasses, checked where they are made. Field names are the flags' names.
+
+Errors say the value, the rule it breaks, and what to change (`UserError`, exit code 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megalite.config.model import ModelConfig
+from megalite.errors import in_range, require, step_range
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Layout: world = dp x pp x tp; dp is what is left."""
+
+    tp: int = 1
+    """Tensor-parallel size: ranks that share every layer."""
+    pp: int = 1
+    """Pipeline-parallel size: ranks that share the depth."""
+    vp: int = 1
+    """Virtual pipeline chunks a rank (interleaved schedule)."""
+    sequence_parallel: bool = True
+    """Shard norms, dropout and residual stream over the sequence when tp > 1."""
+    schedule: Literal["auto", "naive", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-v"] = "auto"
+    """Pipeline schedule."""
+    zero: Literal[0, 1] = 1
+    """ZeRO stage: 1 shards optimizer states and fp32 master weights over dp, 0 replicates them."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; auto takes CUDA when there is one."""
+    bucket_size: int = 40_000_000
+    """Elements a gradient bucket; a bucket is reduced as soon as its gradients are final."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients over dp while backward still runs."""
+    overlap_tp_reduce: bool = True
+    """Compute weight gradients while the input's gradient travels over tp."""
+    overlap_param_gather: bool = True
+    """ZeRO-1: gather updated weights while the next forward pass already runs."""
+    vocab_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times tp; padding never counts in the loss."""
+
+    def __post_init__(self) -> None:
+        in_range(self, "tp pp vp bucket_size vocab_divisible_by", 1)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Tokens to train on."""
+
+    data: tuple[str, ...] = ()
+    """PREFIX, or WEIGHT PREFIX pairs for a blend (PREFIX.bin and PREFIX.idx)."""
+    valid_data: tuple[str, ...] = ()
+    """Evaluation data, as --data; default: the second part of --split."""
+    split: str = "99,1,0"
+    """Shares of the documents for training, validation and test."""
+    tokenizer: str | None = None
+    """Tokenizer folder or file that made the data."""
+    shuffle: bool = True
+    """Shuffle samples by (seed, epoch)."""
+    mock_data: bool = False
+    """Train on made-up sequences; needs no files."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch, time, precision and memory."""
+
+    micro_batch_size: int = 1
+    """Samples a forward pass."""
+    global_batch_size: int = 8
+    """Samples a step, over all dp ranks."""
+    train_steps: int = 100
+    """Optimizer steps of the whole run."""
+    seed: int = 1234
+    """Seed of initial weights, data order and dropout."""
+    deterministic: bool = False
+    """Only deterministic kernels (slower on CUDA)."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of parameters and activations; master weights and main gradients are fp32."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute in backward: nothing, the attention core, or whole blocks."""
+    ops: str = "auto"
+    """Kernels: a backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs, comma-separated."""
+    compile: bool = False
+    """torch.compile of what lies between the matrix products of every block; no dropout then."""
+    loss_chunk: int = 0
+    """Tokens at a time in the output layer and the loss, so that all logits never exist; 0: all at once."""
+    label_smoothing: float = 0.0
+    """Weight of the uniform distribution in the target."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients travel over dp."""
+
+    def __post_init__(self) -> None:
+        in_range(self, "micro_batch_size global_batch_size train_steps", 1)
+        in_range(self, "seed", 0, 2**63)
+        in_range(self, "label_smoothing", 0, 1)
+        in_range(self, "loss_chunk", 0)
+        require(
+            not (self.loss_chunk and self.label_smoothing),
+            f"--loss-chunk {self.loss_chunk} with --label-smoothing {self.label_smoothing}",
+            "the loss by chunks has no label smoothing",
+            "leave one of the two out",
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
+    """adamw (decoupled weight decay), lamb or lars (with trust ratios), or sgd (momentum beta1)."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from init_lr."""
+    init_lr: float = 0.0
+    """Learning rate at step 0 of the warm-up."""
+    lr_decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    lr_decay_steps: int | None = None
+    """Step at which the decay ends; default: train_steps."""
+    wsd_decay_steps: int | None = None
+    """wsd: steps of the final linear decay; default: a tenth of the run."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; none on norms and biases."""
+    beta1: float = 0.9
+    """Adam's first decay rate (lars, sgd: momentum)."""
+    beta2: float = 0.95
+    """Adam's second decay rate."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    loss_scale: float | None = None
+    """fp16: constant loss scale; default: dynamic."""
+    initial_loss_scale: float = 65536.0
+    """fp16: first dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """fp16: steps without overflow before the scale doubles."""
+
+    @property
+    def num_moments(self) -> int:
+        """fp32 numbers that the optimizer remembers of each weight: a momentum, or Adam's two moments."""
+        return 1 if self.optimizer in ("lars", "sgd") else 2
+
+    def __post_init__(self) -> None:
+        in_range(self, "lr eps loss_scale initial_loss_scale", 0, above=True)
+        in_range(self, "clip_grad weight_decay warmup_steps init_lr", 0)
+        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window", 1)
+        in_range(self, "beta1 beta2", 0, 1)
+        require(
+            0 <= self.min_lr <= self.lr,
+            f"--min-lr {self.min_lr}",
+            f"must be between 0 and --lr {self.lr}",
+            "lower --min-lr or raise --lr",
+        )
+        require(
+            self.lr_decay_steps is None or self.lr_decay_steps >= self.warmup_steps,
+            f"--lr-decay-steps {self.lr_decay_steps}",
+            f"the decay would end before the --warmup-steps {self.warmup_steps} are over",
+            "raise it (it counts from the start of the run) or lower --warmup-steps",
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where results go, and how often."""
+
+    run_dir: str = "runs/run"
+    """Folder of the run: config.yaml, metrics.jsonl, checkpoints/, logs/."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep_last: int = 2
+    """Checkpoints kept; older ones are pruned after a commit."""
+    resume: str = "latest"
+    """latest, never, or the path of a checkpoint."""
+    init_from_hf: str | None = None
+    """Start a new run from this Hugging Face folder: its model options and weights."""
+    resume_fallback: bool = False
+    """Where the newest checkpoint is damaged, resume from the one before it."""
+    save_errors: Literal["stop", "warn"] = "stop"
+    """What a failed save does to the run."""
+    check_replicas: bool = True
+    """Before every save, compare the copies of each weight over dp and tp; save nothing where they differ."""
+    watchdog_timeout: float = 600.0
+    """Seconds without progress of any rank before the run is ended and the culprit named; 0: no watchdog."""
+    on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
+    """A loss spike: go on, leave out its update, or go back to the last checkpoint and skip the samples since then."""
+    spike_threshold: float = 1.5
+    """A spike is a loss above this multiple of the median of the last 32."""
+    save_model_every: int = 0
+    """Steps between saves of the weights alone, as bf16; 0: never."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: never."""
+    eval_steps: int = 10
+    """Global batches an evaluation."""
+    log_every: int = 1
+    """Steps between console lines (metrics.jsonl has every step)."""
+    record_schedule: str | None = None
+    """A:B writes to RUN_DIR/schedule when each pipeline operation of steps A to B - 1 ran (see tools/schedule.py)."""
+    profile: str | None = None
+    """A:B profiles steps A to B - 1: a trace and a table of times of each rank in RUN_DIR/profile."""
+    memory_snapshot: bool = False
+    """CUDA: record every allocation, and write RUN_DIR/profile/memory_rank_N.pickle at the end or out of memory."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to RUN_DIR/tensorboard."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project (offline where there is no key)."""
+
+    def __post_init__(self) -> None:
+        in_range(self, "save_every save_model_every eval_every", 0)
+        in_range(self, "eval_steps log_every", 1)
+        in_range(self, "keep_last", 2)
+        in_range(self, "watchdog_timeout", 0)
+        in_range(self, "spike_threshold", 1, above=True)
+        require(self.run_dir != "", "--run-dir ''", "names no folder", "give a folder")
+        step_range("--record-schedule", self.record_schedule)
+        step_range("--profile", self.profile)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        m, p = self.model, self.parallel
+        for value, what in ((m.num_heads, "--num-heads"), (m.kv_heads, "--num-kv-heads")):
+            require(
+                value % p.tp == 0,
+                f"{what} {value}",
+                f"must be divisible by --tp {p.tp}: a head is never cut",
+                f"use a --tp that divides {value}, or change {what}",
+            )
+        require(
+            m.ffn_size % p.tp == 0,
+            f"--ffn-hidden-size {m.ffn_hidden_size}",
+            f"must be divisible by --tp {p.tp}",
+            "change one of the two",
+        )
+        require(
+            not self.sequence_parallel or m.seq_len % p.tp == 0,
+            f"--seq-len {m.seq_len}",
+            f"must be divisible by --tp {p.tp} with sequence parallelism",
+            "change --seq-len, or give --no-sequence-parallel",
+        )
+        require(
+            not (self.train.compile and (m.hidden_dropout or m.attention_dropout)),
+            f"--compile with --hidden-dropout {m.hidden_dropout} --attention-dropout {m.attention_dropout}",
+            "compiled blocks draw no masks",
+            "leave --compile out, or set both to 0",
+        )
+        for flag, asked in (("--profile", self.run.profile), ("--record-schedule", self.run.record_schedule)):
+            steps, last = step_range(flag, asked), self.train.train_steps
+            require(
+                asked is None or steps.start <= last,
+                f"{flag} {asked}",
+                f"begins after the last of --train-steps {last}",
+                "ask for earlier steps",
+            )
+        require(
+            p.pp * p.vp <= m.num_layers,
+            f"--pp {p.pp} --vp {p.vp}",
+            f"makes {p.pp * p.vp} stages of {m.num_layers} layers; every stage needs one",
+            "lower --pp or --vp, or raise --num-layers",
+        )
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.parallel.sequence_parallel and self.parallel.tp > 1
+
+    def num_microbatches(self, dp: int) -> int:
+        """Micro-batches a dp rank runs each step; `UserError` where the batch does not divide."""
+        t = self.train
+        per_pass = t.micro_batch_size * dp
+        require(
+            t.global_batch_size % per_pass == 0,
+            f"--global-batch-size {t.global_batch_size}",
+            f"must be divisible by micro-batch size {t.micro_batch_size} x dp {dp} = {per_pass}",
+            f"use {max(1, round(t.global_batch_size / per_pass)) * per_pass}, or change --micro-batch-size",
+        )
+        return t.global_batch_size // per_pass

@@ -1,0 +1,241 @@
+"""Text files to token files: every document encoded, one end-of-text id after it, in the order of the inputs.
+
+The bytes written do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from megalite.data.prepare.documents import BadRecord, Chunk, expand_inputs, parse, read_chunks
+from megalite.data.sidecar import sidecar_of
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokens import IndexedDatasetWriter, token_dtype
+from megalite.errors import UserError
+from megalite.log import logger
+
+_MAX_TOLD = 10  # bad records told one by one; all are counted
+
+
+@dataclass
+class Report:
+    """What a run of `preprocess` did; sizes in bytes of UTF-8 text, time in seconds."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty: int = 0
+    bad: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        line = (
+            f"{self.documents} documents, {self.tokens} tokens (one end of text each), "
+            f"{self.text_bytes / max(self.tokens, 1):.2f} bytes per token, "
+            f"{self.text_bytes / 1e6 / max(self.seconds, 1e-9):.2f} MB/s"
+        )
+        return line + f"; left out: {self.empty} empty, {self.bad} bad"
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """One chunk's documents: ids end to end, the length of each, and what was left out."""
+
+    tokens: npt.NDArray[Any]
+    sizes: list[int]
+    text_bytes: int
+    empty: int
+    bad: list[BadRecord]
+
+
+class _Encoder:
+    def __init__(self, tokenizer: Tokenizer, key: str) -> None:
+        self.tokenizer, self.key, self.dtype = tokenizer, key, token_dtype(tokenizer.vocab_size)
+
+    def __call__(self, chunk: Chunk) -> _Encoded:
+        ids: list[npt.NDArray[Any]] = []
+        bad: list[BadRecord] = []
+        text_bytes = empty = 0
+        for text in parse(chunk, self.key):
+            if isinstance(text, BadRecord):
+                bad.append(text)
+                continue
+            document = self.tokenizer.encode(text)
+            if not document:
+                empty += 1
+                continue
+            text_bytes += len(text.encode())
+            ids.append(np.array([*document, self.tokenizer.eos_id], self.dtype))
+        tokens = np.concatenate(ids) if ids else np.zeros(0, self.dtype)
+        return _Encoded(tokens, [len(d) for d in ids], text_bytes, empty, bad)
+
+
+def _work(ours: Connection, tokenizer_path: str, key: str) -> None:
+    """A worker's life: a chunk comes, its ids go back; until the other end is closed or its process is gone."""
+    # Ctrl-C is the parent's to deal with.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    encoder = _Encoder(load_tokenizer(tokenizer_path), key)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            ours.send(encoder(ours.recv()))
+
+
+class Workers:
+    """Encoding processes with a pipe each: one that is killed, at any moment, ends its own pipe and no other.
+
+    (A `ProcessPoolExecutor` has one pipe for all results, and hangs if a worker dies while it writes.)
+    """
+
+    def __init__(self, number: int, tokenizer_path: str, key: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.processes = []
+        self.idle: list[Connection] = []
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, tokenizer_path, key), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.idle.append(ours)
+        self._busy: dict[Connection, int] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._busy)
+
+    def give(self, number: int, chunk: Chunk) -> None:
+        """Hand a chunk to an idle worker."""
+        worker = self.idle.pop()
+        with _ended_unexpectedly():
+            worker.send(chunk)
+        self._busy[worker] = number
+
+    def take(self) -> Iterator[tuple[int, _Encoded]]:
+        """Wait until one is done at least; (number of the chunk, its ids) of those that are."""
+        for worker in connection.wait(list(self._busy)):
+            assert isinstance(worker, Connection)
+            with _ended_unexpectedly():
+                encoded = worker.recv()
+            self.idle.append(worker)
+            yield self._busy.pop(worker), encoded
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def _ended_unexpectedly() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as e:
+        raise RuntimeError("a preprocessing worker ended unexpectedly (killed, perhaps for want of memory)") from e
+
+
+def _encode_all(
+    chunks: Iterable[Chunk], tokenizer: Tokenizer, key: str, workers: int
+) -> Generator[tuple[Chunk, _Encoded], None, None]:
+    """Chunks with their ids, in order; at most a few chunks a worker are in memory."""
+    if workers == 1:
+        encoder = _Encoder(tokenizer, key)
+        for chunk in chunks:
+            yield chunk, encoder(chunk)
+        return
+    pool = Workers(workers, tokenizer.path, key)
+    waiting: dict[int, Chunk] = {}
+    done: dict[int, _Encoded] = {}
+    given = told = 0
+    source = iter(chunks)
+    more = True
+    try:
+        while more or pool.busy:
+            while more and pool.idle and len(waiting) < 4 * workers:
+                unread = next(source, None)
+                if unread is None:
+                    more = False
+                    break
+                waiting[given] = unread
+                pool.give(given, unread)
+                given += 1
+            done.update(pool.take())
+            while told in done:
+                yield waiting.pop(told), done.pop(told)
+                told += 1
+    finally:
+        pool.close()
+
+
+def preprocess(
+    inputs: list[str],
+    tokenizer_path: str,
+    out_prefix: str,
+    *,
+    workers: int = 1,
+    key: str = "text",
+    skip_bad: bool = False,
+) -> Report:
+    """Write `out_prefix.bin`, `.idx` and `.json` from text files; nothing appears under these names until all is done.
+
+    Args:
+        inputs: paths and globs of `.txt` (a file is a document), `.jsonl` (a line is one), both also `.gz` / `.zst`,
+            and `.parquet` (a row is one).
+        tokenizer_path: see `load_tokenizer`.
+        workers: encoding processes; 1 encodes in this one.
+        key: JSON key or parquet column of the text.
+        skip_bad: leave records that do not parse out, counted; otherwise the first one ends the run.
+
+    Raises:
+        UserError: inputs, tokenizer or output that cannot be used, a bad record, no document at all.
+    """
+    if workers < 1:
+        raise UserError(f"--workers {workers}", "must be at least 1", "leave it out for one a core")
+    paths = expand_inputs(inputs)
+    tokenizer = load_tokenizer(tokenizer_path)
+    if tokenizer.eos_id is None:
+        rule = "has no end-of-text token that is known, and every document must end with one"
+        raise UserError(f"tokenizer {tokenizer.path}", rule, "name eos_token in tokenizer_config.json beside it")
+    report, start = Report(), time.perf_counter()
+    with ExitStack() as stack:
+        writer = stack.enter_context(IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size)))
+        bar = stack.enter_context(tqdm(unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()))
+        chunks = (chunk for path in paths for chunk in read_chunks(path, key))
+        all_encoded = stack.enter_context(closing(_encode_all(chunks, tokenizer, key, workers)))
+        for chunk, encoded in all_encoded:
+            if encoded.bad and not skip_bad:
+                raise encoded.bad[0].error()
+            for record in encoded.bad[: max(_MAX_TOLD - report.bad, 0)]:
+                logger.warning(f"left out: {record.where}: {record.reason}")
+            writer.add_documents(encoded.tokens, encoded.sizes)
+            report.documents += len(encoded.sizes)
+            report.tokens += len(encoded.tokens)
+            report.text_bytes += encoded.text_bytes
+            report.empty += encoded.empty
+            report.bad += len(encoded.bad)
+            bar.update(sum(len(r or b"") for r in chunk.records))
+        if report.documents == 0:
+            rule = f"hold no document ({report.empty} empty, {report.bad} bad)"
+            raise UserError(f"--input {' '.join(inputs)}", rule, "check the files and --key")
+        writer.finalize(sidecar_of(tokenizer, report.documents, report.tokens))
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def default_workers() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

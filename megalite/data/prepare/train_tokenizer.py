@@ -1,0 +1,98 @@
+"""Train a sentencepiece BPE tokenizer whose ids a Hugging Face tokenizer can reproduce exactly."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megalite.data.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
+from megalite.data.tokenizer import Tokenizer, load_tokenizer, optional_import
+from megalite.errors import UserError
+from megalite.log import logger
+
+# sentencepiece learns nothing from a sentence that holds U+2585, its mark for the unknown, so text is cut there too;
+# with byte fallback the character still encodes and decodes exactly.
+_SENTENCE_END = re.compile("[\n\u2585]")
+
+
+def train_tokenizer(
+    inputs: list[str], vocab_size: int, out_dir: str | Path, *, key: str = "text", max_mb: float = 1000.0
+) -> Tokenizer:
+    """Train on text files and write `out_dir/tokenizer.model`; every text then decodes to itself.
+
+    Identity normalisation, no dummy prefix, whitespace kept, digits single, byte fallback; unk 0, bos 1, eos 2, no pad.
+
+    Args:
+        inputs: as of `preprocess`.
+        vocab_size: pieces in all, the 256 bytes and 3 special ones included.
+        key: JSON key or parquet column of the text.
+        max_mb: training reads at most so many MB of text, from the front of the inputs (the trainer holds all of it in
+            memory); said in the log when it cuts.
+
+    Raises:
+        UserError: inputs that cannot be read, a vocabulary that the text cannot fill or too small for its characters.
+    """
+    sentencepiece = optional_import("sentencepiece", "sentencepiece", None)
+    out = Path(out_dir) / "tokenizer.model"
+    model = io.BytesIO()
+    unreadable: list[UserError] = []
+
+    def sentences() -> Iterator[str]:
+        try:
+            yield from _sentences(expand_inputs(inputs), key, int(max_mb * 1e6))
+        except UserError as e:
+            unreadable.append(e)  # sentencepiece makes a RuntimeError of whatever its iterator raises
+            raise
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences(),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            character_coverage=0.99995,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            max_sentence_length=1 << 30,
+            minloglevel=2,
+        )
+    except OSError as e:
+        raise UserError(f"--out {out_dir}", f"cannot be written ({e.strerror})", "choose another folder") from e
+    except RuntimeError as e:
+        if unreadable:
+            raise unreadable[0] from None
+        remedy = "choose a vocabulary size that fits the text, or give more text"
+        raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece refuses it ({e})", remedy) from e
+    temporary = out.with_name("tokenizer.model.tmp")
+    with temporary.open("wb") as f:
+        f.write(model.getvalue())
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(out)
+    return load_tokenizer(out)
+
+
+def _sentences(paths: list[Path], key: str, max_bytes: int) -> Iterator[str]:
+    taken = 0
+    for path in paths:
+        for chunk in read_chunks(path, key):
+            for text in parse(chunk, key):
+                if isinstance(text, BadRecord):
+                    raise text.error()
+                taken += len(text.encode())
+                if taken > max_bytes:
+                    logger.warning(f"the tokenizer is trained on the first {max_bytes / 1e6:g} MB of text (--max-mb)")
+                    return
+                yield from (piece for piece in _SENTENCE_END.split(text) if piece)

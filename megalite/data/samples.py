@@ -1,0 +1,210 @@
+"""GPT samples: fixed windows of seq_len + 1 tokens over the concatenated documents of a split, in a seeded order.
+
+Nothing is cached on disk, and nothing depends on the number of steps, ranks or micro-batches: position p of the
+training order is a function of (data, split, seq_len, seed, p).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.tokens import IndexedDataset
+from megalite.errors import UserError
+from megalite.log import logger
+
+Tokens = npt.NDArray[np.int64]
+
+
+class Dataset(Protocol):
+    """What a `BatchLoader` reads: an endless sequence of samples by position in the training order."""
+
+    seq_len: int
+
+    def sample(self, position: int) -> Tokens:
+        """int64 [seq_len + 1]: inputs are [:-1], labels [1:]."""
+
+    def sample_id(self, position: int) -> tuple[int, int]:
+        """(data set, sample within it) at a position; the data set counts from 0 in the order of `--data`."""
+
+    def content_hash(self) -> str:
+        """SHA-256 of what the samples are made of, for a checkpoint's manifest."""
+
+
+def locate(sizes: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """int64 [len(positions), 2]: (document, offset in it) of tokens of the concatenated documents."""
+    ends = np.cumsum(np.asarray(sizes, np.int64))
+    at = np.asarray(positions, np.int64)
+    # side="right" also steps over empty documents.
+    document = np.searchsorted(ends, at, side="right")
+    begins = np.concatenate([np.zeros(1, np.int64), ends])
+    return np.stack([document, at - begins[document]], axis=1)
+
+
+def sample_index(sizes: npt.ArrayLike, seq_len: int) -> npt.NDArray[np.int64]:
+    """Where each sample begins: int64 [n + 1, 2], rows (document, offset), of n = (total - 1) // seq_len samples.
+
+    Sample i runs from row i to row i + 1, that token included. Reading does not need this table (documents lie end
+    to end in `.bin`); it says which documents a sample holds.
+    """
+    total = int(np.sum(sizes, dtype=np.int64))
+    return locate(sizes, np.arange(max(total - 1, 0) // seq_len + 1, dtype=np.int64) * seq_len)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Permutation of range(num_samples) that depends on (seed, epoch) alone, int64 [num_samples].
+
+    Sorts raw Philox words: numpy promises the words of a bit generator over all its versions, not the algorithm of
+    `Generator.permutation`, and an upgrade must not move the data order of a run.
+    """
+    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_samples)
+    return np.argsort(words, kind="stable")
+
+
+class GPTDataset:
+    """Samples of a contiguous range of documents.
+
+    Sample i is tokens [i*seq_len, i*seq_len + seq_len] of those documents end to end; neighbours share one token.
+    Position p of the order is sample p % n of epoch p // n: in order without `shuffle`, else by `epoch_order`.
+
+    Args:
+        indexed: the token files.
+        seq_len: tokens a sample, s.
+        documents: (first, last + 1) of the split; all by default.
+        seed: of the shuffled order.
+        shuffle: shuffle samples within each epoch.
+        vocab_size: ids must be below it; None leaves them unchecked.
+        split: name for messages ("train", "valid", "test").
+
+    Attributes:
+        num_samples: samples in an epoch, (tokens - 1) // seq_len.
+
+    Raises:
+        UserError: the split is shorter than one sample.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        seq_len: int,
+        *,
+        documents: tuple[int, int] | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        vocab_size: int | None = None,
+        split: str = "train",
+    ) -> None:
+        first, stop = documents if documents is not None else (0, indexed.num_documents)
+        self.indexed, self.seq_len, self.documents = indexed, seq_len, (first, stop)
+        self.seed, self.shuffle, self.vocab_size, self.split = seed, shuffle, vocab_size, split
+        self.first_token = int(indexed.starts[first])
+        self.num_tokens = int(indexed.starts[stop]) - self.first_token
+        self.num_samples = max(self.num_tokens - 1, 0) // seq_len
+        if self.num_samples == 0:
+            raise UserError(
+                f"{split} split of {indexed.prefix}",
+                f"its {stop - first} of {indexed.num_documents} documents hold {self.num_tokens} tokens, "
+                f"one sample needs seq_len + 1 = {seq_len + 1}",
+                "use more data, a larger part in --split (or 0 for this part), or a shorter --seq-len",
+            )
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self._told_epochs = False
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def sample_id(self, position: int) -> tuple[int, int]:
+        """(0, sample) at a position of the training order."""
+        epoch, within = divmod(position, self.num_samples)
+        if epoch > 0 and not self._told_epochs:
+            self._told_epochs = True
+            name = f"{self.split} split of {self.indexed.prefix}"
+            logger.info(f"{name}: its {self.num_samples} samples are used up, going on with epoch {epoch + 1}")
+        if not self.shuffle:
+            return 0, within
+        if epoch != self._epoch:
+            self._order = epoch_order(self.num_samples, self.seed, epoch)
+            self._epoch = epoch
+        return 0, int(self._order[within])
+
+    def sample(self, position: int) -> Tokens:
+        """int64 [seq_len + 1] at a position of the training order (any position >= 0; epochs follow each other).
+
+        Raises:
+            UserError: an id is not in [0, vocab_size).
+        """
+        start = self.first_token + self.sample_id(position)[1] * self.seq_len
+        tokens = self.indexed.tokens(start, start + self.seq_len + 1).astype(np.int64)
+        if self.vocab_size is not None and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
+            raise self._bad_id(tokens, start, self.vocab_size)
+        return tokens
+
+    def content_hash(self) -> str:
+        """Hash of the files (see `IndexedDataset.content_hash`), the split's documents and the sample length."""
+        digest = hashlib.sha256(self.indexed.content_hash().encode())
+        digest.update(struct.pack("<3q", *self.documents, self.seq_len))
+        return digest.hexdigest()
+
+    def _bad_id(self, tokens: Tokens, start: int, vocab_size: int) -> UserError:
+        bad = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
+        document, offset = locate(self.indexed.sizes, [start + bad])[0]
+        return UserError(
+            f"token id {int(tokens[bad])} in {self.indexed.prefix}.bin, document {document}, token {offset}",
+            f"ids must be in 0..{vocab_size - 1} (--vocab-size {vocab_size})",
+            "give the --tokenizer or --vocab-size that the data was made with",
+        )
+
+
+class MockDataset:
+    """Endless tokens without a file (`--mock-data`): a function of (seed, position), with a pattern to learn.
+
+    Ids count upwards by 7 within an alphabet of min(vocab_size, 256) ids and jump to a random one with probability
+    1/8, so a model can bring the loss from ln(vocab_size) to about 1.07 nats (256 ids).
+
+    Args:
+        vocab_size: ids are below it.
+        seq_len: tokens a sample.
+        seed: of all samples; another seed gives other samples of the same pattern.
+    """
+
+    def __init__(self, vocab_size: int, seq_len: int, seed: int = 0) -> None:
+        self.seq_len, self.seed, self.alphabet = seq_len, seed, min(vocab_size, 256)
+
+    def sample_id(self, position: int) -> tuple[int, int]:
+        return 0, position
+
+    def sample(self, position: int) -> Tokens:
+        """int64 [seq_len + 1] at a position."""
+        count = self.seq_len + 1
+        words = np.random.Philox(key=np.array([self.seed, position], np.uint64)).random_raw(2 * count)
+        jumps = words[:count] % 8 == 0
+        jumps[0] = True
+        steps = np.arange(count)
+        last_jump = np.maximum.accumulate(np.where(jumps, steps, 0))
+        landed = (words[count:] % self.alphabet).astype(np.int64)[last_jump]
+        return (landed + 7 * (steps - last_jump)) % self.alphabet
+
+    def content_hash(self) -> str:
+        return hashlib.sha256(f"mock {self.alphabet} {self.seq_len} {self.seed}".encode()).hexdigest()
+
+
+def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
+    """Contiguous document ranges (first, last + 1) of train, valid and test for weights such as "99,1,0".
+
+    Raises:
+        UserError: not one to three numbers >= 0 with a positive train part.
+    """
+    try:
+        weights = [float(w) for w in split.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or not all(0 <= w < float("inf") for w in weights) or weights[0] == 0:
+        rule = "must be one to three numbers for train,valid,test, none negative, the first above 0"
+        raise UserError(f"--split {split}", rule, "use for instance --split 99,1,0")
+    shares: npt.NDArray[Any] = np.cumsum(np.array(weights + [0.0] * (3 - len(weights))))
+    bounds = [0, *np.rint(shares / shares[-1] * num_documents).astype(np.int64).tolist()]
+    return [(bounds[i], bounds[i + 1]) for i in range(3)]

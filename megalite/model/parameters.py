@@ -1,0 +1,87 @@
+"""The table of a model's parameters: global name -> `ParamSpec`, in the order of the forward pass."""
+
+from __future__ import annotations
+
+import math
+
+from megalite.config.model import ModelConfig
+from megalite.sharding import ParamSpec
+
+
+def param_map(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """Every parameter of the model, whatever the layout. Matrices are [out, in]; q|k|v and gate|up are packed."""
+    hidden, head, ffn, vocab = cfg.hidden_size, cfg.head_size, cfg.ffn_size, cfg.vocab
+    q, kv = cfg.num_heads * head, cfg.kv_heads * head
+    std = cfg.init_std
+    # Outputs onto the residual stream are scaled down with depth (GPT-2 paper, section 2.3).
+    out_std = std / math.sqrt(2 * cfg.num_layers)
+    specs: list[ParamSpec] = []
+
+    def norm(name: str, size: int) -> None:
+        specs.append(_norm_weight(name, size))
+        if cfg.norm == "layernorm":
+            specs.append(_vector(f"{name}.bias", size, "zeros"))
+
+    def linear(
+        name: str, out: int, inner: int, dim: int, bias: bool, parts: tuple[int, ...] = (), std: float = std
+    ) -> None:
+        specs.append(ParamSpec(f"{name}.weight", (out, inner), tp_dim=dim, parts=parts, std=std))
+        if bias and dim == 0:
+            specs.append(ParamSpec(f"{name}.bias", (out,), tp_dim=0, parts=parts, init="zeros", weight_decay=False))
+        elif bias:
+            specs.append(_vector(f"{name}.bias", out, "zeros"))
+
+    specs.append(ParamSpec("embed_tokens.weight", (vocab, hidden), tp_dim=0, padded=True, std=std))
+    if cfg.position == "learned":
+        specs.append(
+            ParamSpec("embed_positions.weight", (cfg.positions, hidden), std=std, partial_grad="sequence_parallel")
+        )
+    for i in range(cfg.num_layers):
+        layer = f"layers.{i}"
+        if cfg.norm_position == "pre":
+            norm(f"{layer}.input_layernorm", hidden)
+        linear(f"{layer}.self_attn.qkv_proj", q + 2 * kv, hidden, 0, cfg.qkv_bias, (q, kv, kv))
+        if cfg.qk_norm != "none":
+            specs.extend(_qk_norm(cfg, f"{layer}.self_attn", q, kv))
+        linear(f"{layer}.self_attn.o_proj", hidden, q, 1, cfg.o_bias, std=out_std)
+        norm(f"{layer}.post_attention_layernorm", hidden)
+        if cfg.gated:
+            linear(f"{layer}.mlp.gate_up_proj", 2 * ffn, hidden, 0, cfg.mlp_bias, (ffn, ffn))
+        else:
+            linear(f"{layer}.mlp.up_proj", ffn, hidden, 0, cfg.mlp_bias)
+        linear(f"{layer}.mlp.down_proj", hidden, ffn, 1, cfg.mlp_bias, std=out_std)
+        if cfg.norm_position == "post":
+            norm(f"{layer}.post_feedforward_layernorm", hidden)
+    norm("norm", hidden)
+    tied = "embed_tokens.weight" if cfg.tie_embeddings else None
+    specs.append(ParamSpec("lm_head.weight", (vocab, hidden), tp_dim=0, padded=True, std=std, tied_to=tied))
+    return {spec.name: spec for spec in specs}
+
+
+def _norm_weight(name: str, size: int) -> ParamSpec:
+    return _vector(f"{name}.weight", size, "ones")
+
+
+def _vector(name: str, size: int, init: str) -> ParamSpec:
+    assert init in ("ones", "zeros")
+    return ParamSpec(
+        name,
+        (size,),
+        init="ones" if init == "ones" else "zeros",
+        weight_decay=False,
+        partial_grad="sequence_parallel",
+    )
+
+
+def _qk_norm(cfg: ModelConfig, attention: str, q: int, kv: int) -> list[ParamSpec]:
+    """Norms of queries and keys. Per head, a rank sees its own heads only: a partial gradient, always."""
+    if cfg.qk_norm == "head":
+        shape = (cfg.head_size,)
+        return [
+            ParamSpec(f"{attention}.{n}.weight", shape, init="ones", weight_decay=False, partial_grad="always")
+            for n in ("q_norm", "k_norm")
+        ]
+    return [
+        ParamSpec(f"{attention}.{n}.weight", (size,), tp_dim=0, init="ones", weight_decay=False)
+        for n, size in (("q_norm", q), ("k_norm", kv))
+    ]

@@ -1,0 +1,78 @@
+"""How layers are shared out over pipeline stages, by the work that a layer and the output layer are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.config.model import ModelConfig
+from megalite.errors import UserError
+from megalite.model.parameters import param_map
+
+
+@dataclass(frozen=True)
+class TokenWork:
+    """Multiply-adds of one token in the forward pass; 2 FLOPs each, and the backward pass is twice the forward.
+
+    Attributes:
+        layer: matrix products of one block: the elements of its weight matrices.
+        attention: scores and weighted sum of one block over all seq_len keys; causal attention needs half.
+        head: the output layer, with the vocabulary as it is (no padding).
+    """
+
+    layer: int
+    attention: int
+    head: int
+
+
+def token_work(cfg: ModelConfig) -> TokenWork:
+    """The work of one token, counted on the model's own parameter table."""
+    specs = param_map(cfg)
+    layer = sum(s.numel for name, s in specs.items() if name.startswith("layers.0.") and len(s.shape) == 2)
+    attention = 2 * cfg.num_heads * cfg.head_size * cfg.seq_len
+    return TokenWork(layer, attention, specs["lm_head.weight"].numel)
+
+
+def head_cost(cfg: ModelConfig) -> float:
+    """Work of the output layer in units of one block (causal attention): 0.7 for Llama-3-405B, 2 for Llama-3-8B."""
+    work = token_work(cfg)
+    return work.head / (work.layer + work.attention / 2)
+
+
+def layer_split(cfg: ModelConfig, num_stages: int) -> list[range]:
+    """Layers of each of the pp x vp stages, in order: the dearest stage is as cheap as it can be.
+
+    The embedding is a lookup and costs nothing; the output layer counts on the last stage.
+
+    Raises:
+        UserError: fewer layers than stages.
+    """
+    return split_layers(cfg.num_layers, num_stages, last=head_cost(cfg))
+
+
+def split_layers(num_layers: int, num_stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Contiguous layer ranges, one a stage, that minimise the cost of the dearest stage.
+
+    Args:
+        num_layers: transformer blocks; each costs 1.
+        num_stages: pp x vp.
+        first, last: extra cost, in layers, of the first stage (embedding) and the last (output layer and loss).
+
+    Returns:
+        `num_stages` ranges that cover 0 .. num_layers - 1 in order; every stage has a layer.
+    """
+    if num_stages > num_layers:
+        raise UserError(
+            f"{num_stages} pipeline stages for {num_layers} layers",
+            "every stage needs a layer",
+            "lower --pp or --vp, or raise --num-layers",
+        )
+    counts = [1] * num_stages
+    extra = [0.0] * num_stages
+    extra[0] += first
+    extra[-1] += last
+    for _ in range(num_layers - num_stages):
+        # Layers are alike, so giving each to the stage that is cheapest with it is optimal. Ties: the earliest.
+        cheapest = min(range(num_stages), key=lambda s: counts[s] + extra[s])
+        counts[cheapest] += 1
+    starts = [sum(counts[:s]) for s in range(num_stages)]
+    return [range(a, a + n) for a, n in zip(starts, counts)]

@@ -1,0 +1,170 @@
+"""RMSNorm and LayerNorm with optional residual addition, forward and backward. Contracts: ops/rmsnorm.py, layernorm.py.
+
+Forward: one program a row, one read of its inputs. Backward: a few programs per multiprocessor walk over the rows, keep
+their share of dweight (and dbias) in registers, and a second stage adds the shares: no atomics. A row too wide for
+that is cut into chunks, a program each.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.ops import fused
+from megalite.ops.triton.support import FUSE, num_multiprocessors, register_shared, row_launch, rows_of
+
+# Columns that one program of backward takes: with 16384 it spills, 1024 threads having 64 registers each.
+BACKWARD_WIDTH = 8192
+
+
+def backward_launch(width: int) -> tuple[int, int, int]:
+    """(CHUNKS, BLOCK, num_warps) of backward."""
+    block, warps = row_launch(min(width, BACKWARD_WIDTH))
+    return triton.cdiv(width, block), block, warps
+
+
+@triton.jit
+def norm_forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
+    RMS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    start = tl.cast(row, tl.int64) * width
+    columns = tl.arange(0, BLOCK)
+    mask = columns < width
+    x = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        x += tl.load(residual_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        # Normalise what is stored: backward sees the rounded sum.
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + start + columns, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if not RMS:
+        mean = tl.sum(x, axis=0) / width
+        tl.store(mean_ptr + row, mean)
+        x = tl.where(mask, x - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
+    tl.store(rstd_ptr + row, rstd)
+    y = x * rstd * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if not RMS:
+        y += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + start + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _other_sums(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width,
+    RMS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """-> (sum of dy weight normed, sum of dy weight) over the chunks of the row that other programs hold."""
+    start = tl.cast(row, tl.int64) * width
+    projection, shift = 0.0, 0.0
+    for step in tl.static_range(1, CHUNKS):
+        columns = (tl.program_id(0) + step) % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+        mask = columns < width
+        g = tl.load(dy_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        g *= tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        normed = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        if not RMS:
+            normed -= tl.load(mean_ptr + row)
+            shift += tl.sum(g, axis=0)
+        projection += tl.sum(g * normed, axis=0)
+    return projection * tl.load(rstd_ptr + row), shift
+
+
+@triton.jit
+def norm_backward_kernel(
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
+    RMS: tl.constexpr, RESIDUAL: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The programs of one row are neighbours in the grid: what one of them reads, the others find in the L2 cache.
+    program = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    if CHUNKS > 1:
+        columns += tl.program_id(0) * BLOCK
+    mask = columns < width
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK,), dtype=tl.float32)
+    for row in range(program, rows, tl.num_programs(1)):
+        if CHUNKS > 1:
+            # First, while few registers are taken.
+            other_projection, other_shift = _other_sums(
+                dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width, RMS, CHUNKS, BLOCK
+            )
+        start = tl.cast(row, tl.int64) * width
+        normed = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row)
+        if not RMS:
+            normed = tl.where(mask, normed - tl.load(mean_ptr + row), 0.0)
+            dbias += dy
+        normed *= rstd
+        dweight += dy * normed
+        g = dy * weight
+        projection = tl.sum(g * normed, axis=0)
+        if CHUNKS > 1:
+            projection += other_projection
+        dx = g - normed * (projection / width)
+        if not RMS:
+            shift = tl.sum(g, axis=0)
+            if CHUNKS > 1:
+                shift += other_shift
+            dx -= shift / width
+        dx *= rstd
+        if RESIDUAL:
+            dx += tl.load(dtotal_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + start + columns, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dweight_ptr + tl.cast(program, tl.int64) * width + columns, dweight, mask=mask)
+    if not RMS:
+        tl.store(dbias_ptr + tl.cast(program, tl.int64) * width + columns, dbias, mask=mask)
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = rows_of(x)
+    y = torch.empty_like(rows)
+    total = torch.empty_like(rows) if residual is not None else rows.new_empty(0)
+    mean = rows.new_empty(len(rows) if bias is not None else 0, dtype=torch.float32)
+    rstd = rows.new_empty(len(rows), dtype=torch.float32)
+    block, warps = row_launch(x.shape[-1])
+    if rows.numel():
+        norm_forward_kernel[(len(rows),)](
+            rows, rows_of(residual) if residual is not None else rows, weight, weight if bias is None else bias,
+            y, total, mean, rstd, x.shape[-1], eps,
+            RMS=bias is None, RESIDUAL=residual is not None, BLOCK=block, num_warps=warps, **FUSE,
+        )  # fmt: skip
+    return y.view(x.shape), total.view(x.shape) if residual is not None else total, mean, rstd
+
+
+def _backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, is_rms: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = rows_of(x)
+    dx = torch.empty_like(rows)
+    chunks, block, warps = backward_launch(x.shape[-1])
+    # Two programs a multiprocessor hide each other's latency as long as both fit its registers.
+    programs = min(len(rows), num_multiprocessors(x.device) * 2 // chunks)
+    dweight = rows.new_zeros(max(programs, 1), x.shape[-1], dtype=torch.float32)
+    dbias = dweight.new_zeros(dweight.shape if not is_rms else (1, 0))
+    if rows.numel():
+        norm_backward_kernel[(chunks, programs)](
+            rows_of(dy), rows_of(dtotal) if dtotal is not None else rows, rows, weight, mean, rstd,
+            dx, dweight, dbias, len(rows), x.shape[-1],
+            RMS=is_rms, RESIDUAL=dtotal is not None, CHUNKS=chunks, BLOCK=block, num_warps=warps, **FUSE,
+        )  # fmt: skip
+    return dx.view(x.shape), dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
+
+
+register_shared("norm", _forward)
+register_shared("norm_backward", _backward)
+
+rmsnorm = partial(fused.rmsnorm, kernels="triton_")
+add_rmsnorm = partial(fused.add_rmsnorm, kernels="triton_")
+layernorm = partial(fused.layernorm, kernels="triton_")
+add_layernorm = partial(fused.add_layernorm, kernels="triton_")

@@ -1,0 +1,235 @@
+"""The optimizer over buckets: a dp rank updates its share (ZeRO-1) or all of it (ZeRO-0), then weights are gathered.
+
+Master weights are fp32; with fp32 parameters they are the parameters themselves. Adam's moments and the masters are
+described to the checkpoint room as rectangles of logical parameters (`StateTensor`), so that no layout is in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megalite.config.run import OptimConfig
+from megalite.dist.context import ParallelContext
+from megalite.ops import Ops
+from megalite.optim.bucket import Bucket
+from megalite.optim.trust_ratio import TrustRatioUpdate
+from megalite.sharding import Piece, ShardedParameter
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """What this rank holds of one logical tensor.
+
+    Attributes:
+        name: global parameter name (for a tied copy: the name it is tied to).
+        kind: "master", "exp_avg" or "exp_avg_sq".
+        global_shape: true shape, without vocabulary padding.
+        flat: fp32 1-D view; write into it to load.
+        pieces: (start in `flat`, rectangle) pairs; empty when nothing of the tensor lies here.
+        owner: true on exactly one rank per element; only owners write checkpoints.
+    """
+
+    name: str
+    kind: str
+    global_shape: tuple[int, ...]
+    flat: torch.Tensor
+    pieces: list[tuple[int, Piece]]
+    owner: bool
+
+
+@dataclass
+class _State:
+    """Optimizer state of one bucket's share."""
+
+    bucket: Bucket
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor | None
+
+
+class DistributedOptimizer:
+    """AdamW (decoupled weight decay), LAMB, LARS or SGD with momentum on flat fp32 shares of buckets.
+
+    Args:
+        buckets: from `make_buckets`.
+        cfg: learning rates are given at each step; the rest is read here.
+        ctx: this rank's axes.
+        ops: the kernels in use.
+        overlap_gather: let the gathering of weights run on into the next forward pass (modules given to
+            `wait_before` wait for their own weights); otherwise `step` waits.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], cfg: OptimConfig, ctx: ParallelContext, ops: Ops, overlap_gather: bool
+    ) -> None:
+        self.buckets, self.cfg, self.ctx, self.ops = buckets, cfg, ctx, ops
+        self.overlap_gather = overlap_gather
+        self.num_steps = 0
+        self._states = [self._make_state(b) for b in buckets]
+
+    def _make_state(self, bucket: Bucket) -> _State:
+        share = bucket.weights[bucket.owned]
+        master = share if share.dtype == torch.float32 else share.float()
+        second = torch.zeros_like(master) if self.cfg.num_moments == 2 else None
+        return _State(bucket, master, torch.zeros_like(master), second)
+
+    @torch.no_grad()
+    def init_parameters(self, seed: int) -> None:
+        """Initial values of weights and masters: functions of (seed, global name), unrounded in the masters."""
+        for state in self._states:
+            bucket = state.bucket
+            for param, start in zip(bucket.params, bucket.starts):
+                value = param.shard.initial(seed).to(param.device)
+                param.copy_(value)
+                low, high = _overlap(start, param.numel(), bucket.owned)
+                if high > low:
+                    at = low - bucket.owned.start
+                    state.master[at : at + high - low] = value.view(-1)[low - start : high - start]
+
+    def wait_before(self, modules: Iterable[nn.Module]) -> None:
+        """Make each module wait, before its forward, for the weights it holds."""
+        for module in modules:
+            wanted = {id(p) for p in module.parameters()}
+            mine = [b for b in self.buckets if any(id(p) in wanted for p in b.params)]
+
+            def wait(_module: nn.Module, _args: object, mine: list[Bucket] = mine) -> None:
+                for bucket in mine:
+                    bucket.wait_weights()
+
+            module.register_forward_pre_hook(wait)
+
+    def start_step(self, num_microbatches: int) -> None:
+        """Zero the gradients and expect those of `num_microbatches`."""
+        for bucket in self.buckets:
+            bucket.start_step(num_microbatches)
+
+    @torch.no_grad()
+    def finish_grads(self) -> torch.Tensor:
+        """Wait until all gradients are final.
+
+        Returns:
+            This rank's part of the squared global norm, fp64: summed over the world it counts every parameter once.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
+        for bucket in self.buckets:
+            if bucket.missing:
+                raise RuntimeError(
+                    f"gradient contributions are missing or too many for {', '.join(bucket.missing)}: each use of a "
+                    "parameter must take part in the forward pass of every micro-batch, once"
+                )
+            share = bucket.finish_reduce()
+            norm = self.ops.l2_norm(share).double()
+            counted = bucket.kind.counted and (bucket.zero or self.ctx.dp.rank == 0)
+            # What another rank counts adds nothing, unless it is not finite here: 0 * inf is NaN, and all ranks skip.
+            total += norm.square() if counted else norm * 0.0
+        return total
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_multiplier: torch.Tensor) -> None:
+        """One update with the reduced gradients times `grad_multiplier` (0-dim: clipping and unscaling)."""
+        self.num_steps += 1
+        cfg = self.cfg
+        for state in self._states:
+            bucket = state.bucket
+            share = bucket.weights[bucket.owned]
+            out = None if share.data_ptr() == state.master.data_ptr() else share
+            grad = bucket.grad[bucket.owned]
+            decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
+            if cfg.optimizer == "sgd":
+                self._sgd(state, grad.mul_(grad_multiplier), out, lr, decay)
+                continue
+            if cfg.optimizer == "lars":
+                update, grad = TrustRatioUpdate(bucket, self.ctx, self.ops), grad.mul_(grad_multiplier)
+                update.lars(state.master, grad, state.exp_avg, out, lr=lr, momentum=cfg.beta1, weight_decay=decay)
+                continue
+            moments = (state.exp_avg, state.exp_avg_sq)
+            options: dict[str, Any] = {
+                "beta1": cfg.beta1,
+                "beta2": cfg.beta2,
+                "eps": cfg.eps,
+                "weight_decay": decay,
+                "step": self.num_steps,
+                "grad_multiplier": grad_multiplier,
+            }
+            if cfg.optimizer == "adamw":
+                self.ops.adamw(state.master, grad, *moments, out, lr=lr, **options)
+            else:
+                # The direction takes the gradient's place.
+                self.ops.lamb_direction(state.master, grad, *moments, grad, **options)
+                TrustRatioUpdate(bucket, self.ctx, self.ops).lamb(state.master, grad, out, lr)
+        self.gather()
+        if not self.overlap_gather:
+            self.wait_weights()
+
+    def _sgd(self, state: _State, grad: torch.Tensor, out: torch.Tensor | None, lr: float, decay: float) -> None:
+        state.master.mul_(1 - lr * decay)
+        state.exp_avg.mul_(self.cfg.beta1).add_(grad)
+        state.master.add_(state.exp_avg, alpha=-lr)
+        if out is not None:
+            out.copy_(state.master)
+
+    def gather(self) -> None:
+        """Start gathering all weights, those of the first layers first."""
+        for bucket in reversed(self.buckets):
+            bucket.start_gather()
+
+    def wait_weights(self) -> None:
+        """Wait until all weights are whole."""
+        for bucket in self.buckets:
+            bucket.wait_weights()
+
+    def states(self) -> list[StateTensor]:
+        """Everything a checkpoint must hold of this rank, by logical parameter."""
+        out = []
+        for state in self._states:
+            kinds = {"master": state.master, "exp_avg": state.exp_avg}
+            if state.exp_avg_sq is not None:
+                kinds["exp_avg_sq"] = state.exp_avg_sq
+            for param, start in zip(state.bucket.params, state.bucket.starts):
+                out += [self._describe(param, start, state.bucket, kind, flat) for kind, flat in kinds.items()]
+        return out
+
+    def _describe(
+        self, param: ShardedParameter, start: int, bucket: Bucket, kind: str, flat: torch.Tensor
+    ) -> StateTensor:
+        spec = param.shard.spec
+        low, high = _overlap(start, param.numel(), bucket.owned)
+        high = max(low, high)
+        at = low - bucket.owned.start
+        view = flat[at : at + high - low]
+        pieces = [(f - (low - start), piece) for f, piece in param.shard.flat_pieces(low - start, high - start)]
+        owner = (
+            (spec.tp_dim is not None or self.ctx.tp.rank == 0)
+            and (bucket.zero or self.ctx.dp.rank == 0)
+            and spec.tied_to is None
+        )
+        return StateTensor(spec.tied_to or spec.name, kind, spec.shape, view, pieces, owner)
+
+    def scalars(self) -> dict[str, int | float]:
+        """State that is not a tensor."""
+        return {"num_steps": self.num_steps}
+
+    def load_scalars(self, scalars: dict[str, int | float]) -> None:
+        """Take back what `scalars` gave."""
+        self.num_steps = int(scalars["num_steps"])
+
+    @torch.no_grad()
+    def finish_load(self) -> None:
+        """After masters were filled: refresh the weights everywhere."""
+        for state in self._states:
+            share = state.bucket.weights[state.bucket.owned]
+            if share.data_ptr() != state.master.data_ptr():
+                share.copy_(state.master)
+        self.gather()
+        self.wait_weights()
+
+
+def _overlap(start: int, numel: int, owned: slice) -> tuple[int, int]:
+    """Part of the elements [start, start + numel) of a bucket that lies in `owned`; empty when high <= low."""
+    low = min(max(start, owned.start), owned.stop)
+    return low, min(start + numel, owned.stop)

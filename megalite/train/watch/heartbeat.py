@@ -1,0 +1,118 @@
+"""A rank's side of its watchdog: heartbeats in shared memory, one write of some 150 bytes each."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megalite.checkpoint.save import signals_held
+from megalite.dist.collectives import gather_texts
+from megalite.dist.context import ParallelContext
+from megalite.pipeline.schedule import Op, Program
+from megalite.train.watch import watchdog
+from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
+
+
+class Heartbeat:
+    """Tells this rank's watchdog process where the rank is; starts and ends that process. Every rank makes one.
+
+    Args:
+        run_dir: the run's folder; reports go to logs/watchdog_ID/ in it, and only when something hangs.
+        ctx: this rank's axes.
+        timeout: seconds without a heartbeat before the watchdog acts; 0: no watchdog.
+    """
+
+    def __init__(self, run_dir: Path, ctx: ParallelContext, timeout: float) -> None:
+        # Reports of an earlier run must not be taken for this one's.
+        name = gather_texts(secrets.token_hex(4), ctx.world, ctx.device)[0]
+        self._files = [_shared_file(LAYOUT.size), _shared_file(0)] if timeout else []
+        self._memory = mmap.mmap(self._files[0] if timeout else -1, LAYOUT.size)
+        self._count, self._now = 0, (0, STRICT, b"")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.beat("set-up", patience=watchdog.OWN)
+        if timeout:
+            settings = {"rank": ctx.rank, "world": ctx.world.size, "timeout": timeout}
+            self._start({**settings, "folder": str(run_dir.resolve() / "logs" / f"watchdog_{name}")})
+
+    def _start(self, settings: dict[str, object]) -> None:
+        beats, stacks = self._files
+        # faulthandler writes from the signal's handler, without the interpreter lock.
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+        theirs, self._alive = os.pipe()
+        settings |= {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": theirs}
+        # By path, isolated and without site: it starts in some 20 ms and imports nothing of ours.
+        command = [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(settings)]
+        with signals_held(watchdog.IGNORED_SIGNALS):
+            self._process = subprocess.Popen(command, pass_fds=[beats, stacks, theirs], stdin=subprocess.DEVNULL)
+        os.close(theirs)
+
+    def beat(self, phase: str, step: int = 0, patience: int = STRICT) -> None:
+        """The rank has come to `phase`.
+
+        Args:
+            phase: what it does now, at most 63 bytes.
+            step: number of the step it is in or after.
+            patience: `watchdog.STRICT`, or what else counts as life while this lasts: CHILDREN, OWN.
+        """
+        self._now = step, patience, phase.encode()
+        self._write(b"")
+
+    def _write(self, operation: bytes) -> None:
+        self._count += 1
+        LAYOUT.pack_into(self._memory, 0, self._count, *self._now, operation)
+
+    def told(self, program: Program) -> Program:
+        """The same program; whoever goes through it tells each operation on the way."""
+        return _Told(program, self)
+
+    def close(self) -> None:
+        """End the watchdog. May be called more than once."""
+        if self._process is None:
+            return
+        os.close(self._alive)
+        self._process.wait()
+        self._process = None
+        faulthandler.unregister(STACKS_SIGNAL)
+        for file in self._files:
+            os.close(file)
+
+
+class _Told(tuple[Op, ...]):
+    """A program that beats as it is gone through."""
+
+    _texts: list[bytes]
+    _heart: Heartbeat
+
+    def __new__(cls, program: Program, heart: Heartbeat) -> _Told:
+        self = super().__new__(cls, program)
+        # Made once: a heartbeat then costs a write, no formatting.
+        self._texts = [f"{op.kind} of micro-batch {op.microbatch} on stage {op.stage}".encode() for op in program]
+        self._heart = heart
+        return self
+
+    def __iter__(self) -> Iterator[Op]:
+        for op, text in zip(super().__iter__(), self._texts):
+            self._heart._write(text)
+            yield op
+        self._heart._write(b"all of the schedule")
+
+
+def _shared_file(size: int) -> int:
+    """A descriptor of memory that a child process can share."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("megalite-heartbeat")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, size)
+    return file

@@ -1,0 +1,143 @@
+"""Checks and derived values of the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.run import (
+    Config,
+    DataConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from megalite.errors import UserError
+
+MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "seq_len": 32}
+
+
+def test_defaults_follow_the_other_sizes() -> None:
+    m = ModelConfig(**MODEL)
+    assert (m.num_kv_heads, m.head_dim, m.max_position_embeddings) == (8, 8, 32)
+    assert m.ffn_hidden_size == 192  # 8/3 * 64 = 170.7, up to a multiple of 64
+    assert ModelConfig(**MODEL, activation="gelu").ffn_hidden_size == 256
+    assert ModelConfig(**MODEL, head_dim=16).head_size == 16
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn"), [(4096, 10944), (768, 2048), (96, 256)]
+)  # 10922.7 and 256.0 exactly, rounded up to 64s
+def test_gated_ffn_size(hidden: int, ffn: int) -> None:
+    assert ModelConfig(hidden_size=hidden, num_heads=8).ffn_size == ffn
+
+
+def test_family_options_and_overrides() -> None:
+    m = ModelConfig.from_arch("gpt2", **MODEL, norm_eps=1e-3)
+    assert (m.norm, m.position, m.tie_embeddings, m.norm_eps) == ("layernorm", "learned", True, 1e-3)
+
+
+BAD: list[tuple[type, dict[str, Any], str, str]] = [
+    (ModelConfig, {"arch": "bert"}, "--arch bert", "must be one of llama, mistral"),
+    (ModelConfig, {"num_layers": 0}, "--num-layers 0", "must be at least 1"),
+    (ModelConfig, {"hidden_size": 65}, "--hidden-size 65", "divisible by --num-heads 4"),
+    (ModelConfig, {"num_heads": 8, "num_kv_heads": 3}, "--num-kv-heads 3", "must divide --num-heads 8"),
+    (ModelConfig, {"num_kv_heads": 0}, "--num-kv-heads 0", "must be at least 1"),
+    (ModelConfig, {"head_dim": -8}, "--head-dim -8", "must be at least 1"),
+    (ModelConfig, {"head_dim": 15}, "--rope-fraction 1.0", "rotates 15 head dimensions"),
+    (ModelConfig, {"ffn_hidden_size": 0}, "--ffn-hidden-size 0", "must be at least 1"),
+    (ModelConfig, {"vocab_size": 1}, "--vocab-size 1", "must be at least 2"),
+    (ModelConfig, {"rope_fraction": 1.5}, "--rope-fraction 1.5", "from 2 to 64"),
+    (ModelConfig, {"rope_fraction": 0.01}, "--rope-fraction 0.01", "from 2 to 64"),
+    (ModelConfig, {"rope_fraction": math.inf}, "--rope-fraction inf", "finite"),
+    (ModelConfig, {"norm_eps": 0.0}, "--norm-eps 0.0", "must be more than 0"),
+    (ModelConfig, {"init_std": math.nan}, "--init-std nan", "must be more than 0"),
+    (ModelConfig, {"hidden_dropout": 1.0}, "--hidden-dropout 1.0", "below 1"),
+    (
+        ModelConfig,
+        {"position": "learned", "seq_len": 64, "max_position_embeddings": 32},
+        "--seq-len 64",
+        "longer than the 32 learned positions",
+    ),
+    (RopeScaling, {"factor": 0.5}, "--rope-scaling", "needs factor >= 1"),
+    (RopeScaling, {"low_freq_factor": 4.0}, "--rope-scaling", "low_freq_factor < high_freq_factor"),
+    (ParallelConfig, {"tp": 0}, "--tp 0", "must be at least 1"),
+    (ParallelConfig, {"bucket_size": 0}, "--bucket-size 0", "must be at least 1"),
+    (TrainConfig, {"global_batch_size": 0}, "--global-batch-size 0", "must be at least 1"),
+    (TrainConfig, {"seed": -1}, "--seed -1", "must be at least 0"),
+    (TrainConfig, {"label_smoothing": 1.0}, "--label-smoothing 1.0", "below 1"),
+    (OptimConfig, {"lr": 0.0}, "--lr 0.0", "must be more than 0"),
+    (OptimConfig, {"lr": math.inf}, "--lr inf", "finite"),
+    (OptimConfig, {"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01", "between 0 and --lr 0.001"),
+    (OptimConfig, {"beta2": 1.0}, "--beta2 1.0", "below 1"),
+    (OptimConfig, {"clip_grad": -1.0}, "--clip-grad -1.0", "must be at least 0"),
+    (OptimConfig, {"lr_decay_steps": 5, "warmup_steps": 6}, "--lr-decay-steps 5", "before the --warmup-steps 6"),
+    (OptimConfig, {"loss_scale": 0.0}, "--loss-scale 0.0", "must be more than 0"),
+    (RunConfig, {"keep_last": 1}, "--keep-last 1", "must be at least 2"),
+    (RunConfig, {"save_every": -1}, "--save-every -1", "must be at least 0"),
+    (RunConfig, {"run_dir": ""}, "--run-dir ''", "names no folder"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "given", "rule"), BAD, ids=lambda x: None if isinstance(x, type) else str(x)
+)
+def test_bad_value_is_named_with_its_rule(cls: type, options: dict[str, Any], given: str, rule: str) -> None:
+    with pytest.raises(UserError) as caught:
+        cls(**options)
+    message = str(caught.value)
+    assert message.startswith(given)
+    assert rule in message.split(";")[0]
+    assert message.split(";")[1].strip()
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "given", "rule"),
+    [
+        ({"num_kv_heads": 2}, {"tp": 4}, "--num-kv-heads 2", "divisible by --tp 4"),
+        ({"num_heads": 6, "hidden_size": 48}, {"tp": 4}, "--num-heads 6", "divisible by --tp 4"),
+        ({"ffn_hidden_size": 90}, {"tp": 4}, "--ffn-hidden-size 90", "divisible by --tp 4"),
+        ({"seq_len": 30}, {"tp": 4}, "--seq-len 30", "divisible by --tp 4 with sequence parallelism"),
+        ({"num_layers": 3}, {"pp": 2, "vp": 2}, "--pp 2 --vp 2", "makes 4 stages of 3 layers"),
+    ],
+)
+def test_model_and_layout_must_fit(model: dict[str, Any], parallel: dict[str, Any], given: str, rule: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Config(model=ModelConfig(**{**MODEL, **model}), parallel=ParallelConfig(**parallel))
+    assert str(caught.value).startswith(given)
+    assert rule in str(caught.value)
+
+
+def test_layouts_that_need_no_divisibility() -> None:
+    Config(model=ModelConfig(**{**MODEL, "seq_len": 30}), parallel=ParallelConfig(tp=4, sequence_parallel=False))
+    Config(model=ModelConfig(num_layers=30), parallel=ParallelConfig(pp=4))
+    Config(model=ModelConfig(num_layers=80), parallel=ParallelConfig(pp=16, vp=2))
+
+
+def test_sequence_parallel_needs_tp() -> None:
+    assert not Config().sequence_parallel
+    assert Config(parallel=ParallelConfig(tp=2)).sequence_parallel
+    assert not Config(parallel=ParallelConfig(tp=2, sequence_parallel=False)).sequence_parallel
+
+
+def test_microbatches() -> None:
+    assert Config(train=TrainConfig(global_batch_size=32, micro_batch_size=8)).num_microbatches(2) == 2
+    for batch, dp in ((33, 2), (32, 3)):
+        with pytest.raises(
+            UserError, match=rf"--global-batch-size {batch}: must be divisible by .* dp {dp} = {8 * dp};"
+        ):
+            Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=8)).num_microbatches(dp)
+
+
+def test_frozen_and_names_unique() -> None:
+    groups = (ModelConfig, ParallelConfig, DataConfig, TrainConfig, OptimConfig, RunConfig)
+    names = [f.name for group in groups for f in dataclasses.fields(group)]
+    assert len(names) == len(set(names))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().model.num_layers = 3  # type: ignore[misc]

@@ -1,0 +1,285 @@
+"""Spellings of Megatron-LM: each acts as ours does or is refused by name, and docs/megatron.md lists them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config import megatron as aliases
+from megalite.config.cli import parse
+from megalite.config.options import GROUP_OF, TYPES
+from megalite.config.run import Config
+from megalite.errors import UserError
+
+DOCS = Path(__file__).parents[3] / "docs" / "megatron.md"
+
+# A value for each option that is not its default and that is valid beside defaults.
+SAMPLE = {
+    "tp": "2", "pp": "2", "vp": "2", "zero": "0", "device": "cpu", "bucket_size": "7", "vocab_divisible_by": "64",
+    "num_heads": "8", "num_kv_heads": "2", "head_dim": "32", "seq_len": "64", "norm": "layernorm", "norm_eps": "1e-3",
+    "position": "learned", "rope_theta": "5e5", "rope_fraction": "0.5", "init_std": "0.1", "tokenizer": "T",
+    "micro_batch_size": "2", "train_steps": "7", "recompute": "full", "lr_decay": "linear", "lr_decay_steps": "9",
+    "wsd_decay_steps": "3", "warmup_steps": "5", "init_lr": "1e-5", "beta1": "0.8", "beta2": "0.7", "eps": "1e-6",
+    "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
+    "data": "P", "valid_data": "Q",
+}  # fmt: skip
+
+
+def config(*argv: str) -> Config:
+    return parse(list(argv)).config
+
+
+def values(c: Config) -> dict[str, Any]:
+    return {name: getattr(getattr(c, group), name) for name, group in GROUP_OF.items()}
+
+
+@pytest.mark.parametrize("theirs", aliases.RENAMED)
+def test_renamed_flag_acts_as_ours(theirs: str) -> None:
+    name = aliases.RENAMED[theirs]
+    ours = config("--" + name.replace("_", "-"), SAMPLE[name])
+    assert config(f"--{theirs}", SAMPLE[name]) == ours != Config()
+    assert config(f"--{theirs.replace('-', '_')}={SAMPLE[name]}") == ours
+
+
+@pytest.mark.parametrize("theirs", aliases.SWITCHES)
+def test_switch_sets_what_it_says(theirs: str) -> None:
+    says = aliases.SWITCHES[theirs]
+    argv: list[str] = []
+    for name, value in says.items():
+        flag = name.replace("_", "-")
+        argv += [f"--{flag}" if value == "True" else f"--no-{flag}"] if TYPES[name] is bool else [f"--{flag}", value]
+    assert config(f"--{theirs}") == config(*argv)
+    with pytest.raises(UserError, match="takes no value"):
+        config(f"--{theirs}", "1")
+
+
+@pytest.mark.parametrize(
+    ("flag", "theirs", "option", "value"),
+    [
+        ("normalization", "RMSNorm", "norm", "rmsnorm"),
+        ("normalization", "LayerNorm", "norm", "layernorm"),
+        ("position-embedding-type", "learned_absolute", "position", "learned"),
+        ("position-embedding-type", "rope", "position", "rope"),
+        ("lr-decay-style", "WSD", "lr_decay", "wsd"),
+        ("lr-decay-style", "cosine", "lr_decay", "cosine"),
+        ("optimizer", "adam", "optimizer", "adamw"),
+        ("distributed-backend", "nccl", "device", "cuda"),
+        ("distributed-backend", "gloo", "device", "cpu"),
+        ("data-parallel-sharding-strategy", "no_shard", "zero", 0),
+        ("data-parallel-sharding-strategy", "optim", "zero", 1),
+        ("recompute-granularity", "selective", "recompute", "selective"),
+    ],
+)
+def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: Any) -> None:
+    assert values(config(f"--{flag}", theirs))[option] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "option", "value"),
+    [
+        ("--num-layers 16 --pp 2 --num-layers-per-virtual-pipeline-stage 2", "vp", 4),
+        ("--num-layers-per-virtual-pipeline-stage 1 --pp 2 --vp 2", "vp", 2),
+        ("--train-samples 800 --global-batch-size 8", "train_steps", 100),
+        ("--train-samples 1600 --lr-warmup-fraction 0.1", "warmup_steps", 20),
+        ("--train-iters 1000 --lr-decay-iters 500 --lr-warmup-fraction 0.01", "warmup_steps", 5),
+        ("--lr-warmup-samples 16", "warmup_steps", 2),
+        ("--lr-decay-samples 800", "lr_decay_steps", 100),
+        ("--lr-wsd-decay-samples 80", "wsd_decay_steps", 10),
+        ("--save R --load R", "resume", "latest"),
+        ("--save R --load R/checkpoints/step_00000010", "resume", "R/checkpoints/step_00000010"),
+        ("--preset gpt2-124m --disable-bias-linear", "o_bias", False),
+        ("--preset gpt2-124m --disable-bias-linear", "qkv_bias", False),
+        ("--preset gpt2-124m --disable-bias-linear --add-qkv-bias", "qkv_bias", True),
+        ("--preset gpt2-124m --add-qkv-bias --disable-bias-linear", "qkv_bias", True),
+        ("--preset gpt2-124m --add-qkv-bias --disable-bias-linear", "mlp_bias", False),
+        ("--preset gpt2-124m --untie-embeddings-and-output-weights", "tie_embeddings", False),
+    ],
+)
+def test_flags_that_need_others_to_be_understood(argv: str, option: str, value: Any) -> None:
+    assert values(config(*shlex.split(argv)))[option] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--num-layers 10 --pp 4 --num-layers-per-virtual-pipeline-stage 1", "does not make whole chunks of 1; give"),
+        ("--num-layers-per-virtual-pipeline-stage 0", "does not make whole chunks of 0"),
+        ("--num-layers-per-virtual-pipeline-stage x", "must be a whole number"),
+        ("--pp 2 --vp 1 --num-layers-per-virtual-pipeline-stage 1", "--vp 1 says otherwise"),
+        ("--train-samples 801", "is no multiple of --global-batch-size 8; give --train-steps 100"),
+        ("--train-samples 801 --global-batch-size 0", "is no multiple of --global-batch-size 0"),
+        ("--lr-warmup-fraction 1.5", "must be between 0 and 1"),
+        ("--lr-warmup-fraction nan", "must be between 0 and 1"),
+        ("--load", "--load: takes one value"),
+        ("--bf16 --fp16", "--fp16: --bf16 says otherwise; keep one of the two"),
+        ("--swiglu --activation gelu", "--activation gelu: --swiglu says otherwise"),
+        ("--zero-stage 3", "--zero-stage 3: must be one of 0, 1"),
+        ("--lr-decay-style inverse-square-root", "must be one of cosine, linear, wsd, constant"),
+    ],
+)
+def test_mistakes_are_told_in_their_words(argv: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(shlex.split(argv))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("theirs", [*aliases.REFUSED, *(f"{prefix}x" for prefix in aliases.REFUSED_PREFIXES)])
+def test_the_rest_is_refused_by_name_with_the_reason(theirs: str) -> None:
+    for argv in ([f"--{theirs}"], [f"--{theirs}", "1"]):
+        with pytest.raises(UserError) as caught:
+            parse(argv)
+        assert str(caught.value).startswith(f"--{theirs}: is not an option here: ")
+        assert "unknown" not in str(caught.value)
+
+
+def test_all_refusals_of_a_script_are_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        parse(shlex.split("--tp 2 --tokenizer-type X --use-mcore-models --bf16 --foo 3 --use-mcore-models"))
+    assert str(caught.value).endswith("(no such flags either: --use-mcore-models, --foo)")
+
+
+def test_tables_do_not_contradict_each_other() -> None:
+    theirs = [*aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *aliases.REFUSED]
+    assert len(theirs) == len(set(theirs))
+    ours = {name.replace("_", "-") for name in GROUP_OF}
+    assert not ours & set(theirs)
+    assert not [flag for flag in [*theirs, *ours] if flag.startswith(tuple(aliases.REFUSED_PREFIXES))]
+    assert set(aliases.RENAMED.values()) <= set(GROUP_OF)
+
+
+def test_a_megatron_script_becomes_the_configuration_it_means() -> None:
+    """The usual options of a Llama 3 8B script; what is expected is written out, not taken from the tables."""
+    c = config(
+        *shlex.split("""
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4
+        --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
+        --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 500000
+        --rotary-percent 1.0 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.01
+        --micro-batch-size 1 --global-batch-size 128 --train-iters 5000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine
+        --lr-warmup-iters 200 --lr-decay-iters 4000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+        --adam-eps 1e-7 --clip-grad 1.0 --bf16 --grad-reduce-in-bf16 --recompute-activations --seed 42
+        --data-path 0.7 A_text_document 0.3 B_text_document --split 949,50,1 --tokenizer-model T
+        --make-vocab-size-divisible-by 256 --distributed-backend nccl --log-interval 10 --save-interval 500
+        --eval-interval 250 --eval-iters 20 --save out --load out""")
+    )
+    expected = {
+        "tp": 4, "pp": 2, "vp": 4, "sequence_parallel": True, "zero": 1, "device": "cuda",
+        "overlap_grad_reduce": True, "overlap_param_gather": True, "vocab_divisible_by": 256,
+        "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_heads": 32, "num_kv_heads": 8,
+        "seq_len": 8192, "position": "rope", "rope_theta": 500000.0, "rope_fraction": 1.0, "norm": "rmsnorm",
+        "norm_eps": 1e-5, "activation": "swiglu", "qkv_bias": False, "mlp_bias": False, "tie_embeddings": False,
+        "init_std": 0.01, "micro_batch_size": 1, "global_batch_size": 128, "train_steps": 5000, "seed": 42,
+        "lr": 3e-4, "min_lr": 3e-5, "lr_decay": "cosine", "warmup_steps": 200, "lr_decay_steps": 4000,
+        "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.98, "eps": 1e-7, "clip_grad": 1.0, "precision": "bf16",
+        "grad_reduce_dtype": "bf16", "recompute": "selective", "split": "949,50,1", "tokenizer": "T",
+        "data": ("0.7", "A_text_document", "0.3", "B_text_document"), "log_every": 10, "save_every": 500,
+        "eval_every": 250, "eval_steps": 20, "run_dir": "out", "resume": "latest",
+    }  # fmt: skip
+    assert {name: values(c)[name] for name in expected} == expected
+
+
+# ------------------------------------------------------------------------------------------------ docs/megatron.md
+
+THEIR_DEFAULTS = {
+    "position": "learned",
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "qkv_bias": "on",
+    "o_bias": "on",
+    "mlp_bias": "on",
+    "tie_embeddings": "on",
+    "hidden_dropout": "0.1",
+    "attention_dropout": "0.1",
+    "vocab_size": "the tokenizer's",
+    "sequence_parallel": "off",
+    "zero": "0",
+    "overlap_grad_reduce": "off",
+    "overlap_param_gather": "off",
+    "lr_decay": "linear",
+    "weight_decay": "0.01",
+    "beta2": "0.999",
+    "initial_loss_scale": "4294967296.0",
+    "eval_every": "1000",
+    "eval_steps": "100",
+    "log_every": "100",
+}
+"""What Megatron-LM takes where nothing is given, in our words; the document shows those that differ from ours."""
+
+
+def flag(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def ours(switch: dict[str, str]) -> str:
+    """`--x value`, `--x` or `--no-x` for each option."""
+    shown = []
+    for name, value in switch.items():
+        on = "" if value == "True" else "no-"
+        dashed = name.replace("_", "-")
+        shown.append(f"`--{on}{dashed}`" if TYPES[name] is bool else f"`--{dashed} {value}`")
+    return " ".join(shown)
+
+
+def renamed_table() -> list[str]:
+    rows = ["| Megatron-LM, Megatron-DeepSpeed | here |", "|---|---|"]
+    for theirs, name in aliases.RENAMED.items():
+        spelled = ", ".join(f"`{a}` = `{b}`" for a, b in aliases.VALUES.get(name, {}).items())
+        rows.append(f"| `--{theirs}` | {flag(name)}{f' ({spelled})' if spelled else ''} |")
+    rows += [f"| `--{theirs}` | {ours(switch)} |" for theirs, switch in aliases.SWITCHES.items()]
+    return rows
+
+
+def defaults_table() -> list[str]:
+    rows = ["| option | theirs | here |", "|---|---|---|"]
+    for name, theirs in THEIR_DEFAULTS.items():
+        default = next(f.default for f in dataclasses.fields(getattr(Config(), GROUP_OF[name])) if f.name == name)
+        shown = ("on" if default else "off") if TYPES[name] is bool else str(default)
+        rows += [f"| {flag(name)} | {theirs} | {shown} |"] if default is not None and shown != theirs else []
+    return rows
+
+
+def refused_table() -> list[str]:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for theirs, reason in aliases.REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`--{theirs}`")
+    for prefix, reason in aliases.REFUSED_PREFIXES.items():
+        reasons.setdefault(reason, []).append(f"`--{prefix}…`")
+    rows = [f"| {' '.join(flags)} | {why} | {instead} |" for (why, instead), flags in reasons.items()]
+    return ["| refused | because | instead |", "|---|---|---|", *rows]
+
+
+def with_tables(text: str) -> str:
+    """The document with the tables between its `<!-- NAME -->` and `<!-- end -->` marks made anew."""
+    for name, table in {"renamed": renamed_table, "defaults": defaults_table, "refused": refused_table}.items():
+        before, rest = text.split(f"<!-- {name} -->\n")
+        _, after = rest.split("<!-- end -->", 1)
+        text = "\n".join([f"{before}<!-- {name} -->", *table(), f"<!-- end -->{after}"])
+    return text
+
+
+def test_the_two_commands_of_the_document_are_the_same_run() -> None:
+    blocks = [
+        block.split("```")[0].replace("\\\n", " ") for block in DOCS.read_text(encoding="utf-8").split("```bash\n")[1:]
+    ]
+    theirs, ours = [shlex.split(block.split("pretrain_gpt.py ")[1]) for block in blocks]
+    assert "--tp" in ours
+    assert "--tp" not in theirs
+    assert config(*theirs) == config(*ours)
+
+
+def test_the_document_lists_every_flag() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert text == with_tables(text), f"run: python {Path(__file__).name} --write"
+    for computed in aliases.COMPUTED:
+        assert f"`--{computed}" in text
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    DOCS.write_text(with_tables(DOCS.read_text(encoding="utf-8")), encoding="utf-8")

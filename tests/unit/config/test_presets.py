@@ -1,0 +1,108 @@
+"""Parameter counts of the presets against the published numbers, by two ways of counting."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config.cli import parse
+from megalite.config.model import ModelConfig
+from megalite.model.parameters import param_map
+from megalite.presets import PRESETS
+
+# Exact numbers of trained parameters: safetensors metadata of the models' Hugging Face pages (tied output layers and
+# GPT-2's stored causal masks counted out), Pythia's README table, and the model card of GPT-NeoX-20B.
+EXACT = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-160m": 162_322_944,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}
+# Only a rounded number is published: Brown et al. 2020, table 2.1, "175.0B".
+ROUNDED = {"gpt3-175b": 175.0e9}
+OURS = {"tiny"}
+
+
+def formula(arch: str, m: ModelConfig) -> int:
+    """Parameters from the sizes alone, one closed form a family; knows nothing of the options of `ModelConfig`."""
+    h, f, layers, vocab = m.hidden_size, m.ffn_hidden_size, m.num_layers, m.vocab_size
+    assert f is not None
+    assert vocab is not None
+    q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
+    if arch in ("gpt2", "gpt_neox"):
+        block = (h * 3 * h + 3 * h) + (h * h + h) + (h * f + f) + (f * h + h) + 2 * 2 * h
+        embeddings = vocab * h + 1024 * h * (m.seq_len // 1024) if arch == "gpt2" else 2 * vocab * h
+        return layers * block + embeddings + 2 * h
+    block = h * (q + 2 * kv) + q * h + 3 * h * f + 2 * h
+    block += {"qwen2": q + 2 * kv, "qwen3": 2 * m.head_size}.get(arch, 0)
+    tied = arch in ("qwen2", "qwen3") and h < 2048 or (arch == "llama" and layers == 16)
+    return layers * block + (1 if tied else 2) * vocab * h + h
+
+
+def model(preset: str) -> ModelConfig:
+    return parse(["--preset", preset]).config.model
+
+
+def count(m: ModelConfig) -> int:
+    return sum(spec.numel for spec in param_map(m).values() if spec.tied_to is None)
+
+
+def test_every_preset_has_a_published_count() -> None:
+    assert set(PRESETS) == set(EXACT) | set(ROUNDED) | OURS
+
+
+@pytest.mark.parametrize("preset", EXACT)
+def test_published_count(preset: str) -> None:
+    assert count(model(preset)) == EXACT[preset]
+
+
+@pytest.mark.parametrize("preset", ROUNDED)
+def test_rounded_count(preset: str) -> None:
+    assert count(model(preset)) == pytest.approx(ROUNDED[preset], rel=0.003)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_ways_of_counting_agree(preset: str) -> None:
+    m = model(preset)
+    assert count(m) == formula(m.arch, m)
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        # Values that the count does not see, from the models' config.json.
+        ("gpt2-124m", {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "positions": 1024}),
+        ("gpt-neox-20b", {"rotary_dim": 24, "activation": "gelu_tanh", "parallel_residual": True, "norm_eps": 1e-5}),
+        ("pythia-160m", {"rotary_dim": 16, "activation": "gelu", "parallel_residual": True}),
+        ("llama-2-7b", {"rope_theta": 10000.0, "norm_eps": 1e-5, "kv_heads": 32, "rope_scaling": None}),
+        ("llama-3-8b", {"rope_theta": 500000.0, "norm_eps": 1e-5, "kv_heads": 8, "rope_scaling": None}),
+        ("mistral-7b", {"rope_theta": 10000.0, "norm_eps": 1e-5, "kv_heads": 8}),
+        ("qwen2.5-7b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True, "o_bias": False}),
+        ("qwen3-8b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": "head", "qkv_bias": False}),
+    ],
+)
+def test_values_that_the_count_does_not_see(preset: str, expected: dict[str, object]) -> None:
+    m = model(preset)
+    assert {name: getattr(m, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("preset", "factor"), [("llama-3.1-8b", 8.0), ("llama-3.2-1b", 32.0)])
+def test_llama3_rope_scaling(preset: str, factor: float) -> None:
+    scaling = model(preset).rope_scaling
+    assert scaling is not None
+    assert (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor) == (factor, 1.0, 4.0)
+    assert scaling.original_max_position_embeddings == 8192
+    assert model(preset).positions == 131072

@@ -1,0 +1,108 @@
+"""Layers over stages: none dropped, none twice, and the dearest stage as cheap as can be."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config, ParallelConfig, TrainConfig
+from megalite.errors import UserError
+from megalite.model.partition import head_cost, layer_split, split_layers
+
+
+def counts(ranges: list[range]) -> list[int]:
+    assert [i for r in ranges for i in r] == list(range(ranges[-1].stop))
+    return [len(r) for r in ranges]
+
+
+def test_thirty_layers_over_four_stages() -> None:
+    assert counts(split_layers(30, 4)) == [8, 8, 7, 7]
+
+
+def test_eighty_layers_over_sixteen_ranks_of_two_chunks() -> None:
+    parts = counts(split_layers(80, 32))
+    assert sum(parts) == 80
+    assert set(parts) == {2, 3}
+
+
+def test_an_output_layer_worth_two_blocks_takes_their_place() -> None:
+    assert counts(split_layers(32, 4, last=2.0)) == [9, 9, 8, 6]
+    assert counts(split_layers(4, 4, first=50.0, last=50.0)) == [1, 1, 1, 1]
+    assert counts(split_layers(5, 1, last=3.0)) == [5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(1, 11),
+    stages=st.integers(1, 6),
+    first=st.floats(0, 4),
+    last=st.floats(0, 4),
+)
+def test_no_split_is_cheaper(layers: int, stages: int, first: float, last: float) -> None:
+    if stages > layers:
+        with pytest.raises(UserError, match="every stage needs a layer; lower --pp or --vp, or raise --num-layers"):
+            split_layers(layers, stages, first, last)
+        return
+
+    def dearest(parts: list[int]) -> float:
+        costs = [float(n) for n in parts]
+        costs[0] += first
+        costs[-1] += last
+        return max(costs)
+
+    parts = counts(split_layers(layers, stages, first, last))
+    assert sum(parts) == layers
+    assert min(parts) >= 1
+    every = (
+        [b - a for a, b in zip((0, *cuts), (*cuts, layers))] for cuts in combinations(range(1, layers), stages - 1)
+    )
+    assert dearest(parts) == pytest.approx(min(dearest(p) for p in every))
+
+
+def test_models_are_split_whole() -> None:
+    llama = ModelConfig.from_arch(
+        "llama",
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14336,
+        vocab_size=128256,
+        seq_len=8192,
+    )
+    # 2 of 32 blocks: 525 M multiply-adds of the head, 218 M of a block's matrices and 34 M of its attention.
+    assert head_cost(llama) == pytest.approx(525336576 / (218103808 + 33554432), rel=1e-6)
+    for stages in (1, 3, 4, 7, 32):
+        assert sum(counts(layer_split(llama, stages))) == 32
+    assert counts(layer_split(llama, 4)) == [9, 9, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "dp", "expected"), [(32, 8, 2, 2), (32, 8, 1, 4), (32, 4, 2, 4), (6, 3, 2, 1)]
+)
+def test_micro_batches(batch: int, micro: int, dp: int, expected: int) -> None:
+    cfg = Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=micro))
+    assert cfg.num_microbatches(dp) == expected
+
+
+@pytest.mark.parametrize(("batch", "dp", "fits"), [(33, 2, "use 32"), (32, 3, "use 24")])
+def test_batches_that_do_not_divide_are_refused(batch: int, dp: int, fits: str) -> None:
+    cfg = Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=8))
+    with pytest.raises(UserError) as error:
+        cfg.num_microbatches(dp)
+    for word in (
+        f"--global-batch-size {batch}",
+        f"micro-batch size 8 x dp {dp} = {8 * dp}",
+        fits,
+        "--micro-batch-size",
+    ):
+        assert word in str(error.value)
+
+
+def test_more_stages_than_layers_are_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"--pp 4 --vp 2: makes 8 stages of 6 layers.*lower --pp or --vp"):
+        Config(model=ModelConfig(num_layers=6), parallel=ParallelConfig(pp=4, vp=2))

@@ -1,0 +1,238 @@
+"""Buckets: how parameters are shared out, padded, reduced over real ranks, and how much memory states take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite import ops as kernels
+from megalite.config.run import OptimConfig
+from megalite.dist.context import Axis, ParallelContext
+from megalite.dist.grid import Topology
+from megalite.optim.bucket import Bucket, GradKind, bucket_layout, kind_of, make_buckets, plan_buckets
+from megalite.optim.optimizer import DistributedOptimizer
+from megalite.sharding import ParamSpec, Shard, ShardedParameter
+from tests.workers import WorkerPool
+
+CPU = torch.device("cpu")
+KIND = GradKind(weight_decay=True, sum_axis=None, counted=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "buckets"), [(None, 1), (9000, 10), (9025, 10), (9050, 5), (18000, 5), (18050, 5), (20000, 4)]
+)
+def test_buckets_of_ten_parameters(size: int | None, buckets: int) -> None:
+    plan = plan_buckets([9025] * 10, size)
+    assert len(plan) == buckets
+    # Last parameter first: that is the order in which gradients are ready.
+    assert [i for bucket in plan for i in bucket] == list(reversed(range(10)))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "plain", "cut_in_two"), [(1, 9025, 9088), (2, 18050, 18176), (10, 90250, 90880)]
+)
+def test_padding(parameters: int, plain: int, cut_in_two: int) -> None:
+    starts, numel = bucket_layout([9025] * parameters, 1)
+    assert (starts, numel) == ([9025 * i for i in range(parameters)], plain)
+    starts, numel = bucket_layout([9025] * parameters, 2)
+    assert (starts, numel) == ([9088 * i for i in range(parameters)], cut_in_two)
+    # Three shares: a multiple of lcm(3, 128) = 384.
+    assert bucket_layout([9025] * parameters, 3)[1] == -(-(9088 * (parameters - 1) + 9025) // 384) * 384
+
+
+@pytest.mark.parametrize("shards", [2, 3, 16, 32, 64, 1000])
+def test_every_share_starts_where_vectors_do(shards: int) -> None:
+    numel = bucket_layout([9025, 77], shards)[1]
+    assert numel % shards == 0
+    assert 2 * (numel // shards) % 16 == 0
+
+
+@given(st.lists(st.integers(1, 500), max_size=30), st.integers(1, 1200) | st.none(), st.integers(1, 7))
+def test_no_parameter_is_lost_or_moved_onto_another(sizes: list[int], limit: int | None, shards: int) -> None:
+    plan = plan_buckets(sizes, limit)
+    assert sorted(i for bucket in plan for i in bucket) == list(range(len(sizes)))
+    for bucket in plan:
+        mine = [sizes[i] for i in bucket]
+        # Closed as soon as it is full, and never before (but for the last).
+        assert limit is None or sum(mine[:-1]) < limit
+        assert limit is None or bucket is plan[-1] or sum(mine) >= limit
+        starts, numel = bucket_layout(mine, shards)
+        assert numel % shards == 0
+        ends = [start + size for start, size in zip(starts, mine)]
+        assert all(end <= start for end, start in zip(ends, [*starts[1:], numel]))
+
+
+def parameters(count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[ShardedParameter]:
+    out = []
+    for i in range(count):
+        spec = ParamSpec(f"w{i}", shape, weight_decay=len(shape) > 1)
+        param = ShardedParameter.empty(Shard(spec), dtype, CPU, adds_to_main_grad=True)
+        param.data.fill_(float(i + 1))
+        out.append(param)
+    return out
+
+
+def test_parameters_and_gradients_become_views() -> None:
+    params = parameters(3, (5, 3))
+    bucket = Bucket(list(reversed(params)), KIND, Axis("dp"), True, torch.float32, True)
+    assert bucket.weights.tolist() == [3.0] * 15 + [2.0] * 15 + [1.0] * 15
+    bucket.weights.mul_(2)
+    bucket.grad.copy_(torch.arange(45.0))
+    assert params[0].unique().tolist() == [2.0]
+    assert params[2].main_grad.flatten().tolist() == [float(i) for i in range(15)]
+    assert params[0].main_grad.shape == (5, 3)
+
+
+def test_the_reduction_starts_with_the_last_contribution() -> None:
+    params = parameters(2, (4,))
+    params[1].uses = 2
+    bucket = Bucket(params, KIND, Axis("dp"), False, torch.float32, True)
+    bucket.start_step(3)
+    names = [p.shard.spec.name for p in params]
+    assert bucket.missing == names
+    for _ in range(3):
+        params[0].grad_added()
+    for _ in range(6):
+        assert bucket.missing == names[1:]
+        assert bucket._reducing is None
+        params[1].grad_added()
+    assert bucket.missing == []
+    assert bucket._reducing is not None
+
+
+def reduced(rank: int, world: int, zero: bool, dtype: torch.dtype) -> dict[str, Any]:
+    """Two steps of a bucket whose gradient is (rank + 1) / sum of ranks + 1, so that the sum over dp is 1."""
+    dp = ParallelContext.create(Topology(world), CPU).dp
+    params = parameters(3, (95, 95))
+    bucket = Bucket(params, KIND, dp, zero, dtype, overlap=True)
+    share = None
+    for _ in range(2):
+        bucket.start_step(1)
+        assert not bucket.grad.any()
+        for param in params:
+            param.main_grad.add_((rank + 1) / (world * (world + 1) / 2))
+            param.grad_added()
+        share = bucket.finish_reduce()
+    assert share is not None
+    parts = [p.main_grad.flatten() for p in params]
+    owned = torch.zeros(bucket.numel, dtype=torch.bool)
+    owned[bucket.owned] = True
+    held = torch.cat([owned[s : s + p.numel()] for s, p in zip(bucket.starts, params)])
+    return {"owned": bucket.owned, "numel": bucket.numel, "grads": torch.cat(parts), "held": held}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("zero", [False, True])
+def test_the_mean_of_ones_is_one(pool: WorkerPool, zero: bool, dtype: torch.dtype, tolerance: float) -> None:
+    ranks = pool.run(4, reduced, 4, zero, dtype)
+    held = torch.stack([r["held"] for r in ranks])
+    if zero:
+        # The shares are disjoint and cover everything.
+        assert [(r["owned"].start, r["owned"].stop) for r in ranks] == [
+            (i * r["numel"] // 4, (i + 1) * r["numel"] // 4) for i, r in enumerate(ranks)
+        ]
+        assert torch.equal(held.sum(0), torch.ones(3 * 9025, dtype=torch.int64))
+    else:
+        assert held.all()
+    for r in ranks:
+        torch.testing.assert_close(r["grads"][r["held"]], torch.ones(int(r["held"].sum())), rtol=0, atol=tolerance)
+
+
+def unread(rank: int) -> tuple[torch.Tensor, float]:
+    """Weights after a ZeRO-1 step when everything outside the own share of the gradient is poisoned."""
+    ctx = ParallelContext.create(Topology(2), CPU)
+    params = parameters(3, (20, 20))
+    bucket = Bucket(params, KIND, ctx.dp, True, torch.float32, True)
+    optimizer = DistributedOptimizer([bucket], OptimConfig(), ctx, kernels.resolve(None, CPU, torch.float32), False)
+    optimizer.start_step(1)
+    for param in params:
+        param.main_grad.fill_(0.5)
+        param.grad_added()
+    bucket.finish_reduce()
+    mine = bucket.grad[bucket.owned].clone()
+    bucket.grad.fill_(torch.nan)
+    bucket.grad[bucket.owned] = mine
+    norm = optimizer.ops.l2_norm(bucket.grad[bucket.owned]).item()
+    optimizer.step(0.1, torch.tensor(1.0))
+    return torch.cat([p.detach().flatten() for p in params]), norm
+
+
+def test_nothing_but_the_own_share_is_read(pool: WorkerPool) -> None:
+    first, second = pool.run(2, unread)
+    assert torch.equal(first[0], second[0])
+    # Adam's first step moves every weight by lr, after decay by lr * 0.1.
+    expected = torch.cat([torch.full((400,), (i + 1) * 0.99 - 0.1) for i in range(3)])
+    torch.testing.assert_close(first[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def state_bytes(rank: int) -> tuple[int, int]:
+    """(bytes of weights, gradients and optimizer states, parameters) of a bf16 model under ZeRO-1."""
+    ctx = ParallelContext.create(Topology(4), CPU)
+    params = parameters(12, (256, 200), torch.bfloat16) + parameters(6, (256,), torch.bfloat16)
+    buckets = make_buckets(
+        params,
+        ctx,
+        tied=frozenset(),
+        sequence_parallel=False,
+        zero=True,
+        bucket_size=100_000,
+        reduce_dtype=torch.float32,
+        overlap=True,
+    )
+    optimizer = DistributedOptimizer(buckets, OptimConfig(), ctx, kernels.resolve(None, CPU, torch.bfloat16), True)
+    tensors = [t for b in buckets for t in (b.weights, b.grad)]
+    tensors += [t for s in optimizer._states for t in (s.master, s.exp_avg, s.exp_avg_sq) if t is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    # The parameters themselves are no further memory.
+    assert {p.untyped_storage().data_ptr() for p in params} <= set(storages)
+    return sum(storages.values()), sum(p.numel() for p in params)
+
+
+def test_nine_bytes_a_parameter_at_dp_4(pool: WorkerPool) -> None:
+    for size, count in pool.run(4, state_bytes):
+        assert size / count == pytest.approx(6 + 12 / 4, rel=0.01)
+
+
+def test_kinds() -> None:
+    """Which axis sums a gradient, and on which rank it counts in the norm."""
+    tp, pair = Axis("tp", 2, 1, (0, 1)), Axis("embedding", 2, 1, (0, 3))
+    base = ParallelContext.single()
+    ctx = ParallelContext(**{**base.__dict__, "tp": tp, "embedding": pair})
+
+    def kind(sequence_parallel: bool, tied: bool = False, **spec: Any) -> GradKind:
+        shard = Shard(ParamSpec("w", (4, 4), **spec), tp.rank, tp.size)
+        param = ShardedParameter.empty(shard, torch.float32, CPU)
+        return kind_of(param, ctx, sequence_parallel, tied)
+
+    assert kind(True, tp_dim=0) == GradKind(True, None, counted=True)
+    assert kind(True) == GradKind(True, None, counted=False)
+    norm: dict[str, Any] = {"weight_decay": False, "partial_grad": "sequence_parallel"}
+    assert kind(True, **norm) == GradKind(False, tp, counted=False)
+    assert kind(False, **norm) == GradKind(False, None, counted=False)
+    assert kind(False, partial_grad="always") == GradKind(True, tp, counted=False)
+    assert kind(False, tied=True, tp_dim=0) == GradKind(True, pair, counted=True)
+    assert kind(False, tied=True, tp_dim=0, tied_to="embed_tokens.weight") == GradKind(True, pair, counted=False)
+    with pytest.raises(AssertionError, match="a tied embedding is cut over tp"):
+        kind(True, tied=True, partial_grad="always")
+
+
+def test_kinds_do_not_share_a_bucket() -> None:
+    matrices, norms = parameters(4, (5, 5)), parameters(3, (7,))
+    mixed = [matrices[0], norms[0], matrices[1], norms[1], matrices[2], norms[2], matrices[3]]
+    buckets = make_buckets(
+        mixed,
+        ParallelContext.single(),
+        tied=frozenset(),
+        sequence_parallel=False,
+        zero=True,
+        bucket_size=40,
+        reduce_dtype=torch.float32,
+        overlap=True,
+    )
+    held = [[tuple(p.shape) for p in b.params] for b in buckets]
+    assert held == [[(5, 5), (5, 5)], [(5, 5), (5, 5)], [(7,), (7,), (7,)]]
+    assert [b.kind.weight_decay for b in buckets] == [True, True, False]
