@@ -5,15 +5,13 @@ Shapes: S sequence, B micro-batch, H hidden, N local query heads, G local key/va
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megalite.dist import collectives
 from megalite.model.layers import Maker, Position
+from megalite.ops.attention import Mask
 
 Rope = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -32,7 +30,7 @@ class Attention(nn.Module):
         cfg, name = make.cfg, f"layers.{layer}.self_attn"
         self.make, self.layer, self.recompute_core = make, layer, recompute_core
         self.num_heads, self.num_kv_heads = cfg.num_heads // make.tp.size, cfg.kv_heads // make.tp.size
-        self.head_dim = cfg.head_size
+        self.head_dim, self.mask = cfg.head_size, Mask()
         self.qkv_proj = make.column(f"{name}.qkv_proj")
         self.o_proj = make.row(f"{name}.o_proj")
         if cfg.qk_norm != "none":
@@ -65,16 +63,11 @@ class Attention(nn.Module):
             parts = ops.rope_qkv(packed, rope[0][:seq], rope[1][:seq], n, g)
         q, k, v = (t.permute(1, 2, 0, 3) for t in parts)
         dropout = cfg.attention_dropout if torch.is_grad_enabled() else 0.0
-        grouped = n != g
-        if grouped and q.is_cuda and q.dtype == torch.float32:
-            # No fused kernel takes grouped fp32 heads: torch would fall back to the one that holds S x S scores.
-            k, v, grouped = k.repeat_interleave(n // g, 1), v.repeat_interleave(n // g, 1), False
-        options: dict[str, Any] = {"is_causal": True, "enable_gqa": grouped}
         if dropout:
             with self.make.rng.fork("tensor_parallel", qkv.device, *position, self.layer, "attention"):
-                out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **options)
+                out = ops.attention(q, k, v, self.mask, dropout=dropout)
         else:
-            out = F.scaled_dot_product_attention(q, k, v, **options)
+            out = ops.attention(q, k, v, self.mask)
         return out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
 
 

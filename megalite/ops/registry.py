@@ -86,6 +86,7 @@ class Ops:
     add_layernorm: Callable[..., tuple[Tensor, Tensor]]
     rope: Callable[..., Tensor]
     rope_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    attention: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     geglu: Callable[..., Tensor]
     bias_gelu: Callable[..., Tensor]
@@ -109,9 +110,21 @@ class Ops:
 
 def pages() -> tuple[Page, ...]:
     """Every op's page, in the order of the listing."""
-    from megalite.ops import adamw, bias_gelu, cross_entropy, glu, l2_norm, lamb, layernorm, rmsnorm, rope, wgrad
+    from megalite.ops import (
+        adamw,
+        attention,
+        bias_gelu,
+        cross_entropy,
+        glu,
+        l2_norm,
+        lamb,
+        layernorm,
+        rmsnorm,
+        rope,
+        wgrad,
+    )
 
-    modules = (rmsnorm, layernorm, rope, glu, bias_gelu, cross_entropy, adamw, l2_norm, lamb, wgrad)
+    modules = (rmsnorm, layernorm, rope, attention, glu, bias_gelu, cross_entropy, adamw, l2_norm, lamb, wgrad)
     return tuple(module.PAGE for module in modules)
 
 

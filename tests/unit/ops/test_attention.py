@@ -1,0 +1,125 @@
+"""Attention against plain float64 formulas: masks, soft cap, grouped heads, gradients, dropout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.nn import functional as F
+
+from megalite.ops import Ops, resolve
+from megalite.ops.attention import Mask
+
+
+@pytest.fixture(scope="module")
+def ops() -> Ops:
+    return resolve("auto", "cpu", torch.float32)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, softcap: float | None) -> Tensor:
+    """One query at a time, one head at a time: q [B, N, S, D], k and v [B, G, S, D]."""
+    batch, heads, seq, _ = q.shape
+    group = heads // k.shape[1]
+    out = torch.empty_like(q)
+    for b in range(batch):
+        for n in range(heads):
+            for i in range(seq):
+                first = 0 if window is None else max(0, i - window + 1)
+                scores = k[b, n // group, first : i + 1] @ q[b, n, i] * scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[b, n, i] = scores.softmax(0) @ v[b, n // group, first : i + 1]
+    return out
+
+
+def draw(
+    batch: int, heads: int, kv_heads: int, seq: int, width: int, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    # As the model has them: heads inside, permuted views outside.
+    shapes = [(seq, batch, n, width) for n in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(*shape, generator=g, dtype=dtype).permute(1, 2, 0, 3) for shape in shapes]
+
+
+@given(
+    st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 8),
+    st.one_of(st.none(), st.integers(1, 10)), st.sampled_from([None, 0.3]), st.sampled_from([None, 0.5, 50.0]),
+)  # fmt: skip
+def test_fp32_is_the_formula_both_ways(
+    batch: int, kv_heads: int, group: int, seq: int, width: int, window: int | None, scale: float | None,
+    softcap: float | None,
+) -> None:  # fmt: skip
+    ops = resolve("auto", "cpu", torch.float32)
+    q, k, v, dy = draw(batch, kv_heads * group, kv_heads, seq, width)
+    exact = [t.clone().requires_grad_() for t in (q, k, v)]
+    want = reference(*exact, window, scale or width**-0.5, softcap)
+    leaves = [t.float().requires_grad_() for t in (q, k, v)]
+    out = ops.attention(*leaves, Mask(window), scale=scale, softcap=softcap)
+    assert out.shape == q.shape
+    grads = zip(torch.autograd.grad(out, leaves, dy.float()), torch.autograd.grad(want, exact, dy))
+    for got, expected in ((out, want), *grads):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 7])
+def test_low_precision(ops: Ops, dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
+    q, k, v, _ = (t.to(dtype) for t in draw(2, 4, 2, 32, 16))
+    out = ops.attention(q, k, v, Mask(window), softcap=softcap)
+    assert out.dtype == dtype
+    want = reference(q.double(), k.double(), v.double(), window, 0.25, softcap)
+    assert (out.double() - want).norm() / want.norm() < (8e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 2])
+def test_gradients_by_finite_differences(ops: Ops, window: int | None, softcap: float | None) -> None:
+    leaves = [t.clone().requires_grad_() for t in draw(1, 4, 2, 4, 3)[:3]]
+    assert gradcheck(lambda *args: ops.attention(*args, Mask(window), softcap=softcap), leaves)
+
+
+def test_plain_causal_is_torchs_fused_kernel_to_the_bit(ops: Ops) -> None:
+    for heads in (4, 2):
+        q, k, v, _ = draw(2, 4, heads, 16, 8, torch.float32)
+        want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != 4)
+        # A window that reaches the first token is no window.
+        for mask in (Mask(), Mask(16), Mask(100)):
+            assert torch.equal(ops.attention(q, k, v, mask), want)
+
+
+def test_window_of_one_sees_only_itself(ops: Ops) -> None:
+    q, k, v, _ = draw(1, 2, 2, 5, 4, torch.float32)
+    for softcap in (None, 1.0):
+        torch.testing.assert_close(ops.attention(q, k, v, Mask(1), softcap=softcap), v)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 3])
+def test_dropout_draws_from_the_generator_and_keeps_the_mean(
+    ops: Ops, window: int | None, softcap: float | None
+) -> None:
+    q, k, v, _ = draw(1, 2, 1, 8, 4, torch.float32)
+
+    def run(seed: int, heads: int = 2) -> Tensor:
+        torch.manual_seed(seed)
+        return ops.attention(q[:, :heads], k, v.abs(), Mask(window), dropout=0.5, softcap=softcap)
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    mean = torch.stack([run(seed) for seed in range(2000)]).mean(0)
+    want = ops.attention(q, k, v.abs(), Mask(window), softcap=softcap)
+    assert (mean - want).norm() / want.norm() < 0.05
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 3])
+def test_torch_compile_traces_through(ops: Ops, window: int | None, softcap: float | None) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention(q, k, v, Mask(window), softcap=softcap)
+
+    q, k, v, _ = draw(1, 4, 2, 8, 4, torch.float32)
+    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v), run(q, k, v))
