@@ -9,7 +9,7 @@ that has to do with slicing follows from that list.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -239,6 +239,6 @@ class ShardedParameter(torch.nn.Parameter):
         return param
 
 
-def count_parameters(specs: dict[str, ParamSpec]) -> int:
+def count_parameters(specs: Mapping[str, ParamSpec]) -> int:
     """Number of distinct parameters: tied copies count once."""
     return sum(s.numel for s in specs.values() if s.tied_to is None)

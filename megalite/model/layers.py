@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,7 @@ class Maker:
     """
 
     cfg: ModelConfig
-    specs: dict[str, ParamSpec]
+    specs: Mapping[str, ParamSpec]
     tp: Axis
     sequence_parallel: bool
     dtype: torch.dtype

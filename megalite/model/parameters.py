@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 
 from megalite.config.model import ModelConfig
 from megalite.sharding import ParamSpec
 
 
-def param_map(cfg: ModelConfig) -> dict[str, ParamSpec]:
+@lru_cache(maxsize=16)
+def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     """Every parameter of the model, whatever the layout. Matrices are [out, in]; q|k|v and gate|up are packed."""
     hidden, head, ffn, vocab = cfg.hidden_size, cfg.head_size, cfg.ffn_size, cfg.vocab
     q, kv = cfg.num_heads * head, cfg.kv_heads * head
@@ -55,7 +59,7 @@ def param_map(cfg: ModelConfig) -> dict[str, ParamSpec]:
     norm("norm", hidden)
     tied = "embed_tokens.weight" if cfg.tie_embeddings else None
     specs.append(ParamSpec("lm_head.weight", (vocab, hidden), tp_dim=0, padded=True, std=std, tied_to=tied))
-    return {spec.name: spec for spec in specs}
+    return MappingProxyType({spec.name: spec for spec in specs})
 
 
 def _norm_weight(name: str, size: int) -> ParamSpec:

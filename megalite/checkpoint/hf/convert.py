@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +206,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Pat
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _check_names(path: Path, specs: dict[str, ParamSpec], tensors: dict[str, TensorEntry]) -> None:
+def _check_names(path: Path, specs: Mapping[str, ParamSpec], tensors: dict[str, TensorEntry]) -> None:
     differ = sorted(specs.keys() ^ tensors.keys())
     differ += [n for n, s in specs.items() if n in tensors and tensors[n].shape != s.shape]
     if differ:

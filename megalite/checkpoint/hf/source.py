@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class HFSource:
         self.arch: Arch = arch_of(raw, where)
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
-        self.specs: dict[str, ParamSpec] = param_map(self.config)
+        self.specs: Mapping[str, ParamSpec] = param_map(self.config)
         try:
             self._places = self._renamed(self._find_tensors())
             self._check()

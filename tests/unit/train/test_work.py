@@ -1,0 +1,48 @@
+"""What a run computes once and not per step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config import cli
+from megalite.dist.context import ParallelContext
+from megalite.model import parameters
+from megalite.train.loop import fit
+from megalite.train.run import open_run
+
+RUN = [
+    *["--device", "cpu", "--mock-data", "--num-layers", "2", "--hidden-size", "16", "--num-heads", "2"],
+    *["--seq-len", "8", "--vocab-size", "31", "--global-batch-size", "2", "--watchdog-timeout", "0"],
+]
+
+
+def test_the_parameter_table_is_built_once_in_20_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def spec(name: str, *args: Any, **kwargs: Any) -> parameters.ParamSpec:
+        if name == "lm_head.weight":
+            built.append(name)
+        return real(name, *args, **kwargs)
+
+    real = parameters.ParamSpec
+    monkeypatch.setattr(parameters, "ParamSpec", spec)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
+    # A table that another test has built would count as none.
+    flags = ["--init-std", "0.0201", "--train-steps", "20", "--eval-every", "7", "--save-every", "9"]
+    cfg = cli.parse([*RUN, *flags, "--run-dir", str(tmp_path)]).config
+    run = open_run(cfg, ParallelContext.single())
+    try:
+        fit(run)
+    finally:
+        run.close()
+    assert run.step == 20
+    assert len(built) == 1
+
+
+def test_the_parameter_table_cannot_be_changed() -> None:
+    table = parameters.param_map(cli.parse(RUN).config.model)
+    with pytest.raises(TypeError):
+        table["extra"] = table["lm_head.weight"]  # type: ignore[index]
