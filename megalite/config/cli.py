@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from megalite.config import megatron as aliases
-from megalite.config.model import ARCHS, ModelConfig, RopeScaling
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.options import (
     GROUP_OF,
     GROUPS,
@@ -37,7 +37,7 @@ from megalite.config.options import (
 )
 from megalite.config.run import Config
 from megalite.errors import UserError
-from megalite.presets import PRESETS
+from megalite.families import FAMILIES, PRESETS
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _family_layer(layers: Iterable[Layer]) -> Layer:
                 "drop one of the two (single options of a preset or file are overridden by their own flags)",
             )
     arch = named[-1].values[0]
-    if arch not in ARCHS:
-        raise UserError(named[-1].written, f"must be one of {', '.join(ARCHS)}", suggest(arch, ARCHS))
-    return {name: _given(name, value, f"--arch {arch}") for name, value in ARCHS[arch].items()}
+    if arch not in FAMILIES:
+        raise UserError(named[-1].written, f"must be one of {', '.join(FAMILIES)}", suggest(arch, FAMILIES))
+    return {name: _given(name, value, f"--arch {arch}") for name, value in FAMILIES[arch].options.items()}
 
 
 def _preset_layer(preset: str | None) -> Layer:
@@ -323,6 +323,7 @@ def _help(prog: str) -> str:
         f"usage: torchrun --nproc-per-node N {prog} [--name value ...]",
         "",
         "Order, later wins: defaults, options of the family (--arch), --preset, --config, flags.",
+        f"Families: {', '.join(FAMILIES)}.",
         f"Presets: {', '.join(PRESETS)}.",
         "Flags of Megatron-LM and Megatron-DeepSpeed are understood too: see docs/megatron.md.",
     ]

@@ -8,34 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megalite.errors import in_range, require
-
-# What a family of models fixes; every value can be overridden by a flag. Source: the families' own configurations.
-ARCHS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"qkv_bias": True, "norm_eps": 1e-6, "rope_theta": 1e6},
-    "qwen3": {"qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 1e6},
-    "olmo2": {"qk_norm": "full", "norm_position": "post", "norm_eps": 1e-6, "rope_theta": 5e5},
-    "phi3": {},
-    "gpt2": {
-        "norm": "layernorm",
-        "position": "learned",
-        "activation": "gelu_tanh",
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "tie_embeddings": True,
-    },
-    "gpt_neox": {
-        "norm": "layernorm",
-        "activation": "gelu",
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "rope_fraction": 0.25,
-        "parallel_residual": True,
-    },
-}
+from megalite.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -63,7 +36,7 @@ class ModelConfig:
     """Shape and family of the model. Options left at None follow the family (`--arch`) or the other sizes."""
 
     arch: str = "llama"
-    """Family: llama, mistral, qwen2, qwen3, olmo2, phi3, gpt2 or gpt_neox; sets the options below."""
+    """Model family (named above); sets the options below."""
     num_layers: int = 4
     """Transformer blocks."""
     hidden_size: int = 256
@@ -118,7 +91,9 @@ class ModelConfig:
     """Dropout on attention probabilities."""
 
     def __post_init__(self) -> None:
-        require(self.arch in ARCHS, f"--arch {self.arch}", f"must be one of {', '.join(ARCHS)}", "choose one of these")
+        require(
+            self.arch in FAMILIES, f"--arch {self.arch}", f"must be one of {', '.join(FAMILIES)}", "choose one of these"
+        )
         in_range(self, "num_layers hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_len", 1)
         in_range(self, "max_position_embeddings", 1)
         in_range(self, "vocab_size", 2)
@@ -202,5 +177,5 @@ class ModelConfig:
     @classmethod
     def from_arch(cls, arch: str, **options: Any) -> ModelConfig:
         """A config with the family's options, then `options`."""
-        require(arch in ARCHS, f"--arch {arch}", f"must be one of {', '.join(ARCHS)}", "choose one of these")
-        return cls(arch=arch, **{**ARCHS[arch], **options})
+        require(arch in FAMILIES, f"--arch {arch}", f"must be one of {', '.join(FAMILIES)}", "choose one of these")
+        return cls(arch=arch, **{**FAMILIES[arch].options, **options})

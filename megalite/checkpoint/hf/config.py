@@ -10,11 +10,11 @@ import dataclasses
 import re
 from typing import Any
 
-from megalite.checkpoint.hf.arch import Arch, Packed
-from megalite.checkpoint.hf.families import ARCHS
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.errors import UserError
+from megalite.families import FAMILIES
+from megalite.families.common import Family
 
 # Activation in megalite -> in config.json, for gated and plain MLPs.
 _GATED = {"swiglu": "silu"}
@@ -26,13 +26,18 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std")
 
 
-def arch_of(config: dict[str, Any], where: str) -> Arch:
+def _activations(family: Family) -> dict[str, str]:
+    """Names of a family's activations: gated ones where its own is."""
+    return _GATED if family.options.get("activation", "swiglu") in _GATED else _PLAIN
+
+
+def family_of(config: dict[str, Any], where: str) -> Family:
     """The family of a config.json."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHS:
-        rule = f"model_type {model_type!r:.60} is none of {', '.join(ARCHS)}"
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        rule = f"model_type {model_type!r:.60} is none of {', '.join(FAMILIES)}"
         raise BadCheckpoint(where, rule, "convert a model of one of these families")
-    return ARCHS[model_type]
+    return FAMILIES[model_type]
 
 
 def read_config(config: dict[str, Any], where: str) -> ModelConfig:
@@ -41,15 +46,15 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     Raises:
         UserError: an unknown family, a missing key, or something that megalite does not compute.
     """
-    arch = arch_of(config, where)
-    values = {**arch.defaults, **config}
+    family = family_of(config, where)
+    values = {**family.defaults, **config}
 
     def refuse(key: str, rule: str) -> BadCheckpoint:
         return BadCheckpoint(f"{where}: {key} {values.get(key)!r:.80}", rule, "convert another model")
 
-    options: dict[str, Any] = dict(arch.options)
+    options: dict[str, Any] = dict(family.options)
     said_by: dict[str, str] = {}
-    for key, name in arch.fields:
+    for key, name in family.fields:
         if key not in values:
             raise BadCheckpoint(where, f"has no {key}", "take the config.json that belongs to the weights")
         if name in said_by and options[name] != values[key]:
@@ -59,47 +64,47 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     if isinstance(window, int) and window >= (options["max_position_embeddings"] or 0):
         # As long as the longest sequence: full attention by another name.
         values["sliding_window"] = None
-    for key, value in arch.constants.items():
+    for key, value in family.constants.items():
         if values.get(key, value) != value:
             raise refuse(key, f"is not supported: megalite computes {value!r}")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise BadCheckpoint(f"{where}: layer_types", "must all be full_attention", "convert another model")
-    written = str(values.get(arch.activation))
-    names = {theirs: ours for ours, theirs in (_GATED if arch.gated else _PLAIN).items()}
+    written = str(values.get(family.activation))
+    names = {theirs: ours for ours, theirs in _activations(family).items()}
     activation = names.get(_ALIASES.get(written, written))
     if activation is None:
-        raise refuse(arch.activation, f"is none of {', '.join(names)}")
+        raise refuse(family.activation, f"is none of {', '.join(names)}")
     options["activation"] = activation
     if options.get("position") != "learned":
-        options.update(_read_rope(config, values, arch, where))
+        options.update(_read_rope(config, values, family, where))
     # Absent and null both mean the default that follows from the other sizes.
     options = {k: v for k, v in options.items() if v is not None}
     if "ffn_hidden_size" not in options:
         options["ffn_hidden_size"] = 4 * options["hidden_size"]
     try:
-        return ModelConfig(arch=arch.model_type, seq_len=options["max_position_embeddings"], **options)
+        return ModelConfig(arch=family.name, seq_len=options["max_position_embeddings"], **options)
     except TypeError as e:
         raise BadCheckpoint(where, f"holds a value of the wrong type ({e})", "correct it") from None
 
 
-def _read_rope(config: dict[str, Any], values: dict[str, Any], arch: Arch, where: str) -> dict[str, Any]:
+def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Rotary options, from the new keys or the old; a stop where both are there and differ."""
     new = _typed(config["rope_parameters"]) if config.get("rope_parameters") else {}
     # A null rope_scaling says: none.
     old = _typed(config["rope_scaling"] or {}) if "rope_scaling" in config else {}
-    if arch.old_theta in config:
-        old["rope_theta"] = config[arch.old_theta]
-    if arch.partial_rotary and arch.partial_rotary in config:
-        old["partial_rotary_factor"] = config[arch.partial_rotary]
+    if family.old_theta in config:
+        old["rope_theta"] = config[family.old_theta]
+    if family.partial_rotary and family.partial_rotary in config:
+        old["partial_rotary_factor"] = config[family.partial_rotary]
     for key in sorted(new.keys() & old.keys()):
         if new[key] != old[key]:
             rule = f"rope_parameters say {new[key]!r}, the old keys {old[key]!r}"
             raise BadCheckpoint(f"{where}: {key}", rule, "correct the wrong one")
     rope = {**old, **new}
     kind = rope.get("rope_type", "default")
-    options: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", arch.defaults[arch.old_theta]))}
-    if arch.partial_rotary:
-        options["rope_fraction"] = float(rope.get("partial_rotary_factor", arch.defaults[arch.partial_rotary]))
+    options: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", family.defaults[family.old_theta]))}
+    if family.partial_rotary:
+        options["rope_fraction"] = float(rope.get("partial_rotary_factor", family.defaults[family.partial_rotary]))
     if kind == "llama3":
         missing = [key for key in _SCALING_KEYS if key not in rope]
         if missing:
@@ -129,37 +134,37 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
     Raises:
         UserError: the family cannot say what this model is.
     """
-    arch = ARCHS[cfg.arch]
+    family = FAMILIES[cfg.arch]
     out: dict[str, Any] = {
-        "architectures": [arch.architecture],
-        "model_type": arch.model_type,
+        "architectures": [family.architecture],
+        "model_type": family.name,
         "dtype": dtype,
         "torch_dtype": dtype,
         "use_cache": True,
-        **arch.constants,
+        **family.constants,
     }
-    for key, name in arch.fields:
+    for key, name in family.fields:
         out[key] = getattr(cfg, name)
-    out[arch.activation] = (_GATED if arch.gated else _PLAIN).get(cfg.activation, cfg.activation)
+    out[family.activation] = _activations(family).get(cfg.activation, cfg.activation)
     if cfg.position == "rope":
-        out.update(_write_rope(cfg, arch))
+        out.update(_write_rope(cfg, family))
     out.update({key: special.get(key) for key in _SPECIAL})
     _check_said(cfg, out)
     return out
 
 
-def _write_rope(cfg: ModelConfig, arch: Arch) -> dict[str, Any]:
+def _write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     scaling = {"rope_type": "default"}
     if cfg.rope_scaling is not None:
         scaling = {"rope_type": "llama3", **dataclasses.asdict(cfg.rope_scaling)}
-    partial = {"partial_rotary_factor": cfg.rope_fraction} if arch.partial_rotary else {}
+    partial = {"partial_rotary_factor": cfg.rope_fraction} if family.partial_rotary else {}
     out: dict[str, Any] = {
         "rope_parameters": {**scaling, "rope_theta": cfg.rope_theta, **partial},
-        arch.old_theta: cfg.rope_theta,
+        family.old_theta: cfg.rope_theta,
         "rope_scaling": None if cfg.rope_scaling is None else scaling,
     }
-    if arch.partial_rotary:
-        out[arch.partial_rotary] = cfg.rope_fraction
+    if family.partial_rotary:
+        out[family.partial_rotary] = cfg.rope_fraction
     return out
 
 
@@ -180,12 +185,3 @@ def _check_said(cfg: ModelConfig, out: dict[str, Any]) -> None:
 def special_ids(config: dict[str, Any]) -> dict[str, Any]:
     """Ids of the special tokens of a config.json."""
     return {key: config.get(key) for key in _SPECIAL}
-
-
-def packed(arch: Arch, name: str) -> Packed:
-    """Where a tensor of megalite lies in the family's files, names filled in."""
-    found = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
-    template = f"layers.{{}}.{found[2]}" if found else name
-    entry = arch.tensors[template]
-    layer = found[1] if found else ""
-    return dataclasses.replace(entry, names=tuple(n.format(layer) for n in entry.names))

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.folder import commit_in_place
-from megalite.checkpoint.hf.config import packed, write_config
-from megalite.checkpoint.hf.families import ARCHS
+from megalite.checkpoint.hf.config import write_config
+from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.tokenizer import export_tokenizer
 from megalite.checkpoint.load import ShardReader, resolve_checkpoint, weights_of
@@ -28,6 +28,7 @@ from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, 
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.errors import UserError
+from megalite.families import FAMILIES
 from megalite.log import logger
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
@@ -178,20 +179,20 @@ def _known_tokenizer(meta: dict[str, Any]) -> str | None:
 
 def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Path, shard_bytes: int) -> None:
     """model.safetensors, or numbered files and their index."""
-    arch, tensors = ARCHS[cfg.arch], weights_of(reader.manifest, reader.path)
+    family, tensors = FAMILIES[cfg.arch], weights_of(reader.manifest, reader.path)
     specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
     _check_names(reader.path, specs, tensors)
     code, dtype = _TYPES[kind]
 
     def group(spec: ParamSpec) -> _Group:
-        where = packed(arch, spec.name)
+        where = family.place(spec.name)
 
         def make() -> list[torch.Tensor]:
             whole = torch.empty(spec.shape, dtype=torch.float32)
             reader.rectangle(tensors[spec.name], (0,) * len(spec.shape), whole)
-            return where.split(whole.to(dtype), spec, cfg.num_heads)
+            return split(where, whole.to(dtype), spec, cfg.num_heads)
 
-        return _Group(tuple((n, code, s) for n, s in zip(where.names, where.shapes(spec))), make)
+        return _Group(tuple((n, code, s) for n, s in zip(where.names, file_shapes(where, spec))), make)
 
     shards = _shards([group(spec) for spec in specs.values()], shard_bytes)
     weight_map, total = {}, 0

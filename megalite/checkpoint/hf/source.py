@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.hf.arch import Arch, Packed
-from megalite.checkpoint.hf.config import arch_of, packed, read_config, special_ids
+from megalite.checkpoint.hf.config import family_of, read_config, special_ids
+from megalite.checkpoint.hf.packing import file_shapes, join
 from megalite.checkpoint.load import DTYPES
 from megalite.checkpoint.safetensors_io import BadCheckpoint, Entry, open_inside, read_exactly, read_header
 from megalite.config.model import ModelConfig
+from megalite.families.common import Family, Packed
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
 
@@ -48,7 +49,7 @@ class HFSource:
         self._descriptors: list[int] = []
         raw = _read_json(self.folder, "config.json")
         where = str(self.folder / "config.json")
-        self.arch: Arch = arch_of(raw, where)
+        self.family: Family = family_of(raw, where)
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
         self.specs: Mapping[str, ParamSpec] = param_map(self.config)
@@ -66,12 +67,12 @@ class HFSource:
         """Tensors of megalite that the folder holds, tied copies left out."""
         for spec in self.specs.values():
             if spec.tied_to is None:
-                yield spec, packed(self.arch, spec.name)
+                yield spec, self.family.place(spec.name)
 
     def read(self, spec: ParamSpec, where: Packed) -> torch.Tensor:
         """One tensor of megalite, fp32."""
         parts = [self._read(name) for name in where.names]
-        joined = where.join(parts, self.config.num_heads)
+        joined = join(where, parts, self.config.num_heads)
         parts.clear()
         return joined.to(torch.float32)
 
@@ -123,7 +124,7 @@ class HFSource:
 
     def _renamed(self, places: dict[str, _Place]) -> dict[str, _Place]:
         """Without what is no weight, and with the prefix that hub files of GPT-2 lack."""
-        prefix, skip = self.arch.prefix, [re.compile(p) for p in self.arch.skip]
+        prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
         out = {}
         for name, place in places.items():
             if prefix and not name.startswith(prefix) and name != "lm_head.weight":
@@ -140,8 +141,8 @@ class HFSource:
         where = str(self.folder)
         expected: dict[str, tuple[int, ...]] = {}
         for spec, place in self.tensors():
-            expected.update(zip(place.names, place.shapes(spec)))
-        head = packed(self.arch, "lm_head.weight").names[0]
+            expected.update(zip(place.names, file_shapes(place, spec)))
+        head = self.family.place("lm_head.weight").names[0]
         tied = self.specs["lm_head.weight"].tied_to is not None
         extra = sorted(self._places.keys() - expected.keys() - ({head} if tied else set()))
         missing = sorted(expected.keys() - self._places.keys())
@@ -158,7 +159,7 @@ class HFSource:
             if entry.dtype not in DTYPES:
                 raise BadCheckpoint(where, f"tensor {name} has type {entry.dtype}", f"must be {', '.join(DTYPES)}")
         if tied and head in self._places:
-            embedding = packed(self.arch, "embed_tokens.weight").names[0]
+            embedding = self.family.place("embed_tokens.weight").names[0]
             if not torch.equal(self._read(head), self._read(embedding)):
                 rule = f"tie_word_embeddings is true, and {head} differs from {embedding}"
                 raise BadCheckpoint(where, rule, "set tie_word_embeddings to false in config.json, or remove the head")

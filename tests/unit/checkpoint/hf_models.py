@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models with random weights everywhere, norms and biases included. Needs transformers only."""
+"""Tiny Hugging Face models with random weights everywhere, norms and biases included. Needs transformers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from megalite.families import FAMILIES
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -26,14 +28,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 # Name of the case -> (model_type, options); the head may be tied, biased, scaled, odd.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "llama3_tied_biased": (
         "llama",
         {**GROUPED, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
         | {"rope_parameters": LLAMA3_ROPE},
     ),
-    "mistral": ("mistral", GROUPED),
     "qwen2": ("qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {**GROUPED, "head_dim": 12}),
     "gpt2": (
@@ -42,9 +43,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {**SIZES, "rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.25}}),
     "gpt_neox_serial": ("gpt_neox", {**SIZES, "use_parallel_residual": False}),
-    "olmo2": ("olmo2", GROUPED),
     "phi3": ("phi3", {**GROUPED, "pad_token_id": 0}),
 }
+# A family without a case of its own is tested with Llama's keys.
+CASES = _CASES | {name: (name, GROUPED) for name in FAMILIES if name not in {family for family, _ in _CASES.values()}}
 
 
 def make_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:

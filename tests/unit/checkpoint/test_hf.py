@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from megalite.checkpoint.hf.config import read_config, write_config
 from megalite.checkpoint.hf.convert import export_hf, import_hf
-from megalite.checkpoint.hf.families import ARCHS
 from megalite.checkpoint.hf.start import hf_model_config
 from megalite.checkpoint.manifest import read_manifest
 from megalite.errors import UserError
+from megalite.families import FAMILIES
 from tests.parity.jobs import make_config
 from tests.unit.checkpoint.hf_models import CASES, logits_of, make_model, tokens
 from tests.unit.checkpoint.jobs import hf_job
@@ -61,7 +61,7 @@ def assert_same_weights(a: Path, b: Path) -> None:
 
 
 def test_every_family_is_tested() -> None:
-    assert {model_type for model_type, _ in CASES.values()} == set(ARCHS)
+    assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -169,16 +169,17 @@ import json, resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from megalite.checkpoint.hf.convert import export_hf, import_hf
-from megalite.checkpoint.hf.config import packed, write_config
-from megalite.checkpoint.hf.families import ARCHS
+from megalite.checkpoint.hf.config import write_config
+from megalite.checkpoint.hf.packing import file_shapes
 from megalite.config.model import ModelConfig
+from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
 root = Path(sys.argv[1])
 cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4096, vocab_size=4096, seq_len=64)
 (root / "hf").mkdir()
 for spec in param_map(cfg).values():
-    where = packed(ARCHS["llama"], spec.name)
-    for name, shape in zip(where.names, where.shapes(spec)):
+    where = FAMILIES["llama"].place(spec.name)
+    for name, shape in zip(where.names, file_shapes(where, spec)):
         save_file({name: torch.ones(shape)}, root / "hf" / f"{name}.safetensors")
 index = {p.stem: p.name for p in (root / "hf").glob("*.safetensors")}
 (root / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))

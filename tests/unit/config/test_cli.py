@@ -18,7 +18,7 @@ from megalite.config.cli import parse, to_yaml
 from megalite.config.model import RopeScaling
 from megalite.config.run import Config
 from megalite.errors import UserError
-from megalite.presets import PRESETS
+from megalite.families import FAMILIES, PRESETS
 
 
 def config(*argv: str) -> Config:
@@ -124,7 +124,7 @@ FLAG_ERRORS = [
     ("--tie-embeddings=1", "--tie-embeddings 1: takes no value"),
     ("--precision bf61", "--precision bf61: must be one of fp32, bf16, fp16; did you mean bf16?"),
     ("--zero 3", "--zero 3: must be one of 0, 1"),
-    ("--arch lama", "--arch lama: must be one of llama, mistral, qwen2, qwen3, olmo2, phi3, gpt2, gpt_neox; did you"),
+    ("--arch lama", f"--arch lama: must be one of {', '.join(FAMILIES)}; did you mean llama?"),
     ("--preset llama-2-7", "; did you mean llama-2-7b?"),
     ("--preset", "--preset: takes one value"),
     ("--print-config 3", "--print-config 3: takes no value"),

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: q, k, v interleaved by head, a quarter of each head rotated, parallel residual."""
 
-from megalite.checkpoint.hf.arch import COMMON_FIELDS, Arch, Packed, rows
+from megalite.families.common import COMMON_FIELDS, Family, Packed, rows, preset
 
 _LAYER = "gpt_neox.layers.{}"
 _NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
@@ -10,10 +10,19 @@ _LINEARS = {
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
 
-ARCH = Arch(
-    "gpt_neox",
-    "GPTNeoXForCausalLM",
-    {
+FAMILY = Family(
+    name="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    options={
+        "norm": "layernorm",
+        "activation": "gelu",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "rope_fraction": 0.25,
+        "parallel_residual": True,
+    },
+    tensors={
         "embed_tokens.weight": rows("gpt_neox.embed_in.weight"),
         **{
             f"layers.{{}}.self_attn.qkv_proj.{leaf}": Packed((f"{_LAYER}.attention.query_key_value.{leaf}",), "heads")
@@ -49,9 +58,13 @@ ARCH = Arch(
         "rotary_pct": 0.25,
         "rotary_emb_base": 10000.0,
     },
-    gated=False,
     partial_rotary="rotary_pct",
     old_theta="rotary_emb_base",
     skip=(r".*\.attention\.(bias|masked_bias)", r".*\.rotary_emb\.inv_freq"),
-    options={"norm": "layernorm", "mlp_bias": True},
+    presets={
+        # Black et al. 2022, table 1, and the card of EleutherAI/gpt-neox-20b
+        "gpt-neox-20b": preset(44, 6144, 64, 50432, 2048, 20_554_567_680, activation="gelu_tanh"),
+        # Biderman et al. 2023 and EleutherAI/pythia-160m
+        "pythia-160m": preset(12, 768, 12, 50304, 2048, 162_322_944),
+    },
 )

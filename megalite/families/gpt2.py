@@ -1,6 +1,6 @@
 """GPT-2: Conv1D weights are [in, out]; hub files lack the prefix and carry attention masks."""
 
-from megalite.checkpoint.hf.arch import Arch, rows, transposed
+from megalite.families.common import Family, rows, transposed, preset
 
 _LAYER = "transformer.h.{}"
 _LINEARS = {
@@ -11,10 +11,19 @@ _LINEARS = {
 }
 _NORMS = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}
 
-ARCH = Arch(
-    "gpt2",
-    "GPT2LMHeadModel",
-    {
+FAMILY = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    options={
+        "norm": "layernorm",
+        "position": "learned",
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+    },
+    tensors={
         "embed_tokens.weight": rows("transformer.wte.weight"),
         "embed_positions.weight": rows("transformer.wpe.weight"),
         **{f"layers.{{}}.{ours}.weight": transposed(f"{_LAYER}.{theirs}.weight") for ours, theirs in _LINEARS.items()},
@@ -57,14 +66,15 @@ ARCH = Arch(
     },
     constants={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     activation="activation_function",
-    gated=False,
     skip=(r".*\.attn\.(bias|masked_bias)",),
     prefix="transformer.",
-    options={
-        "norm": "layernorm",
-        "position": "learned",
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
+    presets={
+        # Radford et al. 2019, table 2 (sizes as of the released weights; their causal masks do not count)
+        "gpt2-124m": preset(12, 768, 12, 50257, 1024, 124_439_808),
+        "gpt2-350m": preset(24, 1024, 16, 50257, 1024, 354_823_168),
+        "gpt2-774m": preset(36, 1280, 20, 50257, 1024, 774_030_080),
+        "gpt2-1.5b": preset(48, 1600, 25, 50257, 1024, 1_557_611_200),
+        # Brown et al. 2020, table 2.1 (all layers dense here; the paper alternates dense and sparse attention)
+        "gpt3-175b": preset(96, 12288, 96, 50257, 2048, 175.0e9),
     },
 )

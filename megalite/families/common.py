@@ -1,14 +1,12 @@
-"""What a family of Hugging Face models is called and how its tensors are packed, as data; one file per family."""
+"""What describes a model family, and the names and keys that most families share. Data only, without torch."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import torch
-
-from megalite.sharding import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -24,76 +22,80 @@ class Packed:
     names: tuple[str, ...]
     how: Literal["rows", "transposed", "heads"] = "rows"
 
-    def shapes(self, spec: ParamSpec) -> list[tuple[int, ...]]:
-        """Shapes of the tensors in the file."""
-        if len(self.names) > 1:
-            return [(rows, *spec.shape[1:]) for rows in spec.parts]
-        return [spec.shape[::-1] if self.how == "transposed" else spec.shape]
-
-    def join(self, tensors: list[torch.Tensor], heads: int) -> torch.Tensor:
-        """megalite's tensor out of those of the file."""
-        if len(tensors) > 1:
-            return torch.cat(tensors)
-        (tensor,) = tensors
-        if self.how == "transposed":
-            return tensor.t().contiguous()
-        if self.how == "heads":
-            return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
-        return tensor
-
-    def split(self, tensor: torch.Tensor, spec: ParamSpec, heads: int) -> list[torch.Tensor]:
-        """The tensors of the file out of megalite's."""
-        if len(self.names) > 1:
-            return list(tensor.split(spec.parts))
-        if self.how == "transposed":
-            return [tensor.t().contiguous()]
-        if self.how == "heads":
-            return [tensor.view(3, heads, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)]
-        return [tensor]
-
 
 def rows(*names: str) -> Packed:
-    """One tensor as it is, or packed parts one after the other."""
+    """Describe one tensor as it is, or packed parts one after the other."""
     return Packed(names)
 
 
 def transposed(name: str) -> Packed:
-    """A Conv1D weight."""
+    """Describe a Conv1D weight."""
     return Packed((name,), "transposed")
 
 
 @dataclass(frozen=True)
-class Arch:
-    """A family.
+class Preset:
+    """The shape of a published model; values are those of the model's own configuration.
 
     Attributes:
-        model_type, architecture: what config.json calls it.
-        tensors: megalite name, with {} for the layer -> where it is in the file. A model uses those it has.
-        fields: (key of config.json, `ModelConfig` field) pairs.
-        defaults: values of keys that config.json may leave out, as transformers' class has them.
-        constants: keys with the only value that megalite computes; written always, and any other value is refused.
-        activation: key of the activation's name.
-        gated: whether the MLP is gated.
-        partial_rotary: old key of the rotated share of a head, where the family can have one.
-        old_theta: old key of the rotary base.
-        skip: patterns of tensors that files of this family may hold and that are no weights.
-        prefix: of every tensor but the head; files may lack it (GPT-2 on the hub).
-        options: `ModelConfig` values of every model of the family.
+        options: `ModelConfig` values that differ from the family's. `seq_len` is the length of (most of) its training;
+            dropout, where the model was trained with it, stays 0.
+        parameters: published number of trained parameters, tied tensors counted once: exact (int) or rounded (float);
+            None for a shape of our own.
     """
 
-    model_type: str
+    options: Mapping[str, Any]
+    parameters: int | float | None
+
+
+def preset(
+    layers: int, hidden: int, heads: int, vocab: int, seq_len: int, parameters: int | float | None, **more: Any
+) -> Preset:
+    """Make a preset of the sizes that every model has, its published number of parameters, and other options."""
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "vocab_size": vocab, "seq_len": seq_len}
+    return Preset({**sizes, **more}, parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models.
+
+    Attributes:
+        name: `--arch`, and `model_type` in config.json.
+        architecture: the class in transformers.
+        options: `ModelConfig` values of the family; flags, presets and config.json override them.
+        tensors: megalite name, with {} for the layer -> where it is in the file. A model uses those it has.
+        fields: (key of config.json, `ModelConfig` field) pairs.
+        defaults: values of keys that config.json may omit, as transformers' class has them.
+        constants: keys with the only value that megalite computes; always written, and any other value is refused.
+        activation: key of the activation's name.
+        partial_rotary: old key of the rotated share of a head, where the family can have one.
+        old_theta: old key of the rotary base.
+        skip: patterns of tensors that files of this family may hold and that are not weights.
+        prefix: of every tensor but the head; files may lack it (GPT-2 on the hub).
+        presets: published models, by name (`--preset`).
+    """
+
+    name: str
     architecture: str
+    options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Packed]
     fields: tuple[tuple[str, str], ...]
     defaults: Mapping[str, Any]
     constants: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "hidden_act"
-    gated: bool = True
     partial_rotary: str | None = None
     old_theta: str = "rope_theta"
     skip: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     prefix: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Preset] = field(default_factory=dict)
+
+    def place(self, name: str) -> Packed:
+        """Return where a tensor of megalite lies in the family's files, names filled in."""
+        found = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+        entry = self.tensors[f"layers.{{}}.{found[2]}" if found else name]
+        layer = found[1] if found else ""
+        return dataclasses.replace(entry, names=tuple(n.format(layer) for n in entry.names))
 
 
 # Most families keep Llama's names.

@@ -1,11 +1,11 @@
 """Phi-3: q, k, v and gate, up are packed in the file as they are here."""
 
-from megalite.checkpoint.hf.arch import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Arch, rows
+from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, rows
 
-ARCH = Arch(
-    "phi3",
-    "Phi3ForCausalLM",
-    {
+FAMILY = Family(
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    tensors={
         **LLAMA_TENSORS,
         "layers.{}.self_attn.qkv_proj.weight": rows("model.layers.{}.self_attn.qkv_proj.weight"),
         "layers.{}.mlp.gate_up_proj.weight": rows("model.layers.{}.mlp.gate_up_proj.weight"),

@@ -1,0 +1,49 @@
+"""Llama 1 to 3.2."""
+
+from typing import Any
+
+from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
+
+
+def _stretched(factor: float) -> dict[str, Any]:
+    """Context extension of Llama 3.1 and 3.2: 8,192 positions stretched to 131,072."""
+    scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"max_position_embeddings": 131072, "rope_scaling": scaling | {"original_max_position_embeddings": 8192}}
+
+
+_LLAMA3: dict[str, Any] = {"num_kv_heads": 8, "ffn_hidden_size": 14336, "rope_theta": 5e5}
+
+FAMILY = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    tensors=LLAMA_TENSORS,
+    fields=(
+        *LLAMA_FIELDS,
+        ("attention_bias", "qkv_bias"),
+        ("attention_bias", "o_bias"),
+        ("mlp_bias", "mlp_bias"),
+    ),
+    defaults={**LLAMA_DEFAULTS, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+    presets={
+        "tiny": preset(4, 128, 4, 512, 128, None, num_kv_heads=2),
+        # Touvron et al. 2023 and meta-llama/Llama-2-*
+        "llama-2-7b": preset(32, 4096, 32, 32000, 4096, 6_738_415_616, ffn_hidden_size=11008),
+        "llama-2-13b": preset(40, 5120, 40, 32000, 4096, 13_015_864_320, ffn_hidden_size=13824),
+        "llama-2-70b": preset(80, 8192, 64, 32000, 4096, 68_976_648_192, ffn_hidden_size=28672, num_kv_heads=8),
+        # Grattafiori et al. 2024, table 3, and meta-llama/Meta-Llama-3-*, Llama-3.1-*, Llama-3.2-*
+        "llama-3-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA3),
+        "llama-3-70b": preset(80, 8192, 64, 128256, 8192, 70_553_706_496, **_LLAMA3 | {"ffn_hidden_size": 28672}),
+        "llama-3.1-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA3, **_stretched(8.0)),
+        "llama-3.2-1b": preset(
+            16,
+            2048,
+            32,
+            128256,
+            8192,
+            1_235_814_400,
+            **_LLAMA3 | {"ffn_hidden_size": 8192},
+            **_stretched(32.0),
+            tie_embeddings=True,
+        ),
+    },
+)

@@ -1,0 +1,28 @@
+"""Qwen 3, dense: q and k are normalised per head, and a head's width is its own."""
+
+from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
+
+_GROUPED = {"num_kv_heads": 8, "head_dim": 128}
+
+FAMILY = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    options={"qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 1e6},
+    tensors=LLAMA_TENSORS,
+    fields=(*LLAMA_FIELDS, ("attention_bias", "qkv_bias"), ("attention_bias", "o_bias")),
+    defaults={
+        **LLAMA_DEFAULTS,
+        "max_position_embeddings": 32768,
+        "head_dim": 128,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
+    constants={"use_sliding_window": False},
+    presets={
+        # Qwen/Qwen3-*
+        "qwen3-0.6b": preset(
+            28, 1024, 16, 151936, 4096, 596_049_920, **_GROUPED, ffn_hidden_size=3072, tie_embeddings=True
+        ),
+        "qwen3-8b": preset(36, 4096, 32, 151936, 4096, 8_190_735_360, **_GROUPED, ffn_hidden_size=12288),
+    },
+)
