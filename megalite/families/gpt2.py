@@ -1,6 +1,6 @@
 """GPT-2: Conv1D weights are [in, out]; hub files lack the prefix and carry attention masks."""
 
-from megalite.families.common import Family, rows, transposed, preset
+from megalite.families.common import Family, preset, rows, transposed
 
 _LAYER = "transformer.h.{}"
 _LINEARS = {

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: q, k, v interleaved by head, a quarter of each head rotated, parallel residual."""
 
-from megalite.families.common import COMMON_FIELDS, Family, Packed, rows, preset
+from megalite.families.common import COMMON_FIELDS, Family, Packed, preset, rows
 
 _LAYER = "gpt_neox.layers.{}"
 _NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}

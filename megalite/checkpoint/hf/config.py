@@ -7,7 +7,6 @@ transformers 5 writes `rope_parameters` and `dtype`; 4.57, vLLM and llama.cpp re
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from megalite.checkpoint.safetensors_io import BadCheckpoint

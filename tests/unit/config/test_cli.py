@@ -170,7 +170,7 @@ YAML_ERRORS = [
     ("train: {precision: fp8}", "train.precision fp8: must be one of fp32, bf16, fp16"),
     ("model: {rope_scaling: {factor: true}}", "must be a mapping of factor"),
     ("model: {rope_scaling: {factor: 0.5}}", "--rope-scaling"),
-    ("model: {arch: bert}", "model.arch bert: must be one of llama"),
+    ("model: {arch: bert}", f"model.arch bert: must be one of {', '.join(FAMILIES)}"),
     ("model: {num_layers: 0}", "--num-layers 0: must be at least 1"),
 ]
 

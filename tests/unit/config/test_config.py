@@ -18,6 +18,7 @@ from megalite.config.run import (
     TrainConfig,
 )
 from megalite.errors import UserError
+from megalite.families import FAMILIES
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "seq_len": 32}
 
@@ -43,7 +44,7 @@ def test_family_options_and_overrides() -> None:
 
 
 BAD: list[tuple[type, dict[str, Any], str, str]] = [
-    (ModelConfig, {"arch": "bert"}, "--arch bert", "must be one of llama, mistral"),
+    (ModelConfig, {"arch": "bert"}, "--arch bert", f"must be one of {', '.join(FAMILIES)}"),
     (ModelConfig, {"num_layers": 0}, "--num-layers 0", "must be at least 1"),
     (ModelConfig, {"hidden_size": 65}, "--hidden-size 65", "divisible by --num-heads 4"),
     (ModelConfig, {"num_heads": 8, "num_kv_heads": 3}, "--num-kv-heads 3", "must divide --num-heads 8"),
