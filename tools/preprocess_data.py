@@ -28,10 +28,8 @@ def main() -> None:
     parser.add_argument("--skip-bad", action="store_true", help="leave out and count what does not parse")
     args = parser.parse_args()
     setup_logging()
-    report = preprocess(
-        args.input, args.tokenizer, args.out, workers=args.workers, key=args.key, skip_bad=args.skip_bad
-    )
-    print(f"{args.out}: {report}")
+    stats = preprocess(args.input, args.tokenizer, args.out, workers=args.workers, key=args.key, skip_bad=args.skip_bad)
+    print(f"{args.out}: {stats}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,15 @@
 from megalite.data.blend import BlendedDataset, BlendOrder
 from megalite.data.build import Datasets, build_datasets, parse_data, prefixes_of
 from megalite.data.loader import BatchLoader
-from megalite.data.samples import Dataset, GPTDataset, MockDataset, sample_index, split_documents
-from megalite.data.sidecar import check_tokenizer_matches, read_sidecar
+from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import (
+    IndexedDataset,
+    IndexedDatasetWriter,
+    check_tokenizer_matches,
+    read_sidecar,
+    token_dtype,
+)
 
 __all__ = [
     "BatchLoader",
@@ -25,7 +30,6 @@ __all__ = [
     "parse_data",
     "prefixes_of",
     "read_sidecar",
-    "sample_index",
     "split_documents",
     "token_dtype",
 ]

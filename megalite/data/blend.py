@@ -30,7 +30,7 @@ _LIBRARY = Path(__file__).with_name("_blend.so")
 # (weights, taken, choices [stop - start, 2] or None, start, stop): choices of positions [start, stop), written to
 # `choices`; brings `taken` from start to stop.
 Ints = npt.NDArray[np.int64]
-Run = Callable[[npt.NDArray[np.float64], Ints, Ints | None, int, int], None]
+BlendRule = Callable[[npt.NDArray[np.float64], Ints, Ints | None, int, int], None]
 
 
 def run_in_python(weights: npt.NDArray[np.float64], taken: Ints, choices: Ints | None, start: int, stop: int) -> None:
@@ -47,7 +47,7 @@ def run_in_python(weights: npt.NDArray[np.float64], taken: Ints, choices: Ints |
 
 
 @lru_cache
-def compiled(library: Path = _LIBRARY) -> Run | None:
+def compiled(library: Path = _LIBRARY) -> BlendRule | None:
     """The rule in C++, or None where the install found no compiler."""
     if not library.exists():
         return None
@@ -72,7 +72,7 @@ class BlendOrder:
         run: what follows the rule; compiled where it can be.
     """
 
-    def __init__(self, weights: Sequence[float], run: Run | None = None) -> None:
+    def __init__(self, weights: Sequence[float], run: BlendRule | None = None) -> None:
         total = sum(weights)
         self._weights = np.array([w / total for w in weights])
         self._run = run or compiled() or run_in_python
@@ -147,11 +147,6 @@ class BlendedDataset:
                 raise UserError(f"--data {weight} {dataset.indexed.prefix}", rule, "leave out what is not to be used")
         self.datasets, self.weights, self.seq_len = list(datasets), list(weights), datasets[0].seq_len
         self.order = BlendOrder(weights)
-
-    def sample_id(self, position: int) -> tuple[int, int]:
-        """(set, sample within it) at a position."""
-        chosen, nth = self.order.locate(position)
-        return chosen, self.datasets[chosen].sample_id(nth)[1]
 
     def sample(self, position: int) -> Tokens:
         """int64 [seq_len + 1] at a position."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from megalite.data.blend import BlendedDataset
 from megalite.data.samples import Dataset, GPTDataset, split_documents
-from megalite.data.sidecar import read_sidecar
-from megalite.data.tokens import IndexedDataset
+from megalite.data.tokens import IndexedDataset, read_sidecar
 from megalite.errors import UserError
 from megalite.log import logger
 
@@ -63,7 +64,7 @@ def build_datasets(
         data: `--data` word for word: [PREFIX] or ["0.7", "A", "0.3", "B"].
         split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given. The test
             part is held out, and read by nobody here.
-        seq_len: tokens a sample.
+        seq_len: tokens per sample.
         seed: of the order of samples.
         shuffle: shuffle samples within an epoch; evaluation always reads in order.
         vocab_size: ids must be below it.
@@ -75,30 +76,30 @@ def build_datasets(
             argument.
     """
     sources = _open(data, vocab_size)
-    parts = [split_documents(d.num_documents, split) for _, d in sources]
-
-    def gather(sources: list[tuple[float, IndexedDataset]], name: str, index: int | None) -> Dataset:
-        datasets = [
-            GPTDataset(
-                indexed,
-                seq_len,
-                documents=None if index is None else parts[i][index],
-                seed=seed,
-                shuffle=shuffle and name == "train",
-                vocab_size=vocab_size,
-                split=name,
-            )
-            for i, (_, indexed) in enumerate(sources)
-        ]
-        return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, [w for w, _ in sources])
-
+    train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
+    make = partial(_dataset, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
-        valid = gather(_open(valid_data, vocab_size), "valid", None) if evaluate else None
-        return Datasets(gather(sources, "train", None), valid)
-    asked = [float(part) > 0 for part in split.split(",")]
-    has_valid = evaluate and len(asked) > 1 and asked[1]
-    return Datasets(gather(sources, "train", 0), gather(sources, "valid", 1) if has_valid else None)
+        evaluated = make("valid", _open(valid_data, vocab_size), shuffle=False) if evaluate else None
+        return Datasets(make("train", sources, shuffle=shuffle), evaluated)
+    weights = [float(weight) for weight in split.split(",")]
+    has_valid = evaluate and len(weights) > 1 and weights[1] > 0
+    evaluated = make("valid", sources, valid, shuffle=False) if has_valid else None
+    return Datasets(make("train", sources, train, shuffle=shuffle), evaluated)
+
+
+def _dataset(
+    name: str,
+    sources: Sequence[tuple[float, IndexedDataset]],
+    documents: Sequence[tuple[int, int] | None] | None = None,
+    **options: Any,
+) -> Dataset:
+    """One split of the sources, blended if there are several. `documents`: the range of each, by default all."""
+    datasets = [
+        GPTDataset(indexed, split=name, documents=own, **options)
+        for (_, indexed), own in zip(sources, documents or [None] * len(sources))
+    ]
+    return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, [weight for weight, _ in sources])
 
 
 def _open(data: Sequence[str], vocab_size: int | None) -> list[tuple[float, IndexedDataset]]:

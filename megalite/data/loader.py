@@ -7,9 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
-from megalite.data.samples import Dataset
+from megalite.data.samples import Dataset, Tokens
 from megalite.errors import UserError
 
 
@@ -29,7 +28,6 @@ class BatchLoader:
 
     Attributes:
         consumed_samples: samples of all ranks up to the end of the batch returned last; what a checkpoint keeps.
-        sample_ids: int64 [B / d, 2], rows (data set, sample) of the batch returned last.
 
     Raises:
         UserError: global_batch_size is not divisible by dp_size.
@@ -53,16 +51,15 @@ class BatchLoader:
         self.dataset, self.global_batch_size = dataset, global_batch_size
         self.rows = global_batch_size // dp_size
         self.consumed_samples = consumed_samples
-        self.sample_ids: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
         self._first_row = dp_rank * self.rows
         self._next_start = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: deque[Future[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]] = deque()
+        self._ahead: deque[Future[Tokens]] = deque()
         for _ in range(prefetch):
             self._submit()
 
-    def next_batch(self) -> npt.NDArray[np.int64]:
-        """int64 [global_batch_size / dp_size, seq_len + 1], this rank's rows of the next global batch.
+    def next_batch(self) -> Tokens:
+        """Return int64 [global_batch_size / dp_size, seq_len + 1], this rank's rows of the next global batch.
 
         Raises:
             Exception: whatever reading raised (a `UserError` for bad ids); every later call raises it again.
@@ -70,11 +67,21 @@ class BatchLoader:
         if not self._ahead:
             raise RuntimeError("the loader is closed")
         # The batch leaves the queue only when it was read, so a failure cannot skip samples.
-        batch, self.sample_ids = self._ahead[0].result()
+        batch = self._ahead[0].result()
         self._ahead.popleft()
         self.consumed_samples += self.global_batch_size
         self._submit()
         return batch
+
+    def next(self) -> tuple[Tokens, Exception | None]:
+        """Return the next batch and None, or rows of zeros and the failure.
+
+        A rank whose read fails still has to take part in the step, where the other ranks learn of the failure.
+        """
+        try:
+            return self.next_batch(), None
+        except Exception as e:
+            return np.zeros((self.rows, self.dataset.seq_len + 1), np.int64), e
 
     def close(self) -> None:
         """Stop reading ahead; the loader is of no use afterwards."""
@@ -91,8 +98,6 @@ class BatchLoader:
         self._ahead.append(self._reader.submit(self._read, self._next_start))
         self._next_start += self.global_batch_size
 
-    def _read(self, start: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _read(self, start: int) -> Tokens:
         first = start + self._first_row
-        # Position by position: a blend goes forwards only.
-        read = [(self.dataset.sample(p), self.dataset.sample_id(p)) for p in range(first, first + self.rows)]
-        return np.stack([sample for sample, _ in read]), np.array([sample_id for _, sample_id in read], np.int64)
+        return np.stack([self.dataset.sample(position) for position in range(first, first + self.rows)])

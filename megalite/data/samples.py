@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.tokens import IndexedDataset
+from megalite.data.tokens import IndexedDataset, locate
 from megalite.errors import UserError
 from megalite.log import logger
 
@@ -28,31 +28,8 @@ class Dataset(Protocol):
     def sample(self, position: int) -> Tokens:
         """int64 [seq_len + 1]: inputs are [:-1], labels [1:]."""
 
-    def sample_id(self, position: int) -> tuple[int, int]:
-        """(data set, sample within it) at a position; the data set counts from 0 in the order of `--data`."""
-
     def content_hash(self) -> str:
         """SHA-256 of what the samples are made of, for a checkpoint's manifest."""
-
-
-def locate(sizes: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """int64 [len(positions), 2]: (document, offset in it) of tokens of the concatenated documents."""
-    ends = np.cumsum(np.asarray(sizes, np.int64))
-    at = np.asarray(positions, np.int64)
-    # side="right" also steps over empty documents.
-    document = np.searchsorted(ends, at, side="right")
-    begins = np.concatenate([np.zeros(1, np.int64), ends])
-    return np.stack([document, at - begins[document]], axis=1)
-
-
-def sample_index(sizes: npt.ArrayLike, seq_len: int) -> npt.NDArray[np.int64]:
-    """Where each sample begins: int64 [n + 1, 2], rows (document, offset), of n = (total - 1) // seq_len samples.
-
-    Sample i runs from row i to row i + 1, that token included. Reading does not need this table (documents lie end
-    to end in `.bin`); it says which documents a sample holds.
-    """
-    total = int(np.sum(sizes, dtype=np.int64))
-    return locate(sizes, np.arange(max(total - 1, 0) // seq_len + 1, dtype=np.int64) * seq_len)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -112,24 +89,23 @@ class GPTDataset:
                 "use more data, a larger part in --split (or 0 for this part), or a shorter --seq-len",
             )
         self._epoch, self._order = -1, np.zeros(0, np.int64)
-        self._told_epochs = False
+        self._epochs_reported = False
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def sample_id(self, position: int) -> tuple[int, int]:
-        """(0, sample) at a position of the training order."""
+    def _sample_at(self, position: int) -> int:
         epoch, within = divmod(position, self.num_samples)
-        if epoch > 0 and not self._told_epochs:
-            self._told_epochs = True
+        if epoch > 0 and not self._epochs_reported:
+            self._epochs_reported = True
             name = f"{self.split} split of {self.indexed.prefix}"
             logger.info(f"{name}: its {self.num_samples} samples are used up, going on with epoch {epoch + 1}")
         if not self.shuffle:
-            return 0, within
+            return within
         if epoch != self._epoch:
             self._order = epoch_order(self.num_samples, self.seed, epoch)
             self._epoch = epoch
-        return 0, int(self._order[within])
+        return int(self._order[within])
 
     def sample(self, position: int) -> Tokens:
         """int64 [seq_len + 1] at a position of the training order (any position >= 0; epochs follow each other).
@@ -137,7 +113,7 @@ class GPTDataset:
         Raises:
             UserError: an id is not in [0, vocab_size).
         """
-        start = self.first_token + self.sample_id(position)[1] * self.seq_len
+        start = self.first_token + self._sample_at(position) * self.seq_len
         tokens = self.indexed.tokens(start, start + self.seq_len + 1).astype(np.int64)
         if self.vocab_size is not None and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
             raise self._bad_id(tokens, start, self.vocab_size)
@@ -151,7 +127,7 @@ class GPTDataset:
 
     def _bad_id(self, tokens: Tokens, start: int, vocab_size: int) -> UserError:
         bad = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
-        document, offset = locate(self.indexed.sizes, [start + bad])[0]
+        document, offset = locate(self.indexed.starts, start + bad)
         return UserError(
             f"token id {int(tokens[bad])} in {self.indexed.prefix}.bin, document {document}, token {offset}",
             f"ids must be in 0..{vocab_size - 1} (--vocab-size {vocab_size})",
@@ -173,9 +149,6 @@ class MockDataset:
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0) -> None:
         self.seq_len, self.seed, self.alphabet = seq_len, seed, min(vocab_size, 256)
-
-    def sample_id(self, position: int) -> tuple[int, int]:
-        return 0, position
 
     def sample(self, position: int) -> Tokens:
         """int64 [seq_len + 1] at a position."""

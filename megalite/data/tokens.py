@@ -20,21 +20,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data.tokenizer import Tokenizer
 from megalite.errors import UserError
+from megalite.log import logger
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPE_OF_CODE: dict[int, np.dtype] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
+_DTYPES = ("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
+DTYPE_OF_CODE = {code: np.dtype(name) for code, name in enumerate(_DTYPES, start=1)}
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 _REBUILD = "copy or preprocess it again"
 _HASH_BLOCKS, _HASH_BLOCK_BYTES = 64, 4096
@@ -47,6 +41,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
         vocab_size: the tokenizer's true size, not the padded one.
     """
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def locate(starts: npt.NDArray[np.int64], token: int) -> tuple[int, int]:
+    """Return (document, offset in it) of a token of the concatenated documents, which begin at `starts`."""
+    # side="right" also steps over empty documents.
+    document = int(np.searchsorted(starts, token, side="right")) - 1
+    return document, token - int(starts[document])
 
 
 class IndexedDataset:
@@ -105,11 +106,6 @@ class IndexedDataset:
     def document(self, i: int) -> npt.NDArray[Any]:
         """Ids of document i in the dtype of the file, [sizes[i]]."""
         return self.tokens(int(self.starts[i]), int(self.starts[i + 1]))
-
-    def read(self, document: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """`length` ids from token `offset` of a document on, running into the documents that follow."""
-        start = int(self.starts[document]) + offset
-        return self.tokens(start, start + length)
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Ids [start, stop) of the concatenated documents, in the dtype of the file.
@@ -241,10 +237,6 @@ class IndexedDatasetWriter:
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).tobytes())
         self._sizes.append(lengths.astype(np.int32))
 
-    def add_document(self, tokens: npt.NDArray[Any]) -> None:
-        """Append one document, ids [length]."""
-        self.add_documents(tokens, [len(tokens)])
-
     def finalize(self, sidecar: Mapping[str, Any] | None = None) -> None:
         """Commit the files; `sidecar`, if given, becomes `PREFIX.json` before `.idx` makes the data loadable."""
         sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32)
@@ -295,3 +287,44 @@ class IndexedDatasetWriter:
 def _sync(f: BinaryIO) -> None:
     f.flush()
     os.fsync(f.fileno())
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
+    """Contents of `PREFIX.json`, None where there is no such file (data made by Megatron-LM).
+
+    Raises:
+        UserError: the file is not one that preprocessing wrote.
+    """
+    path = Path(f"{prefix}.json")
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        raise UserError(str(path), f"cannot be read ({e})", "preprocess the text again, or remove the file") from e
+    if (
+        not isinstance(content, dict)
+        or not isinstance(content.get("vocab_size"), int)
+        or "tokenizer_sha256" not in content
+    ):
+        rule = "must hold tokenizer_sha256 and vocab_size, as preprocess_data.py writes them"
+        raise UserError(str(path), rule, "preprocess the text again, or remove the file")
+    return content
+
+
+def check_tokenizer_matches(prefix: str | Path, tokenizer: Tokenizer) -> None:
+    """Refuse data that another tokenizer made; without `PREFIX.json` one warning says that nothing was checked.
+
+    Raises:
+        UserError: the tokenizer's SHA-256 is not the data's.
+    """
+    sidecar = read_sidecar(prefix)
+    if sidecar is None:
+        logger.warning(f"{prefix}.json is missing: whether {tokenizer.path} made this data is not checked")
+    elif sidecar["tokenizer_sha256"] != tokenizer.sha256:
+        made_by = f"{sidecar.get('tokenizer_kind')} tokenizer with SHA-256 {sidecar['tokenizer_sha256']}"
+        raise UserError(
+            f"--tokenizer {tokenizer.path} with SHA-256 {tokenizer.sha256}",
+            f"{prefix} was made by a {made_by}",
+            "give that tokenizer, or preprocess the text again with this one",
+        )

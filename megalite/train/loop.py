@@ -9,8 +9,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from megalite.checkpoint import SaveError
@@ -94,7 +92,7 @@ def one_step(run: Run, progress: Progress) -> StepResult:
     started = time.perf_counter()
     progress.stragglers.start()
     run.heart.beat("reading data", step, patience)
-    batch, no_data = next_batch(run.loader, engine.cfg.model.seq_len)
+    batch, no_data = run.loader.next()
     waited = time.perf_counter() - started
     problem = no_data or progress.problem
     run.heart.beat("training", step, patience)
@@ -174,14 +172,6 @@ def failed_save(run: Run) -> SaveError | None:
     return None
 
 
-def next_batch(loader: BatchLoader, seq_len: int) -> tuple[npt.NDArray[np.int64], Exception | None]:
-    """The next batch, or a stand-in and why there is none: the other ranks must hear of it in their step."""
-    try:
-        return loader.next_batch(), None
-    except Exception as e:
-        return np.zeros((loader.rows, seq_len + 1), np.int64), e
-
-
 def evaluate(run: Run) -> None:
     """Mean loss over `eval_steps` global batches of the evaluation data, the same samples every time."""
     cfg, ctx = run.engine.cfg, run.engine.ctx
@@ -192,7 +182,7 @@ def evaluate(run: Run) -> None:
         losses = []
         for _ in range(cfg.run.eval_steps):
             run.heart.beat("evaluation", run.step)
-            batch, no_data = next_batch(loader, cfg.model.seq_len)
+            batch, no_data = loader.next()
             loss, failed = eval_step(run.engine, batch, failed=no_data is not None)
             if failed:
                 raise_together(ctx, no_data)

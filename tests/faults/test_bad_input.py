@@ -49,7 +49,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = tmp_path_factory.mktemp("data") / "text"
     with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
         for i in range(40):
-            writer.add_document((np.arange(50) + 50 * i) % 100)
+            writer.add_documents((np.arange(50) + 50 * i) % 100, [50])
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 100, "tokenizer_kind": "bytes"})
     return prefix
 
@@ -174,10 +174,10 @@ def test_token_id_beyond_the_vocabulary_in_evaluation_data(tmp_path: Path) -> No
     # Evaluation reads in order: of its first batch of four samples the third is rank 1's, who must be heard.
     folder = tmp_path / "valid"
     with IndexedDatasetWriter(folder, np.dtype(np.uint16)) as writer:
-        writer.add_document(np.where(np.arange(200) == 40, 95, np.arange(200) % 90))
+        writer.add_documents(np.where(np.arange(200) == 40, 95, np.arange(200) % 90), [200])
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})
     with IndexedDatasetWriter(tmp_path / "train", np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(400) % 90)
+        writer.add_documents(np.arange(400) % 90, [400])
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})
     arguments = [*TINY, "--data", str(tmp_path / "train"), "--valid-data", str(folder), "--vocab-size", "90"]
     ranks = gone_together(start_ranks([*arguments, "--eval-every", "1", "--run-dir", str(tmp_path / "run")], 2))

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -22,19 +22,19 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from megalite import __version__
 from megalite.data.prepare.documents import BadRecord, Chunk, expand_inputs, parse, read_chunks
-from megalite.data.sidecar import sidecar_of
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDatasetWriter, token_dtype
 from megalite.errors import UserError
 from megalite.log import logger
 
-_MAX_TOLD = 10  # bad records told one by one; all are counted
+_MAX_LOGGED = 10  # bad records logged one by one; all are counted
 
 
 @dataclass
-class Report:
-    """What a run of `preprocess` did; sizes in bytes of UTF-8 text, time in seconds."""
+class PreprocessStats:
+    """What `preprocess` wrote and skipped; sizes in bytes of UTF-8 text, time in seconds."""
 
     documents: int = 0
     tokens: int = 0
@@ -42,6 +42,16 @@ class Report:
     empty: int = 0
     bad: int = 0
     seconds: float = 0.0
+
+    def add(self, encoded: _Encoded) -> None:
+        """Count one chunk, and log its bad records while few have been logged."""
+        for record in encoded.bad[: max(_MAX_LOGGED - self.bad, 0)]:
+            logger.warning(f"left out: {record.where}: {record.reason}")
+        self.documents += len(encoded.sizes)
+        self.tokens += len(encoded.tokens)
+        self.text_bytes += encoded.text_bytes
+        self.empty += encoded.empty
+        self.bad += len(encoded.bad)
 
     def __str__(self) -> str:
         line = (
@@ -160,7 +170,7 @@ def _encode_all(
     pool = Workers(workers, tokenizer.path, key)
     waiting: dict[int, Chunk] = {}
     done: dict[int, _Encoded] = {}
-    given = told = 0
+    given = yielded = 0
     source = iter(chunks)
     more = True
     try:
@@ -174,9 +184,9 @@ def _encode_all(
                 pool.give(given, unread)
                 given += 1
             done.update(pool.take())
-            while told in done:
-                yield waiting.pop(told), done.pop(told)
-                told += 1
+            while yielded in done:
+                yield waiting.pop(yielded), done.pop(yielded)
+                yielded += 1
     finally:
         pool.close()
 
@@ -189,7 +199,7 @@ def preprocess(
     workers: int = 1,
     key: str = "text",
     skip_bad: bool = False,
-) -> Report:
+) -> PreprocessStats:
     """Write `out_prefix.bin`, `.idx` and `.json` from text files; nothing appears under these names until all is done.
 
     Args:
@@ -198,42 +208,50 @@ def preprocess(
         tokenizer_path: see `load_tokenizer`.
         workers: encoding processes; 1 encodes in this one.
         key: JSON key or parquet column of the text.
-        skip_bad: leave records that do not parse out, counted; otherwise the first one ends the run.
+        skip_bad: skip and count records that do not parse; otherwise the first one ends the run.
 
     Raises:
         UserError: inputs, tokenizer or output that cannot be used, a bad record, no document at all.
     """
     if workers < 1:
-        raise UserError(f"--workers {workers}", "must be at least 1", "leave it out for one a core")
+        raise UserError(f"--workers {workers}", "must be at least 1", "leave it out for one per core")
     paths = expand_inputs(inputs)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.eos_id is None:
         rule = "has no end-of-text token that is known, and every document must end with one"
         raise UserError(f"tokenizer {tokenizer.path}", rule, "name eos_token in tokenizer_config.json beside it")
-    report, start = Report(), time.perf_counter()
-    with ExitStack() as stack:
-        writer = stack.enter_context(IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size)))
-        bar = stack.enter_context(tqdm(unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()))
-        chunks = (chunk for path in paths for chunk in read_chunks(path, key))
-        all_encoded = stack.enter_context(closing(_encode_all(chunks, tokenizer, key, workers)))
+    stats, start = PreprocessStats(), time.perf_counter()
+    chunks = (chunk for path in paths for chunk in read_chunks(path, key))
+    with (
+        IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size)) as writer,
+        tqdm(unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()) as bar,
+        closing(_encode_all(chunks, tokenizer, key, workers)) as all_encoded,
+    ):
         for chunk, encoded in all_encoded:
             if encoded.bad and not skip_bad:
                 raise encoded.bad[0].error()
-            for record in encoded.bad[: max(_MAX_TOLD - report.bad, 0)]:
-                logger.warning(f"left out: {record.where}: {record.reason}")
             writer.add_documents(encoded.tokens, encoded.sizes)
-            report.documents += len(encoded.sizes)
-            report.tokens += len(encoded.tokens)
-            report.text_bytes += encoded.text_bytes
-            report.empty += encoded.empty
-            report.bad += len(encoded.bad)
+            stats.add(encoded)
             bar.update(sum(len(r or b"") for r in chunk.records))
-        if report.documents == 0:
-            rule = f"hold no document ({report.empty} empty, {report.bad} bad)"
+        if stats.documents == 0:
+            rule = f"hold no document ({stats.empty} empty, {stats.bad} bad)"
             raise UserError(f"--input {' '.join(inputs)}", rule, "check the files and --key")
-        writer.finalize(sidecar_of(tokenizer, report.documents, report.tokens))
-    report.seconds = time.perf_counter() - start
-    return report
+        writer.finalize(_sidecar(tokenizer, stats))
+    stats.seconds = time.perf_counter() - start
+    return stats
+
+
+def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats) -> dict[str, Any]:
+    """The contents of `PREFIX.json`, see `tokens.read_sidecar`."""
+    return {
+        "tokenizer_kind": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_sha256": tokenizer.sha256,
+        "eos_id": tokenizer.eos_id,
+        "documents": stats.documents,
+        "tokens": stats.tokens,
+        "megalite_version": __version__,
+    }
 
 
 def default_workers() -> int:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megalite.data.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, optional_import
@@ -16,6 +17,22 @@ from megalite.log import logger
 # sentencepiece learns nothing from a sentence that holds U+2585, its mark for the unknown, so text is cut there too;
 # with byte fallback the character still encodes and decodes exactly.
 _SENTENCE_END = re.compile("[\n\u2585]")
+_OPTIONS: dict[str, Any] = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "allow_whitespace_only_pieces": True,
+    "split_digits": True,
+    "character_coverage": 0.99995,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": -1,
+    "max_sentence_length": 1 << 30,
+    "minloglevel": 2,
+}
 
 
 def train_tokenizer(
@@ -35,53 +52,44 @@ def train_tokenizer(
     Raises:
         UserError: inputs that cannot be read, a vocabulary that the text cannot fill or too small for its characters.
     """
-    sentencepiece = optional_import("sentencepiece", "sentencepiece", None)
     out = Path(out_dir) / "tokenizer.model"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        model = _train(inputs, vocab_size, key, int(max_mb * 1e6))
+    except OSError as e:
+        raise UserError(f"--out {out_dir}", f"cannot be written ({e.strerror})", "choose another folder") from e
+    temporary = out.with_name("tokenizer.model.tmp")
+    with temporary.open("wb") as f:
+        f.write(model)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(out)
+    return load_tokenizer(out)
+
+
+def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int) -> bytes:
+    """The contents of a trained `tokenizer.model`."""
+    sentencepiece = optional_import("sentencepiece", "sentencepiece", None)
     model = io.BytesIO()
     unreadable: list[UserError] = []
 
     def sentences() -> Iterator[str]:
         try:
-            yield from _sentences(expand_inputs(inputs), key, int(max_mb * 1e6))
+            yield from _sentences(expand_inputs(inputs), key, max_bytes)
         except UserError as e:
             unreadable.append(e)  # sentencepiece makes a RuntimeError of whatever its iterator raises
             raise
 
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            character_coverage=0.99995,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=-1,
-            max_sentence_length=1 << 30,
-            minloglevel=2,
+            sentence_iterator=sentences(), model_writer=model, vocab_size=vocab_size, **_OPTIONS
         )
-    except OSError as e:
-        raise UserError(f"--out {out_dir}", f"cannot be written ({e.strerror})", "choose another folder") from e
     except RuntimeError as e:
         if unreadable:
             raise unreadable[0] from None
         remedy = "choose a vocabulary size that fits the text, or give more text"
         raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece refuses it ({e})", remedy) from e
-    temporary = out.with_name("tokenizer.model.tmp")
-    with temporary.open("wb") as f:
-        f.write(model.getvalue())
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(out)
-    return load_tokenizer(out)
+    return model.getvalue()
 
 
 def _sentences(paths: list[Path], key: str, max_bytes: int) -> Iterator[str]:

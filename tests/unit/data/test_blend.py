@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.blend import BlendedDataset, BlendOrder, Run, compiled, run_in_python
+from megalite.data.blend import BlendedDataset, BlendOrder, BlendRule, compiled, run_in_python
 from megalite.data.samples import GPTDataset
 from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
@@ -19,7 +19,7 @@ Make = Callable[..., IndexedDataset]
 
 
 @pytest.fixture(scope="module", params=["compiled", "python"])
-def run(request: pytest.FixtureRequest) -> Run:
+def run(request: pytest.FixtureRequest) -> BlendRule:
     if request.param == "python":
         return run_in_python
     found = compiled()
@@ -43,7 +43,7 @@ def literal_rule(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
     return choices
 
 
-def test_the_worked_example(run: Run) -> None:
+def test_the_worked_example(run: BlendRule) -> None:
     order = BlendOrder([0.5, 0.3, 0.2], run)
     choices = [order.locate(i) for i in range(10)]
     assert "".join(str(s) for s, _ in choices) == "0120102010"
@@ -57,7 +57,7 @@ general = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(decimals, general), st.lists(st.integers(0, 9999), min_size=1, max_size=6))
 def test_any_position_equals_the_literal_rule_whatever_was_asked_before(
-    run: Run, weights: list[float], positions: list[int]
+    run: BlendRule, weights: list[float], positions: list[int]
 ) -> None:
     expected = literal_rule(weights, 10_000)
     order = BlendOrder(weights, run)
@@ -67,7 +67,7 @@ def test_any_position_equals_the_literal_rule_whatever_was_asked_before(
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1, 1, 1], [1234567, 89012, 345], [0.05] * 20])
-def test_reading_forwards_equals_the_literal_rule(run: Run, weights: list[float]) -> None:
+def test_reading_forwards_equals_the_literal_rule(run: BlendRule, weights: list[float]) -> None:
     order = BlendOrder(weights, run)
     assert [order.locate(i) for i in range(20_000)] == literal_rule(weights, 20_000)
 
@@ -111,7 +111,7 @@ def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
     assert compiled(tmp_path / "missing.so") is None
 
 
-def test_a_position_far_ahead_continues_the_exact_sequence(run: Run) -> None:
+def test_a_position_far_ahead_continues_the_exact_sequence(run: BlendRule) -> None:
     # 0.7 / 0.3 repeats every 10 steps; at a multiple of 10 every set has exactly its share.
     order = BlendOrder([0.7, 0.3], run)
     far = 10**12
@@ -127,10 +127,10 @@ def test_a_blend_reads_each_sets_own_samples_and_epochs(make_dataset: Make) -> N
     expected = literal_rule([3.0, 1.0], 80)
     for position, (chosen, nth) in enumerate(expected):
         dataset = (a, b)[chosen]
-        assert blend.sample_id(position) == (chosen, dataset.sample_id(nth)[1])
+        assert blend.order.locate(position) == (chosen, nth)
         np.testing.assert_array_equal(blend.sample(position), dataset.sample(nth))
     # b has 4 samples and is asked 20 times: five epochs, each holding all of them
-    taken_of_b = [blend.sample_id(p)[1] for p, (chosen, _) in enumerate(expected) if chosen == 1]
+    taken_of_b = [int(blend.sample(p)[0]) // 10 for p, (chosen, _) in enumerate(expected) if chosen == 1]
     assert [sorted(taken_of_b[i : i + 4]) for i in range(0, 20, 4)] == [[0, 1, 2, 3]] * 5
 
 

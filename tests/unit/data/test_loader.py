@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.data.blend import BlendedDataset
 from megalite.data.loader import BatchLoader
-from megalite.data.samples import Dataset, GPTDataset, MockDataset
+from megalite.data.samples import Dataset, GPTDataset, MockDataset, epoch_order
 from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
 
@@ -24,19 +24,19 @@ def data(make_dataset: Make) -> GPTDataset:
     return GPTDataset(make_dataset([1000, 1, 1400]), 10, seed=11)
 
 
-def read(dataset: Dataset, batch: int, dp: int, consumed: int, steps: int) -> list[list[tuple[int, int]]]:
-    """Sample ids of each global batch, ranks side by side."""
+def read(dataset: Dataset, batch: int, dp: int, consumed: int, steps: int) -> list[list[list[int]]]:
+    """Rows of each global batch, ranks side by side."""
     # A data set of its own for each, as in a run: loaders read in threads, and a data set serves one of them.
     loaders = [BatchLoader(copy.deepcopy(dataset), batch, rank, dp, consumed) for rank in range(dp)]
     batches = []
     for _ in range(steps):
-        ids: list[tuple[int, int]] = []
+        samples: list[list[int]] = []
         for loader in loaders:
             rows = loader.next_batch()
             assert rows.shape == (batch // dp, dataset.seq_len + 1)
             assert rows.dtype == np.int64
-            ids += [(int(s), int(i)) for s, i in loader.sample_ids]
-        batches.append(ids)
+            samples += rows.tolist()
+        batches.append(samples)
     assert {loader.consumed_samples for loader in loaders} == {consumed + steps * batch}
     for loader in loaders:
         loader.close()
@@ -46,17 +46,17 @@ def read(dataset: Dataset, batch: int, dp: int, consumed: int, steps: int) -> li
 @pytest.mark.parametrize("dp", [1, 2, 4])
 def test_global_batch_k_is_positions_kb_on_for_every_dp(data: GPTDataset, dp: int) -> None:
     batches = read(data, 8, dp, 0, 30)
-    for k, ids in enumerate(batches):
-        assert ids == [data.sample_id(p) for p in range(8 * k, 8 * k + 8)]
-    assert sorted(i for ids in batches for _, i in ids) == list(range(240))
+    for k, samples in enumerate(batches):
+        assert samples == [data.sample(p).tolist() for p in range(8 * k, 8 * k + 8)]
+    # Sample i begins with token 10 i.
+    assert sorted(sample[0] for samples in batches for sample in samples) == list(range(0, 2400, 10))
 
 
-def test_rows_hold_the_tokens_of_their_sample_ids(data: GPTDataset) -> None:
+def test_rows_hold_the_tokens_of_their_samples(data: GPTDataset) -> None:
     with BatchLoader(data, 8, 1, 2, consumed_samples=24) as loader:
         rows = loader.next_batch()
-        expected = [data.sample_id(p)[1] for p in range(28, 32)]
-        assert loader.sample_ids.tolist() == [[0, i] for i in expected]
-        np.testing.assert_array_equal(rows, np.array(expected)[:, None] * 10 + np.arange(11))
+        expected = epoch_order(240, 11, 0)[28:32]
+        np.testing.assert_array_equal(rows, expected[:, None] * 10 + np.arange(11))
 
 
 @settings(max_examples=20, deadline=None)
@@ -69,9 +69,9 @@ def test_resumes_that_change_dp_and_batch_repeat_and_skip_nothing(segments: list
     dataset = MockDataset(300, 4)
     consumed, seen = 0, []
     for dp, batch, steps in segments:
-        seen += [i for ids in read(dataset, batch, dp, consumed, steps) for _, i in ids]
+        seen += [sample for samples in read(dataset, batch, dp, consumed, steps) for sample in samples]
         consumed += batch * steps
-    assert seen == list(range(consumed))
+    assert seen == [dataset.sample(position).tolist() for position in range(consumed)]
 
 
 def test_dp_4_2_4_mid_epoch_keeps_the_uninterrupted_order(data: GPTDataset) -> None:
@@ -98,6 +98,8 @@ def test_an_error_while_reading_ahead_surfaces_and_no_sample_is_skipped_after_it
         with pytest.raises(UserError, match="token id 50"):
             loader.next_batch()
         assert loader.consumed_samples == 4
+    rows, failure = loader.next()
+    assert (rows.tolist(), type(failure)) == ([[0] * 11] * 2, UserError)
     loader.close()
 
 

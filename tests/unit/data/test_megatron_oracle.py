@@ -30,7 +30,7 @@ def documents(vocab_size: int) -> list[np.ndarray]:
 def write_ours(prefix: Path, vocab_size: int) -> None:
     with IndexedDatasetWriter(prefix, token_dtype(vocab_size)) as writer:
         for document in documents(vocab_size):
-            writer.add_document(document)
+            writer.add_documents(document, [len(document)])
         writer.finalize()
 
 

@@ -8,26 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.samples import GPTDataset, MockDataset, epoch_order, sample_index, split_documents
+from megalite.data.samples import GPTDataset, MockDataset, epoch_order, split_documents
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
 from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]
-
-
-def test_sample_index_of_the_worked_example() -> None:
-    assert sample_index([5, 7, 4], 4).tolist() == [[0, 0], [0, 4], [1, 3], [2, 0]]
-
-
-def sequential_sample_index(sizes: list[int], seq_len: int) -> list[list[int]]:
-    """Walk token by token, as a person would."""
-    places = [[d, offset] for d, size in enumerate(sizes) for offset in range(size)]
-    return [places[i] for i in range(0, len(places), seq_len)][: (len(places) - 1) // seq_len + 1]
-
-
-@given(st.lists(st.integers(0, 9), max_size=30).filter(lambda sizes: sum(sizes) > 0), st.integers(1, 12))
-def test_sample_index_equals_the_sequential_walk(sizes: list[int], seq_len: int) -> None:
-    assert sample_index(sizes, seq_len).tolist() == sequential_sample_index(sizes, seq_len)
 
 
 def test_without_shuffle_sample_i_is_the_ith_window_of_the_concatenated_documents(make_dataset: Make) -> None:
@@ -56,13 +41,14 @@ def test_epoch_order_is_pinned_to_philox_words_and_moves_with_seed_and_epoch() -
 def test_shuffled_epochs_each_hold_every_sample_once_in_another_order(make_dataset: Make) -> None:
     data = GPTDataset(make_dataset([100, 50, 51]), 10, seed=3)
     assert data.num_samples == 20
-    epochs = [[data.sample_id(20 * e + i)[1] for i in range(20)] for e in range(3)]
+    # Sample i begins with token 10 i.
+    epochs = [[int(data.sample(20 * e + i)[0]) // 10 for i in range(20)] for e in range(3)]
     for epoch, order in enumerate(epochs):
         assert order == epoch_order(20, 3, epoch).tolist()
         assert sorted(order) == list(range(20))
     assert len({tuple(order) for order in epochs}) == 3
     assert data.sample(25).tolist() == list(range(epochs[1][5] * 10, epochs[1][5] * 10 + 11))
-    assert data.sample_id(3)[1] == epochs[0][3]  # going back in time works
+    assert int(data.sample(3)[0]) // 10 == epochs[0][3]  # going back in time works
 
 
 def test_the_next_epoch_is_told_once(make_dataset: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +87,7 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(make_dataset: Mak
 
 def test_a_negative_id_is_refused(tmp_path) -> None:
     with IndexedDatasetWriter(tmp_path / "d", np.dtype("<i4")) as writer:
-        writer.add_document(np.array([1, 2, -3, 4]))
+        writer.add_documents(np.array([1, 2, -3, 4]), [4])
         writer.finalize()
     with pytest.raises(UserError, match="token id -3"):
         GPTDataset(IndexedDataset(tmp_path / "d"), 3, vocab_size=100).sample(0)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, locate, token_dtype
 from megalite.errors import UserError
 
 DOCUMENTS = [[7, 1, 65499, 3, 4], [5] * 7, [], [9, 8, 7, 6]]
@@ -21,7 +23,7 @@ DOCUMENTS = [[7, 1, 65499, 3, 4], [5] * 7, [], [9, 8, 7, 6]]
 def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, vocab_size: int = 50257) -> Path:
     with IndexedDatasetWriter(prefix, token_dtype(vocab_size)) as writer:
         for document in documents:
-            writer.add_document(np.array(document))
+            writer.add_documents(np.array(document), [len(document)])
         writer.finalize()
     return prefix
 
@@ -42,10 +44,17 @@ def test_reads_back_documents_ranges_and_counts(tmp_path: Path) -> None:
     data = IndexedDataset(write(tmp_path / "d"))
     assert (data.num_documents, data.num_tokens, data.sizes.tolist()) == (4, 16, [5, 7, 0, 4])
     assert [data.document(i).tolist() for i in range(4)] == DOCUMENTS
-    assert data.read(0, 3, 4).tolist() == [3, 4, 5, 5]
-    assert data.read(1, 6, 3).tolist() == [5, 9, 8]
+    assert data.tokens(3, 7).tolist() == [3, 4, 5, 5]
+    assert data.tokens(11, 14).tolist() == [5, 9, 8]
     with pytest.raises(IndexError, match="which has 16"):
-        data.read(3, 2, 3)
+        data.tokens(14, 17)
+
+
+@given(st.lists(st.integers(0, 9), max_size=30).filter(lambda sizes: sum(sizes) > 0))
+def test_every_token_is_located_in_its_document(sizes: list[int]) -> None:
+    places = [(document, offset) for document, size in enumerate(sizes) for offset in range(size)]
+    starts = np.cumsum([0, *sizes])
+    assert [locate(starts, token) for token in range(len(places))] == places
 
 
 def test_two_byte_ids_end_at_a_vocabulary_of_65500() -> None:
@@ -157,14 +166,14 @@ def test_content_hash_tells_changed_ids_lengths_and_sizes_apart(tmp_path: Path) 
 
 def test_leaving_without_finalize_removes_everything(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2")) as writer:
-        writer.add_document(np.arange(100000) % 7)
+        writer.add_documents(np.arange(100000) % 7, [100000])
         assert (tmp_path / "d.bin.tmp").stat().st_size > 100000
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_writer_of_the_same_prefix_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2")) as writer:
-        writer.add_document(np.arange(100))
+        writer.add_documents(np.arange(100), [100])
         with pytest.raises(UserError, match="another process is writing"):
             IndexedDatasetWriter(tmp_path / "d", np.dtype("<u2"))
         writer.finalize()
@@ -194,7 +203,7 @@ def hook(event, args):
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 with IndexedDatasetWriter(sys.argv[1], np.dtype("<u2")) as writer:
-    writer.add_document(np.array([1, 2, 3, 4, 5]))
+    writer.add_documents(np.array([1, 2, 3, 4, 5]), [5])
     sys.addaudithook(hook)
     writer.finalize({"new": True})
 """

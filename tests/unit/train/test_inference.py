@@ -93,7 +93,7 @@ def test_the_tools_on_an_imported_checkpoint(both: tuple[Any, Path], tmp_path: P
     """It has no run, so no tokenizer: data need none, and text wants one to be given."""
     path = both[1]
     with IndexedDatasetWriter(tmp_path / "ids", np.dtype(np.uint16)) as writer:
-        writer.add_document(np.arange(70))
+        writer.add_documents(np.arange(70), [70])
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})
     done = tool("evaluate.py", str(path.parent), "--data", str(tmp_path / "ids"), "--device", "cpu")
     assert done.returncode == 0, done.stderr
