@@ -86,9 +86,9 @@ def triton_cases() -> list[Case]:
         constants = {"KIND": kind, "BLOCK": 1024}
         cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, constants, 4, Limit(40, 2)))
         cases.append(Case(f"glu_{label}_backward", activation.glu_backward_kernel, constants, 4, Limit(48, 3)))
-        constants = {"BIAS": True, **constants}
-        cases.append(Case(f"bias_{label}", activation.bias_gelu_forward_kernel, constants, 4, Limit(40, 2)))
-        cases.append(Case(f"bias_{label}_backward", activation.bias_gelu_backward_kernel, constants, 4, Limit(56, 3)))
+        if kind:
+            cases.append(Case(label, activation.gelu_forward_kernel, constants, 4, Limit(40, 1)))
+            cases.append(Case(f"{label}_backward", activation.gelu_backward_kernel, constants, 4, Limit(48, 2)))
     adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
     return [
         *cases,

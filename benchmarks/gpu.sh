@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything about this machine's GPU in one call of under 8 minutes: builds the native kernels, runs the GPU tests,
-# checks every backend's numbers, measures every kernel and a training step, and writes benchmarks/results/<gpu>.json,
+# (every backend's numbers among them), measures every kernel and a training step, and writes benchmarks/results/<gpu>.json,
 # with how each part ended, beside each part's output.
 #   bash benchmarks/gpu.sh [--no-build]
 # Needs a CUDA build of torch; nvcc is used where it is, and said where it is not. PYTHON names the interpreter.
@@ -38,14 +38,11 @@ part() {
   printf '%s\t%d\t%d\t%d\n' "$part" "$code" "$((SECONDS - began))" "$limit" >> "$results.parts.tsv"
 }
 
-# The seconds come to 475. The tests go first: they fill Triton's cache.
+# The seconds come to 415. The tests go first: they fill Triton's cache.
 if [ "${1:-}" != "--no-build" ]; then
   part build 55 env MEGALITE_CUDA_ARCHS="$arch" "$PYTHON" setup.py -q build_ext --inplace
 fi
 part tests 215 "$PYTHON" -m pytest tests/gpu -m gpu
-for dtype in fp32 bf16 fp16; do
-  part "check-$dtype" 20 "$PYTHON" -m megalite.ops --device cuda --dtype "$dtype" --check
-done
 part kernels 70 "$PYTHON" benchmarks/kernels.py --device cuda --json "$results.kernels.json"
 part step 75 "$PYTHON" benchmarks/step.py --json "$results.step.json" --precisions bf16 --compiled -- \
   --preset llama-3.2-1b --seq-len 4096 --micro-batch-size 4 --global-batch-size 8

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from megalite.errors import UserError, run_tool
 from megalite.ops import Ops, resolve
+from megalite.ops.choose import OPS
 from megalite.ops.cpu_memory import keep_freed_memory
-from megalite.ops.registry import pages
 
 Run = Callable[[], Any]
 
@@ -95,13 +95,12 @@ def medians(variants: dict[str, Run], device: torch.device, samples: int) -> dic
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def backends(device: torch.device, dtype: torch.dtype, page: str) -> dict[str, Ops]:
-    """Every backend of a page that runs here, torch first."""
+def backends(device: torch.device, dtype: torch.dtype, op: str) -> dict[str, Ops]:
+    """Every backend of an op that runs here, torch first."""
     found = {}
-    (entry,) = (p for p in pages() if p.name == page)
-    for backend in sorted(entry.backends, key=lambda b: b.name != "torch"):
+    for backend in sorted(OPS[op].backends, key=lambda b: b.name != "torch"):
         if backend.why_not(device, dtype) is None:
-            found[backend.name] = resolve(f"torch,{page}={backend.name}", device, dtype)
+            found[backend.name] = resolve(f"torch,{op}={backend.name}", device, dtype)
     return found
 
 
@@ -209,16 +208,12 @@ def activations(device: torch.device, dtype: torch.dtype, size: Sizes, compiled:
     forward, backward = both_ways(functions, [gate_up], [dy])
     yield Bench("swiglu", 3 * out, 0.90, forward)
     yield Bench("swiglu backward", 5 * out, 0.90, backward)
-    bias = torch.randn(size.ffn, device=device, dtype=dtype)
-    functions = {
-        name: lambda x, b, ops=ops: ops.bias_gelu(x, b, "tanh")
-        for name, ops in backends(device, dtype, "bias_gelu").items()
-    }
+    functions = {name: partial(ops.gelu, approximate="tanh") for name, ops in backends(device, dtype, "gelu").items()}
     if compiled:
-        functions["compile"] = torch.compile(lambda x, b: F.gelu(x + b, approximate="tanh"))
-    forward, backward = both_ways(functions, [dy.clone(), bias], [dy])
-    yield Bench("bias_gelu", 2 * out, 0.90, forward)
-    yield Bench("bias_gelu backward", 3 * out, 0.90, backward)
+        functions["compile"] = torch.compile(partial(F.gelu, approximate="tanh"))
+    forward, backward = both_ways(functions, [dy.clone()], [dy])
+    yield Bench("gelu", 2 * out, 0.90, forward)
+    yield Bench("gelu backward", 3 * out, 0.90, backward)
 
 
 def cross_entropy(device: torch.device, dtype: torch.dtype, size: Sizes, compiled: bool) -> Iterator[Bench]:
@@ -260,9 +255,9 @@ def wgrad(device: torch.device, dtype: torch.dtype, size: Sizes, compiled: bool)
     x = torch.randn(tokens, size.hidden, device=device, dtype=dtype)
     main_grad = torch.zeros(size.ffn, size.hidden, device=device)
     variants: dict[str, Run] = {"torch (GEMM, then add)": lambda: main_grad.add_(dy.t() @ x)}
-    for name, ops in backends(device, dtype, "wgrad").items():
+    for name, ops in backends(device, dtype, "matmul").items():
         label = "addmm" if name == "torch" else name
-        variants[label] = partial(ops.wgrad_accumulate, main_grad, dy, x)
+        variants[label] = partial(ops.linear_wgrad, main_grad, dy, x)
     variants["GEMM alone"] = lambda: dy.t() @ x
     yield Bench("wgrad", (dy.numel() + x.numel()) * dtype.itemsize + 8 * main_grad.numel(), None, variants)
 

@@ -27,6 +27,5 @@ class MLP(nn.Module):
         elif self.activation == "geglu":
             inner = self.ops.geglu(self.gate_up_proj(x))
         else:
-            # The bias is already in the projection's output: on every device it costs nothing there.
-            inner = self.ops.bias_gelu(self.up_proj(x), None, "tanh" if self.activation == "gelu_tanh" else "none")
+            inner = self.ops.gelu(self.up_proj(x), "tanh" if self.activation == "gelu_tanh" else "none")
         return self.down_proj(inner)

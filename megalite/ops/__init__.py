@@ -1,9 +1,9 @@
-"""Fused ops behind one registry: `ops = resolve("auto", device, dtype)`, then `ops.rmsnorm(x, weight, eps)`, …
+"""Ops behind one registry: `ops = resolve("auto", device, dtype)`, then `ops.rmsnorm(x, weight, eps)`, …
 
-One module per op holds its contract, its differentiable torch reference and its backends. `python -m megalite.ops`
-lists every op, the choice on this machine, and why.
+One module per op holds its contract, its torch reference and its backends. `python -m megalite.ops` lists every op, the
+choice on this machine, and why.
 """
 
-from megalite.ops.registry import Choice, Ops, resolve
+from megalite.ops.choose import Choice, Ops, resolve
 
 __all__ = ["Choice", "Ops", "resolve"]

@@ -19,8 +19,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.ops import native
-from megalite.ops.registry import Backend, Page, triton_backend
+from megalite.ops.fused import CPP, CUDA, triton_backend
+from megalite.ops.op import TORCH, Op
 
 
 def adamw(
@@ -45,52 +45,11 @@ def adamw(
     # torch's kernel adds one to its step tensor's owner, not itself: it takes the step that is being made.
     steps = [torch.tensor(float(step), device=param.device)]
     torch._fused_adamw_(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        steps,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+        [param], [grad], [exp_avg], [exp_avg_sq], [], steps,
+        lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
     if out_param is not None:
         out_param.copy_(param)
 
 
-def adamw_native(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    out_param: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_multiplier: Tensor | None,
-) -> None:
-    """One pass over memory, in C++ (csrc/cpu/adamw.cpp) or CUDA (csrc/cuda/adamw.cuh); grad is only read."""
-    torch.ops.megalite.adamw_(
-        param, grad, exp_avg, exp_avg_sq, out_param, grad_multiplier, lr, beta1, beta2, eps, weight_decay, step
-    )
-
-
-PAGE = Page(
-    "adamw",
-    ("adamw",),
-    (
-        Backend("cuda", lambda: {"adamw": adamw_native}, native.why_no_cuda),
-        triton_backend("flat", "adamw"),
-        Backend("cpp", lambda: {"adamw": adamw_native}, native.why_no_cpp),
-        Backend("torch", lambda: {"adamw": adamw}),
-    ),
-)
+OP = Op("adamw", (adamw,), (CUDA, triton_backend("flat"), CPP, TORCH))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.ops.registry import Backend
+from megalite.ops.op import TORCH, Backend, Op
 
 
-def _why_not(extension: str) -> Callable[[torch.device, torch.dtype], str | None]:
+def _backend(extension: str, load: Callable[[Op], Mapping[str, Callable[..., Any]]]) -> Backend:
     def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         if device.type != "cuda":
             return f"for CUDA tensors, not {device.type}"
@@ -20,31 +20,28 @@ def _why_not(extension: str) -> Callable[[torch.device, torch.dtype], str | None
             return f"apex is not installed with its CUDA extension {extension}"
         return None
 
-    return why_not
+    return Backend("apex", load, why_not)
 
 
-def _load_norms() -> dict[str, Callable[..., Any]]:
+def _norms(op: Op) -> dict[str, Callable[..., Any]]:
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine, fused_rms_norm_affine
 
     def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused_rms_norm_affine(x, weight, x.shape[-1:], eps)
 
-    def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return rmsnorm(total, weight, eps), total
-
     def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return fused_layer_norm_affine(x, weight, bias, x.shape[-1:], eps)
 
-    def add_layernorm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    norm = rmsnorm if op.name == "rmsnorm" else layernorm
+
+    def add_norm(x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return layernorm(total, weight, bias, eps), total
+        return norm(total, *rest), total
 
-    functions = (rmsnorm, add_rmsnorm, layernorm, add_layernorm)
-    return {function.__name__: function for function in functions}
+    return {op.name: norm, f"add_{op.name}": add_norm}
 
 
-def _load_l2_norm() -> dict[str, Callable[..., Any]]:
+def _l2_norm(op: Op) -> dict[str, Callable[..., Any]]:
     import amp_C
     from apex.multi_tensor_apply import multi_tensor_applier
 
@@ -55,15 +52,15 @@ def _load_l2_norm() -> dict[str, Callable[..., Any]]:
     return {"l2_norm": l2_norm}
 
 
-def _load_wgrad() -> dict[str, Callable[..., Any]]:
+def _matmul(op: Op) -> dict[str, Callable[..., Any]]:
     from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 
-    def wgrad_accumulate(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        wgrad_gemm_accum_fp32(x, dy, main_grad)
+    def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+        wgrad_gemm_accum_fp32(x.flatten(0, -2), dy.flatten(0, -2), main_grad)
 
-    return {"wgrad_accumulate": wgrad_accumulate}
+    return {**TORCH.load(op), "linear_wgrad": linear_wgrad}
 
 
-NORMS = Backend("apex", _load_norms, _why_not("fused_layer_norm_cuda"))
-L2_NORM = Backend("apex", _load_l2_norm, _why_not("amp_C"))
-WGRAD = Backend("apex", _load_wgrad, _why_not("fused_weight_gradient_mlp_cuda"))
+NORMS = _backend("fused_layer_norm_cuda", _norms)
+L2_NORM = _backend("amp_C", _l2_norm)
+MATMUL = _backend("fused_weight_gradient_mlp_cuda", _matmul)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.registry import Backend, Page
+from megalite.ops.op import TORCH, Op
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,4 @@ def attention(
     )
 
 
-PAGE = Page("attention", ("attention",), (Backend("torch", lambda: {"attention": attention}),))
+OP = Op("attention", (attention,), (TORCH,))

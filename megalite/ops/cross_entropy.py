@@ -24,8 +24,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.ops import fused, native
-from megalite.ops.registry import Backend, Page, triton_backend
+from megalite.ops.fused import CPP, triton_backend
+from megalite.ops.op import TORCH, Op
 
 # Rows are worked on in groups of about this many logits, so that fp32 temporaries stay in the CPU's cache.
 _CHUNK_ELEMENTS = 1 << 18
@@ -85,21 +85,4 @@ def cross_entropy_grad_(
     return logits
 
 
-PAGE = Page(
-    "cross_entropy",
-    ("cross_entropy_stats", "cross_entropy_grad_"),
-    (
-        triton_backend("cross_entropy", "cross_entropy_stats", "cross_entropy_grad_"),
-        Backend(
-            "cpp",
-            lambda: {
-                "cross_entropy_stats": fused.cross_entropy_stats,
-                "cross_entropy_grad_": fused.cross_entropy_grad_,
-            },
-            native.why_no_cpp,
-        ),
-        Backend(
-            "torch", lambda: {"cross_entropy_stats": cross_entropy_stats, "cross_entropy_grad_": cross_entropy_grad_}
-        ),
-    ),
-)
+OP = Op("cross_entropy", (cross_entropy_stats, cross_entropy_grad_), (triton_backend("cross_entropy"), CPP, TORCH))

@@ -1,10 +1,15 @@
-"""Differentiable functions round the kernels of C++ and Triton, which share schemas (`native.SHARED`).
+"""The functions of the ops on kernels in C++, CUDA and Triton, which share schemas (`native.KERNELS`).
 
-`kernels` is the prefix of the registered ops: "" for C++, "triton_" for Triton. Contracts: the pages of the same names.
+`kernels` is the prefix of the registered kernels: "" for C++ and CUDA, "triton_" for Triton. Contracts: the modules of
+the ops.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,57 +17,79 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
+from megalite.ops import native
+from megalite.ops.op import Backend, Op
+
 # Activations by their number in the kernels' schemas.
 KINDS = {"silu": 0, "none": 1, "tanh": 2}
 
 
-def _op(kernels: str, name: str) -> Any:
+def _kernel(kernels: str, name: str) -> Any:
     return getattr(torch.ops.megalite, kernels + name).default
+
+
+def _functions(op: Op, kernels: str) -> dict[str, Callable[..., Any]]:
+    return {name: partial(globals()[name], kernels=kernels) for name in op.functions}
+
+
+def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"for fp32, bf16 and fp16, not {dtype}"
+    from triton import knobs
+
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        return "on CPU only under Triton's interpreter (TRITON_INTERPRET=1)"
+    return None if device.type in ("cpu", "cuda") else f"for CUDA tensors, not {device.type}"
+
+
+def triton_backend(module: str) -> Backend:
+    """The backend whose kernels `megalite.ops.triton.<module>` registers; imported when chosen."""
+
+    def load(op: Op) -> dict[str, Callable[..., Any]]:
+        importlib.import_module(f"megalite.ops.triton.{module}")
+        return _functions(op, "triton_")
+
+    return Backend("triton", load, _why_no_triton)
+
+
+CPP = Backend("cpp", lambda op: _functions(op, ""), native.why_no_cpp)
+CUDA = Backend("cuda", lambda op: _functions(op, ""), native.why_no_cuda)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: str) -> Tensor:
-        y, _, mean, rstd = _op(kernels, "norm")(x, None, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, rstd)
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kernels: str
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y, total, mean, rstd = _kernel(kernels, "norm")(x, residual, weight, bias, eps)
+        ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
         ctx.has_bias, ctx.kernels = bias is not None, kernels
-        return y
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        norm_backward = _kernel(ctx.kernels, "norm_backward")
+        dx, dweight, dbias = norm_backward(dy, dtotal, *ctx.saved_tensors, not ctx.has_bias)
+        return dx, None if dtotal is None else dx, dweight, dbias if ctx.has_bias else None, None, None
+
+
+class _Activation(torch.autograd.Function):
+    """A kernel of one input, which is all that backward keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, kind: str, kernels: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name, ctx.kind, ctx.kernels = name, KINDS[kind], kernels
+        return _kernel(kernels, name)(x, ctx.kind)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = _op(ctx.kernels, "norm_backward")(dy, None, *ctx.saved_tensors, not ctx.has_bias)
-        return dx, dweight, dbias if ctx.has_bias else None, None, None
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: str
-    ) -> tuple[Tensor, Tensor]:
-        y, total, mean, rstd = _op(kernels, "norm")(x, residual, weight, bias, eps)
-        ctx.save_for_backward(total, weight, mean, rstd)
-        ctx.has_bias, ctx.kernels = bias is not None, kernels
-        return y, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = _op(ctx.kernels, "norm_backward")(dy, dtotal, *ctx.saved_tensors, not ctx.has_bias)
-        return dx, dx, dweight, dbias if ctx.has_bias else None, None, None
-
-
-class _GLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, kind: int, kernels: str) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.kind, ctx.kernels = kind, kernels
-        return _op(kernels, "glu")(gate_up, kind)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _op(ctx.kernels, "glu_backward")(dy, *ctx.saved_tensors, ctx.kind), None, None
+        dx = _kernel(ctx.kernels, ctx.name + "_backward")(dy, *ctx.saved_tensors, ctx.kind)
+        return dx, None, None, None
 
 
 class _RopeQKV(torch.autograd.Function):
@@ -73,8 +100,8 @@ class _RopeQKV(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.kernels = kernels
         packed = qkv.detach() if qkv.stride(-1) == 1 else qkv.detach().contiguous()
-        _op(kernels, "rope_")(packed, cos, sin, num_heads + num_kv_heads)
-        # Whoever kept the old values for a backward pass must be told: autograd sees no kernel of ours write.
+        _kernel(kernels, "rope_")(packed, cos, sin, num_heads + num_kv_heads)
+        # Autograd cannot see in-place writes of our kernels, and must refuse a backward that kept the old values.
         increment_version(packed)
         q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
         return q, k, v
@@ -82,7 +109,7 @@ class _RopeQKV(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        return _op(ctx.kernels, "rope_pack")(dq, dk, dv, *ctx.saved_tensors), None, None, None, None, None
+        return _kernel(ctx.kernels, "rope_pack")(dq, dk, dv, *ctx.saved_tensors), None, None, None, None, None
 
 
 class _Rope(torch.autograd.Function):
@@ -90,64 +117,69 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernels: str) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.kernels = kernels
-        return _op(kernels, "rope")(x, cos, sin, False)
+        return _kernel(kernels, "rope")(x, cos, sin, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _op(ctx.kernels, "rope")(dy, *ctx.saved_tensors, True), None, None, None
+        return _kernel(ctx.kernels, "rope")(dy, *ctx.saved_tensors, True), None, None, None
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float, kernels: str = "") -> Tensor:
-    """`rmsnorm` in one kernel each way."""
-    return _Norm.apply(x, weight, None, eps, kernels)
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, kernels: str) -> Tensor:
+    """Run `rmsnorm` in one kernel each way."""
+    return _Norm.apply(x, None, weight, None, eps, kernels)
 
 
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: str = "") -> tuple[Tensor, Tensor]:
-    """`add_rmsnorm` in one kernel each way."""
-    return _AddNorm.apply(x, residual, weight, None, eps, kernels)
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, kernels: str) -> tuple[Tensor, Tensor]:
+    """Run `add_rmsnorm` in one kernel each way."""
+    return _Norm.apply(x, residual, weight, None, eps, kernels)
 
 
-def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: str = "") -> Tensor:
-    """`layernorm` in one kernel each way."""
-    return _Norm.apply(x, weight, bias, eps, kernels)
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, kernels: str) -> Tensor:
+    """Run `layernorm` in one kernel each way."""
+    return _Norm.apply(x, None, weight, bias, eps, kernels)
 
 
 def add_layernorm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, kernels: str = ""
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    """`add_layernorm` in one kernel each way."""
-    return _AddNorm.apply(x, residual, weight, bias, eps, kernels)
+    """Run `add_layernorm` in one kernel each way."""
+    return _Norm.apply(x, residual, weight, bias, eps, kernels)
 
 
-def swiglu(gate_up: Tensor, kernels: str = "") -> Tensor:
-    """`swiglu` in one kernel each way."""
-    return _GLU.apply(gate_up, KINDS["silu"], kernels)
+def swiglu(gate_up: Tensor, *, kernels: str) -> Tensor:
+    """Run `swiglu` in one kernel each way."""
+    return _Activation.apply(gate_up, "glu", "silu", kernels)
 
 
-def geglu(gate_up: Tensor, approximate: str = "none", kernels: str = "") -> Tensor:
-    """`geglu` in one kernel each way."""
-    return _GLU.apply(gate_up, KINDS[approximate], kernels)
+def geglu(gate_up: Tensor, approximate: str = "none", *, kernels: str) -> Tensor:
+    """Run `geglu` in one kernel each way."""
+    return _Activation.apply(gate_up, "glu", approximate, kernels)
+
+
+def gelu(x: Tensor, approximate: str = "none", *, kernels: str) -> Tensor:
+    """Run `gelu` in one kernel each way."""
+    return _Activation.apply(x, "gelu", approximate, kernels)
 
 
 def rope_qkv(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, kernels: str = ""
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, *, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rope_qkv`, in place going forward; going backward the packed gradient is written in one pass."""
+    """Run `rope_qkv` in place going forward; going backward the packed gradient is written in one pass."""
     return _RopeQKV.apply(qkv, cos, sin, num_heads, num_kv_heads, kernels)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, kernels: str = "") -> Tensor:
-    """`rope` in one kernel each way."""
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, kernels: str) -> Tensor:
+    """Run `rope` in one kernel each way."""
     return _Rope.apply(x, cos, sin, kernels)
 
 
 def cross_entropy_stats(
-    logits: Tensor, target: Tensor, vocab_start: int, valid: int | None = None, kernels: str = ""
+    logits: Tensor, target: Tensor, vocab_start: int, valid: int | None = None, *, kernels: str
 ) -> Tensor:
-    """`cross_entropy_stats` in one read."""
+    """Compute `cross_entropy_stats` in one read."""
     columns = logits.shape[1] if valid is None else valid
-    return _op(kernels, "cross_entropy_stats")(logits, target, vocab_start, columns)
+    return _kernel(kernels, "cross_entropy_stats")(logits, target, vocab_start, columns)
 
 
 def cross_entropy_grad_(
@@ -157,10 +189,50 @@ def cross_entropy_grad_(
     lse: Tensor,
     scale: Tensor,
     valid: int | None = None,
-    kernels: str = "",
+    *,
+    kernels: str,
 ) -> Tensor:
-    """`cross_entropy_grad_` in one pass."""
+    """Compute `cross_entropy_grad_` in one pass."""
     columns = logits.shape[1] if valid is None else valid
-    _op(kernels, "cross_entropy_grad_")(logits, target, vocab_start, lse, scale, columns)
+    _kernel(kernels, "cross_entropy_grad_")(logits, target, vocab_start, lse, scale, columns)
     increment_version(logits)
     return logits
+
+
+def adamw(*buffers: Tensor | None, kernels: str, **options: Any) -> None:
+    """Run `adamw` in one pass over memory; grad is only read."""
+    _kernel(kernels, "adamw_")(*buffers, **options)
+
+
+def l2_norm(flat: Tensor, *, kernels: str) -> Tensor:
+    """Compute `l2_norm` in two stages."""
+    return _kernel(kernels, "l2_norm")(flat)
+
+
+@lru_cache
+def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
+    return torch.tensor(offsets, dtype=torch.int64, device=device)
+
+
+def lamb_direction(*buffers: Tensor, kernels: str, **options: Any) -> None:
+    """Run `lamb_direction` in one pass."""
+    _kernel(kernels, "lamb_direction_")(*buffers, **options)
+
+
+def segment_norms(flat: Tensor, offsets: tuple[int, ...], *, kernels: str) -> Tensor:
+    """Compute `segment_norms` of all segments in two launches."""
+    return _kernel(kernels, "segment_norms")(flat, _offsets_on(flat.device, offsets))
+
+
+def lamb_apply(
+    param: Tensor,
+    update: Tensor,
+    out_param: Tensor | None,
+    ratios: Tensor,
+    offsets: tuple[int, ...],
+    lr: float,
+    *,
+    kernels: str,
+) -> None:
+    """Run `lamb_apply` on all segments in one launch."""
+    _kernel(kernels, "lamb_apply_")(param, update, out_param, ratios, _offsets_on(param.device, offsets), lr)

@@ -16,60 +16,45 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops import fused, native
-from megalite.ops.registry import Backend, Page, triton_backend
+from megalite.ops.fused import CPP, triton_backend
+from megalite.ops.op import TORCH, Op
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        # Out of place, here and below: torch 2.11 compiles a forward that writes in place wrongly (pytorch#180642).
-        return F.silu(gate) * up
+class _GLU(torch.autograd.Function):
+    """approximate: of GELU, or None for SiLU."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        dgate = torch.ops.aten.silu_backward(dy * up, gate)
-        return torch.cat((dgate, F.silu(gate).mul_(dy)), dim=-1)
-
-
-class _GeGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, approximate: str) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, approximate: str | None) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.approximate = approximate
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate) * up
+        # Out of place, here and below: torch 2.11 compiles a forward that writes in place wrongly (pytorch#180642).
+        return _activate(gate, approximate) * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
-        dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate=ctx.approximate)
-        return torch.cat((dgate, F.gelu(gate, approximate=ctx.approximate).mul_(dy)), dim=-1), None
+        if ctx.approximate is None:
+            dgate = torch.ops.aten.silu_backward(dy * up, gate)
+        else:
+            dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate=ctx.approximate)
+        return torch.cat((dgate, _activate(gate, ctx.approximate).mul_(dy)), dim=-1), None
+
+
+def _activate(gate: Tensor, approximate: str | None) -> Tensor:
+    return F.silu(gate) if approximate is None else F.gelu(gate, approximate=approximate)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Torch reference of `swiglu`; see the module's contract."""
-    return _SwiGLU.apply(gate_up)
+    return _GLU.apply(gate_up, None)
 
 
 def geglu(gate_up: Tensor, approximate: str = "none") -> Tensor:
     """Torch reference of `geglu`; see the module's contract."""
-    return _GeGLU.apply(gate_up, approximate)
+    return _GLU.apply(gate_up, approximate)
 
 
-PAGE = Page(
-    "glu",
-    ("swiglu", "geglu"),
-    (
-        triton_backend("activation", "swiglu", "geglu"),
-        Backend("cpp", lambda: {"swiglu": fused.swiglu, "geglu": fused.geglu}, native.why_no_cpp),
-        Backend("torch", lambda: {"swiglu": swiglu, "geglu": geglu}),
-    ),
-)
+OP = Op("glu", (swiglu, geglu), (triton_backend("activation"), CPP, TORCH))

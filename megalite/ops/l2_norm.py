@@ -12,8 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.ops import apex, native
-from megalite.ops.registry import Backend, Page, triton_backend
+from megalite.ops import apex
+from megalite.ops.fused import CPP, CUDA, triton_backend
+from megalite.ops.op import TORCH, Op
 
 _ROW = 256
 # bf16 is converted group by group, so that the fp32 copy stays in cache.
@@ -35,19 +36,4 @@ def l2_norm(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dtype=torch.float64).float()
 
 
-def l2_norm_native(flat: Tensor) -> Tensor:
-    """Two stages in C++ (csrc/cpu/l2_norm.cpp) or CUDA (csrc/cuda/norms.cuh)."""
-    return torch.ops.megalite.l2_norm(flat)
-
-
-PAGE = Page(
-    "l2_norm",
-    ("l2_norm",),
-    (
-        Backend("cuda", lambda: {"l2_norm": l2_norm_native}, native.why_no_cuda),
-        triton_backend("flat", "l2_norm"),
-        Backend("cpp", lambda: {"l2_norm": l2_norm_native}, native.why_no_cpp),
-        apex.L2_NORM,
-        Backend("torch", lambda: {"l2_norm": l2_norm}),
-    ),
-)
+OP = Op("l2_norm", (l2_norm,), (CUDA, triton_backend("flat"), CPP, apex.L2_NORM, TORCH))

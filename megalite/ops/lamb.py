@@ -16,14 +16,12 @@ lamb_apply(param, update, out_param, ratios, offsets, lr)
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from megalite.ops import native
+from megalite.ops.fused import CUDA
 from megalite.ops.l2_norm import l2_norm
-from megalite.ops.registry import Backend, Page
+from megalite.ops.op import TORCH, Op
 
 
 def lamb_direction(
@@ -68,53 +66,4 @@ def lamb_apply(
         out_param.copy_(param)
 
 
-@lru_cache
-def _offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
-    return torch.tensor(offsets, dtype=torch.int64, device=device)
-
-
-def lamb_direction_cuda(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    update: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_multiplier: Tensor | None,
-) -> None:
-    """One pass in CUDA (csrc/cuda/lamb.cuh)."""
-    torch.ops.megalite.lamb_direction_(
-        param, grad, exp_avg, exp_avg_sq, update, grad_multiplier, beta1, beta2, eps, weight_decay, step
-    )
-
-
-def segment_norms_cuda(flat: Tensor, offsets: tuple[int, ...]) -> Tensor:
-    """All segments in two launches (csrc/cuda/norms.cuh)."""
-    return torch.ops.megalite.segment_norms(flat, _offsets_on(flat.device, offsets))
-
-
-def lamb_apply_cuda(
-    param: Tensor, update: Tensor, out_param: Tensor | None, ratios: Tensor, offsets: tuple[int, ...], lr: float
-) -> None:
-    """All segments in one launch (csrc/cuda/lamb.cuh)."""
-    torch.ops.megalite.lamb_apply_(param, update, out_param, ratios, _offsets_on(param.device, offsets), lr)
-
-
-_FUNCTIONS = ("lamb_direction", "segment_norms", "lamb_apply")
-PAGE = Page(
-    "lamb",
-    _FUNCTIONS,
-    (
-        Backend(
-            "cuda",
-            lambda: dict(zip(_FUNCTIONS, (lamb_direction_cuda, segment_norms_cuda, lamb_apply_cuda))),
-            native.why_no_cuda,
-        ),
-        Backend("torch", lambda: dict(zip(_FUNCTIONS, (lamb_direction, segment_norms, lamb_apply)))),
-    ),
-)
+OP = Op("lamb", (lamb_direction, segment_norms, lamb_apply), (CUDA, TORCH))

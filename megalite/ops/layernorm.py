@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import apex
-from megalite.ops.registry import Backend, Page, triton_backend
+from megalite.ops.fused import triton_backend
+from megalite.ops.op import TORCH, Op
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -30,12 +31,4 @@ def add_layernorm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps
     return layernorm(total, weight, bias, eps), total
 
 
-PAGE = Page(
-    "layernorm",
-    ("layernorm", "add_layernorm"),
-    (
-        triton_backend("norm", "layernorm", "add_layernorm"),
-        apex.NORMS,
-        Backend("torch", lambda: {"layernorm": layernorm, "add_layernorm": add_layernorm}),
-    ),
-)
+OP = Op("layernorm", (layernorm, add_layernorm), (triton_backend("norm"), apex.NORMS, TORCH))

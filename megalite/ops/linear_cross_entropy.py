@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megalite.ops.choose import Ops
 from megalite.ops.cross_entropy import combine_stats
-from megalite.ops.registry import Ops
 
 
 def linear_cross_entropy_forward(
@@ -47,7 +47,7 @@ def linear_cross_entropy_forward(
     for start in range(0, len(x_NH), chunk):
         rows = slice(start, start + chunk)
         x = x_NH[rows]
-        logits = torch.mm(x, weight_VH.t(), out=buffer[: len(x)])
+        logits = ops.linear(x, weight_VH, out=buffer[: len(x)])
         stats = gather(ops.cross_entropy_stats(logits, target_N[rows], vocab_start, valid))
         lse[rows], target_logit = combine_stats(stats)
         loss[rows] = lse[rows] - target_logit
@@ -81,8 +81,8 @@ def linear_cross_entropy_backward(
     for start in range(0, len(x_NH), chunk):
         rows = slice(start, start + chunk)
         x = x_NH[rows]
-        logits = torch.mm(x, weight_VH.t(), out=buffer[: len(x)])
+        logits = ops.linear(x, weight_VH, out=buffer[: len(x)])
         dlogits = ops.cross_entropy_grad_(logits, target_N[rows], vocab_start, lse_N[rows], scale_N[rows], valid)
-        torch.mm(dlogits, weight_VH, out=dx[rows])
-        ops.wgrad_accumulate(main_grad_VH, dlogits, x)
+        ops.linear_dgrad(dlogits, weight_VH, out=dx[rows])
+        ops.linear_wgrad(main_grad_VH, dlogits, x)
     return dx

@@ -1,13 +1,13 @@
-"""The compiled libraries (`setup.py`): torch.library schemas, loading, and why one is missing.
+"""Schemas of the kernels in C++, CUDA and Triton, the compiled libraries (`setup.py`), and why one is missing.
 
 Schemas are defined here, in Python, whatever was built; `_native_cpu.so` and `_native_cuda.so` add implementations to
-them through torch's stable ABI. Fake implementations make the ops traceable by torch.compile.
+them through torch's stable ABI, and `megalite.ops.triton` registers its own under `triton_<name>`. Fake implementations
+make the kernels traceable by torch.compile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LIBRARY = torch.library.Library("megalite", "FRAGMENT")
 _HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class SharedOp:
-    """What the implementations of one op have in common; `fake` makes empty results of the right shape and type."""
-
-    schema: str
-    fake: Callable[..., Any]
-
-
-def _norm_fake(
+def _norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.numel() // x.shape[-1]
@@ -35,89 +28,90 @@ def _norm_fake(
     return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=torch.float32)
 
 
-def _norm_backward_fake(
+def _norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, is_rms: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(0 if is_rms else len(weight))
 
 
-# C++ implements `megalite::<name>`, Triton `megalite::triton_<name>`; `megalite.ops.fused` differentiates both.
-SHARED = {
-    op.schema.split("(", 1)[0]: op
-    for op in (
-        SharedOp(
-            "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps) "
-            "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
-            _norm_fake,
-        ),
-        SharedOp(
-            "norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool is_rms) "
-            "-> (Tensor dx, Tensor dweight, Tensor dbias)",
-            _norm_backward_fake,
-        ),
-        # kind: 0 SiLU, 1 GELU (erf), 2 GELU (tanh).
-        SharedOp(
-            "glu(Tensor gate_up, int kind) -> Tensor",
-            lambda gate_up, kind: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
-        ),
-        SharedOp(
-            "glu_backward(Tensor dy, Tensor gate_up, int kind) -> Tensor",
-            lambda dy, gate_up, kind: gate_up.new_empty(gate_up.shape),
-        ),
-        SharedOp("rope_(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_rotated) -> ()", lambda *args: None),
-        SharedOp(
-            "rope(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor",
-            lambda x, cos, sin, inverse: x.new_empty(x.shape),
-        ),
-        SharedOp(
-            "rope_pack(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
-            lambda dq, dk, dv, cos, sin: dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3]),
-        ),
-        SharedOp(
-            "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int valid) -> Tensor",
-            lambda logits, target, vocab_start, valid: logits.new_empty(logits.shape[0], 3, dtype=torch.float32),
-        ),
-        SharedOp(
-            "cross_entropy_grad_(Tensor(a!) logits, Tensor target, int vocab_start, Tensor lse, Tensor scale, "
-            "int valid) -> ()",
-            lambda *args: None,
-        ),
-    )
+def _in_place(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+# name -> (the rest of its schema, a function that makes empty results of the right shape and dtype).
+_FLOATS = "float beta1, float beta2, float eps, float weight_decay, int step"
+KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "norm": (
+        "(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps) "
+        "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
+        _norm,
+    ),
+    "norm_backward": (
+        "(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool is_rms) "
+        "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+        _norm_backward,
+    ),
+    # kind: as in `fused.KINDS`.
+    "glu": (
+        "(Tensor gate_up, int kind) -> Tensor",
+        lambda gate_up, kind: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+    ),
+    "glu_backward": ("(Tensor dy, Tensor gate_up, int kind) -> Tensor", lambda dy, x, kind: x.new_empty(x.shape)),
+    "gelu": ("(Tensor x, int kind) -> Tensor", lambda x, kind: x.new_empty(x.shape)),
+    "gelu_backward": ("(Tensor dy, Tensor x, int kind) -> Tensor", lambda dy, x, kind: x.new_empty(x.shape)),
+    "rope_": ("(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_rotated) -> ()", _in_place),
+    "rope": (
+        "(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor",
+        lambda x, cos, sin, inverse: x.new_empty(x.shape),
+    ),
+    "rope_pack": (
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
+        lambda dq, dk, dv, cos, sin: dq.new_empty(*dq.shape[:2], dq.shape[2] + 2 * dk.shape[2], dq.shape[3]),
+    ),
+    "cross_entropy_stats": (
+        "(Tensor logits, Tensor target, int vocab_start, int valid) -> Tensor",
+        lambda logits, target, vocab_start, valid: logits.new_empty(logits.shape[0], 3, dtype=torch.float32),
+    ),
+    "cross_entropy_grad_": (
+        "(Tensor(a!) logits, Tensor target, int vocab_start, Tensor lse, Tensor scale, int valid) -> ()",
+        _in_place,
+    ),
+    "adamw_": (
+        "(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out_param, "
+        f"Tensor? grad_multiplier, float lr, {_FLOATS}) -> ()",
+        _in_place,
+    ),
+    "l2_norm": ("(Tensor flat) -> Tensor", lambda flat: flat.new_empty((), dtype=torch.float32)),
+    "segment_norms": (
+        "(Tensor flat, Tensor offsets) -> Tensor",
+        lambda flat, offsets: flat.new_empty(offsets.shape[0] - 1, dtype=torch.float32),
+    ),
+    "lamb_direction_": (
+        "(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor(c!) update, "
+        f"Tensor? grad_multiplier, {_FLOATS}) -> ()",
+        _in_place,
+    ),
+    "lamb_apply_": (
+        "(Tensor(a!) param, Tensor update, Tensor(b!)? out_param, Tensor ratios, Tensor offsets, float lr) -> ()",
+        _in_place,
+    ),
 }
-
-_LIBRARY = torch.library.Library("megalite", "FRAGMENT")
-
-_MOMENTS = "Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq"
-SCHEMAS = (
-    f"adamw_({_MOMENTS}, Tensor(d!)? out_param, Tensor? grad_multiplier, float lr, float beta1, float beta2, "
-    "float eps, float weight_decay, int step) -> ()",
-    "l2_norm(Tensor flat) -> Tensor",
-    "segment_norms(Tensor flat, Tensor offsets) -> Tensor",
-    "lamb_direction_(Tensor param, Tensor grad, Tensor(a!) exp_avg, Tensor(b!) exp_avg_sq, Tensor(c!) update, "
-    "Tensor? grad_multiplier, float beta1, float beta2, float eps, float weight_decay, int step) -> ()",
-    "lamb_apply_(Tensor(a!) param, Tensor update, Tensor(b!)? out_param, Tensor ratios, Tensor offsets, float lr) "
-    "-> ()",
-    *(op.schema for op in SHARED.values()),
-)
-CPU_OPS = ("adamw_", "l2_norm", *SHARED)
-for _schema in SCHEMAS:
-    _LIBRARY.define(_schema)
+CUDA_OPS = ("adamw_", "l2_norm", "segment_norms", "lamb_direction_", "lamb_apply_")
+CPU_OPS = (
+    "adamw_", "l2_norm", "norm", "norm_backward", "glu", "glu_backward", "rope_", "rope", "rope_pack",
+    "cross_entropy_stats", "cross_entropy_grad_",
+)  # fmt: skip
 
 
-@torch.library.register_fake("megalite::l2_norm", lib=_LIBRARY)
-def _(flat: Tensor) -> Tensor:
-    return flat.new_empty((), dtype=torch.float32)
+def define(name: str, prefix: str = "") -> None:
+    """Define `megalite::<prefix><name>` and its fake implementation."""
+    schema, fake = KERNELS[name]
+    LIBRARY.define(f"{prefix}{name}{schema}")
+    torch.library.register_fake(f"megalite::{prefix}{name}", fake, lib=LIBRARY)
 
 
-@torch.library.register_fake("megalite::segment_norms", lib=_LIBRARY)
-def _(flat: Tensor, offsets: Tensor) -> Tensor:
-    return flat.new_empty(offsets.shape[0] - 1, dtype=torch.float32)
-
-
-for _name in ("adamw_", "lamb_direction_", "lamb_apply_"):
-    torch.library.register_fake(f"megalite::{_name}", lambda *args, **kwargs: None, lib=_LIBRARY)
-for _name, _op in SHARED.items():
-    torch.library.register_fake(f"megalite::{_name}", _op.fake, lib=_LIBRARY)
+for _name in dict.fromkeys((*CPU_OPS, *CUDA_OPS)):
+    define(_name)
 
 
 @lru_cache

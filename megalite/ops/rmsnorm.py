@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops import apex, fused, native
-from megalite.ops.registry import Backend, Page, triton_backend
+from megalite.ops import apex
+from megalite.ops.fused import CPP, triton_backend
+from megalite.ops.op import TORCH, Op
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,29 +48,20 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tens
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, rstd = _forward(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_backward(dy, *ctx.saved_tensors), None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x + residual
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        total = x if residual is None else x + residual
         y, rstd = _forward(total, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
-        return y, total
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         dx, dweight = _backward(dy, *ctx.saved_tensors)
+        if dtotal is None:
+            return dx, None, dweight, None
         dx += dtotal
         return dx, dx, dweight, None
 
@@ -84,7 +76,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Torch reference of `rmsnorm`; see the module's contract."""
     if _torch_serves(x):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return _RMSNorm.apply(x, weight, eps)
+    return _RMSNorm.apply(x, None, weight, eps)
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -92,16 +84,7 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     if _torch_serves(x):
         total = x + residual
         return rmsnorm(total, weight, eps), total
-    return _AddRMSNorm.apply(x, residual, weight, eps)
+    return _RMSNorm.apply(x, residual, weight, eps)
 
 
-PAGE = Page(
-    "rmsnorm",
-    ("rmsnorm", "add_rmsnorm"),
-    (
-        triton_backend("norm", "rmsnorm", "add_rmsnorm"),
-        apex.NORMS,
-        Backend("cpp", lambda: {"rmsnorm": fused.rmsnorm, "add_rmsnorm": fused.add_rmsnorm}, native.why_no_cpp),
-        Backend("torch", lambda: {"rmsnorm": rmsnorm, "add_rmsnorm": add_rmsnorm}),
-    ),
-)
+OP = Op("rmsnorm", (rmsnorm, add_rmsnorm), (triton_backend("norm"), apex.NORMS, CPP, TORCH))

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops import fused, native
-from megalite.ops.registry import Backend, Page, triton_backend
+from megalite.ops.fused import CPP, triton_backend
+from megalite.ops.op import TORCH, Op
 
 
 def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,12 +82,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rope.apply(x, cos, sin)
 
 
-PAGE = Page(
-    "rope",
-    ("rope_qkv", "rope"),
-    (
-        triton_backend("rope", "rope_qkv", "rope"),
-        Backend("cpp", lambda: {"rope_qkv": fused.rope_qkv, "rope": fused.rope}, native.why_no_cpp),
-        Backend("torch", lambda: {"rope_qkv": rope_qkv, "rope": rope}),
-    ),
-)
+OP = Op("rope", (rope_qkv, rope), (triton_backend("rope"), CPP, TORCH))

@@ -17,7 +17,7 @@ from megalite.dist.grid import Topology
 from megalite.errors import UserError
 from megalite.model.parameters import param_map
 from megalite.model.partition import head_cost, layer_split
-from megalite.ops.registry import pages, parse_spec
+from megalite.ops.choose import parse_spec
 from megalite.pipeline.choose import resolve_schedule
 from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
 from megalite.pipeline.simulate import Costs, simulate
@@ -169,7 +169,7 @@ def _peak_bytes(cfg: Config, program: Program, layers: list[range]) -> tuple[int
     logits_kept = 0 if cfg.train.loss_chunk else e * tokens * vocab
     loss_work = e * rows * vocab if cfg.train.loss_chunk else 0
     # On a GPU `auto` is Triton, which comes with torch there; on CPU the reference works in small pieces.
-    asked = parse_spec(cfg.train.ops, {page.name: page for page in pages()})["cross_entropy"]
+    asked = parse_spec(cfg.train.ops)["cross_entropy"]
     if asked == "torch" and cfg.parallel.device != "cpu":
         loss_work += _LOSS_WORK * rows * vocab
     alive = logits = 0

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis
@@ -75,15 +73,11 @@ class WgradQueue:
             work()
 
 
-def accumulate_bias_grad(bias: ShardedParameter | None, dy_NO: torch.Tensor) -> None:
+def accumulate_bias_grad(bias: ShardedParameter | None, dy: torch.Tensor) -> None:
     """main_grad_O += sum of dy over tokens."""
     if bias is not None:
-        bias.main_grad.add_(dy_NO.sum(0, dtype=torch.float32))
+        bias.main_grad.add_(dy.flatten(0, -2).sum(0, dtype=torch.float32))
         bias.grad_added()
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -92,46 +86,33 @@ class _ColumnLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: ShardedParameter, bias: ShardedParameter | None, layer: ParallelLinear
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
-        if layer.sequence_parallel:
-            x, work = collectives.gather_first(x, layer.tp)
-            work.wait()
-        return F.linear(x, weight, bias)
+        ctx.layer = layer
+        x, work = layer.gather(x)
+        work.wait()
+        return layer.ops.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        weight, bias, layer = ctx.weight, ctx.bias, ctx.layer
-        dy_NO = _rows(dy)
+        layer = ctx.layer
+        dy = dy.contiguous()
+        # A deferred weight gradient gathers the input again at W: keeping the whole of it would undo what sequence
+        # parallelism saves.
+        again = layer.queue.deferring
+        whole, gathered = (x, collectives.Done()) if again else layer.gather(x)
+        layer.queue.beside(gathered)
+        dx = layer.ops.linear_dgrad(dy, layer.weight)
+        gathered.wait()
+        dx, work = layer.reduce(dx)
+        layer.queue.beside(work)
 
-        def add_weight_grad(x_full: torch.Tensor) -> None:
-            layer.add_weight_grad(dy_NO, _rows(x_full))
-            accumulate_bias_grad(bias, dy_NO)
-
-        if not layer.sequence_parallel:
-            dx = torch.mm(dy_NO, weight).view(x.shape)
-            work = layer.queue.beside(collectives.all_reduce(dx, layer.tp))
-            layer.queue.put(lambda: add_weight_grad(x))
-            work.wait()
-            return dx, None, None, None
-
-        def gather_and_add() -> None:
-            x_full, gathered = collectives.gather_first(x, layer.tp)
+        def add_grads() -> None:
+            full, gathered = layer.gather(x) if again else (whole, collectives.Done())
             gathered.wait()
-            add_weight_grad(x_full)
+            layer.add_weight_grad(dy, full)
+            accumulate_bias_grad(layer.bias, dy)
 
-        if layer.queue.deferring:
-            # The whole input is gathered again at W: keeping it until then would undo sequence parallelism's saving.
-            layer.queue.put(gather_and_add)
-            dx, work = collectives.scatter_sum_first(torch.mm(dy_NO, weight).view(*dy.shape[:-1], -1), layer.tp)
-        else:
-            x_full, gathered = collectives.gather_first(x, layer.tp)
-            layer.queue.beside(gathered)
-            dx_full = torch.mm(dy_NO, weight).view(*dy.shape[:-1], -1)
-            gathered.wait()
-            dx, work = collectives.scatter_sum_first(dx_full, layer.tp)
-            layer.queue.beside(work)
-            add_weight_grad(x_full)
+        layer.queue.put(add_grads)
         work.wait()
         return dx, None, None, None
 
@@ -142,38 +123,29 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: ShardedParameter, bias: ShardedParameter | None, layer: ParallelLinear
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.layer = weight, bias, layer
-        y = F.linear(x, weight)
-        if layer.sequence_parallel:
-            y, work = collectives.scatter_sum_first(y, layer.tp)
-        else:
-            work = collectives.all_reduce(y, layer.tp)
+        ctx.layer = layer
+        y, work = layer.reduce(layer.ops.linear(x, weight))
         work.wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        weight, bias, layer = ctx.weight, ctx.bias, ctx.layer
-        dy_full = dy
-        if layer.sequence_parallel:
-            dy_full, work = collectives.gather_first(dy, layer.tp)
-            work.wait()
-        dx = torch.mm(_rows(dy_full), weight).view(x.shape)
-
-        def add_weight_grad(dy_full: torch.Tensor) -> None:
-            layer.add_weight_grad(_rows(dy_full), _rows(x))
-            # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
-            accumulate_bias_grad(bias, _rows(dy))
-
-        def gather_and_add() -> None:
-            dy_full, gathered = collectives.gather_first(dy, layer.tp)
-            gathered.wait()
-            add_weight_grad(dy_full)
-
+        layer = ctx.layer
+        whole, work = layer.gather(dy)
+        work.wait()
+        dx = layer.ops.linear_dgrad(whole, layer.weight)
         # As in the column layer: what is kept until W is this rank's shard.
-        again = layer.sequence_parallel and layer.queue.deferring
-        layer.queue.put(gather_and_add if again else partial(add_weight_grad, dy_full))
+        kept = dy if layer.queue.deferring else whole
+
+        def add_grads() -> None:
+            full, gathered = layer.gather(dy) if kept is dy else (kept, collectives.Done())
+            gathered.wait()
+            layer.add_weight_grad(full, x)
+            # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
+            accumulate_bias_grad(layer.bias, dy)
+
+        layer.queue.put(add_grads)
         return dx, None, None, None
 
 
@@ -202,9 +174,19 @@ class ParallelLinear(nn.Module):
         self.weight, self.bias = weight, bias
         self.tp, self.sequence_parallel, self.queue, self.ops = tp, sequence_parallel, queue, ops
 
-    def add_weight_grad(self, dy_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
-        """main_grad_OI += dy^T x, in fp32."""
-        self.ops.wgrad_accumulate(self.weight.main_grad, dy_NO, x_NI)
+    def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, collectives.Work]:
+        """Start gathering the sequence of a tensor on the replicated side: (x_S.., work)."""
+        return collectives.gather_first(x, self.tp) if self.sequence_parallel else (x, collectives.Done())
+
+    def reduce(self, x: torch.Tensor) -> tuple[torch.Tensor, collectives.Work]:
+        """Start summing x_S.. over tp, into the layout of the replicated side: (result, work)."""
+        if self.sequence_parallel:
+            return collectives.scatter_sum_first(x, self.tp)
+        return x, collectives.all_reduce(x, self.tp)
+
+    def add_weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """main_grad_OI += dy^T x over all tokens, in fp32."""
+        self.ops.linear_wgrad(self.weight.main_grad, dy, x)
         self.weight.grad_added()
 
 

@@ -136,20 +136,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.chunk,
         )
         weight.grad_added()
-        if layer.sequence_parallel:
-            dx, work = collectives.scatter_sum_first(dx.view(-1, *x.shape[1:]), layer.tp)
-        else:
-            work = collectives.all_reduce(dx, layer.tp)
+        dx, work = layer.reduce(dx.view(-1, *x.shape[1:]))
         work.wait()
         return dx.view(x.shape), None, None, None, None, None
 
 
 def _whole_rows(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
     """x of the whole sequence as [tokens, H]."""
-    if layer.sequence_parallel:
-        x, work = collectives.gather_first(x, layer.tp)
-        work.wait()
-    return x.reshape(-1, x.shape[-1])
+    x, work = layer.gather(x)
+    work.wait()
+    return x.flatten(0, -2)
 
 
 def _gather_stats(stats_N3: torch.Tensor, tp: Axis) -> torch.Tensor:

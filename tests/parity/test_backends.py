@@ -27,7 +27,7 @@ def steps(model: ModelConfig, ops: str, count: int) -> list[tuple[float, float]]
 def test_cpp(model: str) -> None:
     import torch
 
-    listing = {c.page: c.rejected for c in resolve("auto", torch.device("cpu"), torch.float32).choices}
+    listing = {c.op: c.rejected for c in resolve("auto", torch.device("cpu"), torch.float32).choices}
     rejected = dict(listing["adamw"])
     if "cpp" in rejected:
         pytest.skip(f"no C++ kernels: {rejected['cpp']}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.ops import fused
-from megalite.ops.triton.support import FUSE, register_shared
+from megalite.ops.triton.support import FUSE, register
 
 _STATS_BLOCK = 4096
 _GRAD_BLOCK = 2048
@@ -81,8 +78,5 @@ def _grad_(logits: Tensor, target: Tensor, vocab_start: int, lse: Tensor, scale:
         )  # fmt: skip
 
 
-register_shared("cross_entropy_stats", _stats)
-register_shared("cross_entropy_grad_", _grad_)
-
-cross_entropy_stats = partial(fused.cross_entropy_stats, kernels="triton_")
-cross_entropy_grad_ = partial(fused.cross_entropy_grad_, kernels="triton_")
+register("cross_entropy_stats", _stats)
+register("cross_entropy_grad_", _grad_)

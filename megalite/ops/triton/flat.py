@@ -73,36 +73,5 @@ def _l2_norm(flat: Tensor) -> Tensor:
     return partial.sum(dtype=torch.float64).sqrt().float()
 
 
-register(
-    "triton_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? out_param, "
-    "Tensor? grad_multiplier, float lr, float beta1, float beta2, float eps, float weight_decay, int step) -> ()",
-    _adamw_,
-    lambda *args: None,
-)
-register("triton_l2_norm(Tensor flat) -> Tensor", _l2_norm, lambda flat: flat.new_empty((), dtype=torch.float32))
-
-
-def adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    out_param: Tensor | None,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_multiplier: Tensor | None,
-) -> None:
-    """Triton backend of `adamw`."""
-    torch.ops.megalite.triton_adamw_(
-        param, grad, exp_avg, exp_avg_sq, out_param, grad_multiplier, lr, beta1, beta2, eps, weight_decay, step
-    )
-
-
-def l2_norm(flat: Tensor) -> Tensor:
-    """Triton backend of `l2_norm`."""
-    return torch.ops.megalite.triton_l2_norm(flat)
+register("adamw_", _adamw_)
+register("l2_norm", _l2_norm)

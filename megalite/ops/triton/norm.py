@@ -7,15 +7,12 @@ that is cut into chunks, a program each.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.ops import fused
-from megalite.ops.triton.support import FUSE, num_multiprocessors, register_shared, row_launch, rows_of
+from megalite.ops.triton.support import FUSE, num_multiprocessors, register, row_launch, rows_of
 
 # Columns that one program of backward takes: with 16384 it spills, 1024 threads having 64 registers each.
 BACKWARD_WIDTH = 8192
@@ -161,10 +158,5 @@ def _backward(
     return dx.view(x.shape), dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
 
 
-register_shared("norm", _forward)
-register_shared("norm_backward", _backward)
-
-rmsnorm = partial(fused.rmsnorm, kernels="triton_")
-add_rmsnorm = partial(fused.add_rmsnorm, kernels="triton_")
-layernorm = partial(fused.layernorm, kernels="triton_")
-add_layernorm = partial(fused.add_layernorm, kernels="triton_")
+register("norm", _forward)
+register("norm_backward", _backward)

@@ -6,14 +6,11 @@ writes the packed gradient, so that no concatenation is needed.
 
 from __future__ import annotations
 
-from functools import partial
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.ops import fused
-from megalite.ops.triton.support import FUSE, register_shared
+from megalite.ops.triton.support import FUSE, register
 
 _TILE = 2048  # elements of each half a program handles at a time
 
@@ -91,9 +88,6 @@ def _rope_pack(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> 
     return dqkv
 
 
-register_shared("rope_", _rope_)
-register_shared("rope", _rope)
-register_shared("rope_pack", _rope_pack)
-
-rope_qkv = partial(fused.rope_qkv, kernels="triton_")
-rope = partial(fused.rope, kernels="triton_")
+register("rope_", _rope_)
+register("rope", _rope)
+register("rope_pack", _rope_pack)

@@ -13,27 +13,17 @@ from torch import Tensor
 from megalite.errors import UserError
 from megalite.ops import native
 
-_LIBRARY = torch.library.Library("megalite", "FRAGMENT")
-
 # Rows up to this width are kept in the registers of one program; Llama 3 405B has 16384.
 MAX_WIDTH = 16384
 # Contraction of a * b + c is off by default from Triton 3.10 on: said explicitly, it is the same in every version.
 FUSE = {"enable_fp_fusion": True}
 
 
-def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define `megalite::<schema>` with one implementation for CUDA and for the interpreter (CPU), and its fake."""
-    name = schema.split("(", 1)[0]
-    _LIBRARY.define(schema)
+def register(name: str, implementation: Callable[..., Any]) -> None:
+    """Define `megalite::triton_<name>` with one implementation for CUDA and for the interpreter (CPU)."""
+    native.define(name, "triton_")
     for key in ("CUDA", "CPU"):
-        _LIBRARY.impl(name, implementation, key)
-    torch.library.register_fake(f"megalite::{name}", fake, lib=_LIBRARY)
-
-
-def register_shared(name: str, implementation: Callable[..., Any]) -> None:
-    """`register` as `triton_<name>` with the schema and the fake of the C++ op `name`."""
-    shared = native.SHARED[name]
-    register(f"triton_{shared.schema}", implementation, shared.fake)
+        native.LIBRARY.impl(f"triton_{name}", implementation, key)
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -14,57 +14,57 @@ from torch import Tensor
 
 from megalite.errors import UserError
 from megalite.ops import Ops, resolve
-from megalite.ops.check import check
-from megalite.ops.registry import Backend, Page, choose, pages, parse_spec
+from megalite.ops.choose import OPS, choose, parse_spec
+from megalite.ops.op import Backend, Op
+from tests.ops_contract import check
 
 CPU = torch.device("cpu")
 
 
-def _page(**reasons: str | None) -> Page:
-    """A page with a backend per keyword, each with its reason for not running."""
+def _op(**reasons: str | None) -> Op:
+    """An op with a backend per keyword, each with its reason for not running."""
     backends = tuple(Backend(name, dict, lambda d, t, why=why: why) for name, why in reasons.items())
-    return Page("op", (), backends)
+    return Op("op", (), backends)
 
 
 def test_automatic_choice_is_the_first_that_can_run() -> None:
-    choice, _ = choose(_page(cuda="no card", cpp=None, torch=None), "auto", CPU, torch.float32, None)
+    choice, _ = choose(_op(cuda="no card", cpp=None, torch=None), "auto", CPU, torch.float32, None)
     assert choice.backend == "cpp"
     assert choice.rejected == (("cuda", "no card"),)
 
 
 def test_named_backend_that_cannot_run_is_an_error_with_its_reason() -> None:
     with pytest.raises(UserError, match=r"op=cuda cannot run here \(no card\)"):
-        choose(_page(cuda="no card", torch=None), "cuda", CPU, torch.float32, "op=cuda")
+        choose(_op(cuda="no card", torch=None), "cuda", CPU, torch.float32, "op=cuda")
 
 
-def test_default_backend_that_a_page_lacks_leaves_it_automatic_and_says_so() -> None:
-    choice, _ = choose(_page(torch=None), "triton", CPU, torch.float32, "triton")
+def test_default_backend_that_an_op_lacks_leaves_it_automatic_and_says_so() -> None:
+    choice, _ = choose(_op(torch=None), "triton", CPU, torch.float32, "triton")
     assert choice.backend == "torch"
     assert choice.reason == "this op has no triton backend"
 
 
 def test_interpreter_is_never_an_automatic_choice() -> None:
-    choice, _ = choose(_page(triton=None, torch=None), "auto", CPU, torch.float32, None)
+    choice, _ = choose(_op(triton=None, torch=None), "auto", CPU, torch.float32, None)
     assert choice.backend == "torch"
     assert choice.rejected[0][0] == "triton"
 
 
 def test_spec_names_win_over_the_default_whatever_their_order() -> None:
-    known = {page.name: page for page in pages()}
     for spec in ("adamw=cpp,torch", "torch,adamw=cpp", " torch , adamw=cpp ,"):
-        wanted = parse_spec(spec, known)
+        wanted = parse_spec(spec)
         assert wanted.pop("adamw") == "cpp"
         assert set(wanted.values()) == {"torch"}
-    assert set(parse_spec(None, known).values()) == {"auto"}
+    assert set(parse_spec(None).values()) == {"auto"}
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fast", "'fast' is no backend"),
-        ("rmsnorm=fast", "'fast' is no backend"),
-        ("softmax=torch", "'softmax' is no op; use one of rmsnorm"),
-        ("wgrad=triton", "wgrad has no backend triton; use auto or one of torch, apex"),
+        ("fast", "unknown backend 'fast'"),
+        ("rmsnorm=fast", "unknown backend 'fast'"),
+        ("softmax=torch", "unknown op 'softmax'; use one of rmsnorm"),
+        ("matmul=triton", "matmul has no backend triton; use auto or one of torch, apex"),
         ("adamw=cuda", "adamw=cuda cannot run here"),
         ("rmsnorm=apex", "rmsnorm=apex cannot run here"),
     ],
@@ -74,18 +74,18 @@ def test_mistakes_in_the_spec(spec: str, message: str) -> None:
         resolve(spec, "cpu", torch.float32)
 
 
-def test_every_function_of_ops_belongs_to_exactly_one_page() -> None:
-    functions = [function for page in pages() for function in page.functions]
+def test_every_function_of_ops_belongs_to_exactly_one_op() -> None:
+    functions = [function for op in OPS.values() for function in op.functions]
     fields = [field.name for field in dataclasses.fields(Ops) if field.name != "choices"]
     assert sorted(functions) == sorted(fields)
 
 
-def test_every_page_states_its_contract_and_ends_with_a_backend_for_any_machine() -> None:
-    for page in pages():
-        module = sys.modules[f"megalite.ops.{page.name}"]
-        for function in page.functions:
-            assert f"{function}(" in (module.__doc__ or ""), f"{page.name} has no contract for {function}"
-        assert any(b.name == "torch" and b.why_not(CPU, torch.float32) is None for b in page.backends)
+def test_every_op_states_its_contract_and_ends_with_a_backend_for_any_machine() -> None:
+    for name, op in OPS.items():
+        module = sys.modules[f"megalite.ops.{name}"]
+        for function in op.functions:
+            assert f"{function}(" in (module.__doc__ or ""), f"{name} has no contract for {function}"
+        assert any(b.name == "torch" and b.why_not(CPU, torch.float32) is None for b in op.backends)
 
 
 def _listing(*args: str) -> subprocess.CompletedProcess[str]:
@@ -95,8 +95,8 @@ def _listing(*args: str) -> subprocess.CompletedProcess[str]:
 def test_listing_shows_every_op_with_choice_and_reasons() -> None:
     done = _listing("--device", "cpu", "--ops", "torch")
     assert done.returncode == 0, done.stderr
-    for page in pages():
-        assert f"\n{page.name:14} torch    asked for" in done.stdout
+    for name in OPS:
+        assert f"\n{name:14} torch    asked for" in done.stdout
     assert "cuda: for CUDA tensors, not cpu" in done.stdout
 
 

@@ -1,6 +1,5 @@
-"""Numerical contract of every op against plain float64 formulas: `python -m megalite.ops --check`.
+"""Numerical contract of every op against plain float64 formulas, on whatever backends are chosen.
 
-Runs wherever the chosen backends run, so that new hardware can be judged in one call; the tests use it as well.
 Besides the error: memory that an op leaves unwritten is NaN (deterministic mode fills it), memory next to what an
 in-place op may write must not change, and a second call must give the same bits.
 """
@@ -17,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.ops import Ops
+from megalite.ops.attention import Mask
 from megalite.ops.cross_entropy import combine_stats
-from megalite.ops.registry import Ops
 
 # Relative L2 error against float64. bf16: rounding of inputs' products to 8 bits (2^-9) a few times over.
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -160,33 +160,27 @@ def _activation_cases() -> Iterator[Case]:
         label = f"{list(shape)}{' strided' if strided else ''}"
 
         def inputs(g: torch.Generator, shape: Any = shape, strided: bool = strided) -> list[Tensor]:
-            return [_randn(g, *shape, strided=strided) * 3, _randn(g, shape[-1])]
+            return [_randn(g, *shape, strided=strided) * 3]
 
         yield Case(
             f"swiglu {label}",
             inputs,
-            lambda o, x, b: (o.swiglu(x),),
-            lambda x, b: _halves(x, lambda g: g * g.sigmoid()),
+            lambda o, x: (o.swiglu(x),),
+            lambda x: _halves(x, lambda g: g * g.sigmoid()),
         )
         for kind in ("none", "tanh"):
             yield Case(
                 f"geglu {kind} {label}",
                 inputs,
-                lambda o, x, b, kind=kind: (o.geglu(x, kind),),
-                lambda x, b, kind=kind: _halves(x, lambda g: _gelu(g, kind)),
+                lambda o, x, kind=kind: (o.geglu(x, kind),),
+                lambda x, kind=kind: _halves(x, lambda g: _gelu(g, kind)),
             )
             yield Case(
-                f"bias_gelu {kind} {label}",
+                f"gelu {kind} {label}",
                 inputs,
-                lambda o, x, b, kind=kind: (o.bias_gelu(x, b, kind),),
-                lambda x, b, kind=kind: (_gelu(x + b, kind),),
+                lambda o, x, kind=kind: (o.gelu(x, kind),),
+                lambda x, kind=kind: (_gelu(x, kind),),
             )
-        yield Case(
-            f"gelu without bias {label}",
-            inputs,
-            lambda o, x, b: (o.bias_gelu(x, None, "tanh"),),
-            lambda x, b: (_gelu(x, "tanh"),),
-        )
 
 
 def _cross_entropy(ops: Ops, wide: Tensor, target: Tensor, scale: Tensor, real: int) -> tuple[Tensor, Tensor]:
@@ -310,20 +304,61 @@ def _flat_cases() -> Iterator[Case]:
         yield Case(f"l2_norm [{n}]", inputs, _l2_norm, _l2_norm_oracle, differentiate=False)
 
 
-def _wgrad(ops: Ops, main_grad: Tensor, dy: Tensor, x: Tensor) -> tuple[Tensor]:
-    main_grad = main_grad.clone()
-    ops.wgrad_accumulate(main_grad, dy, x)
-    return (main_grad,)
+def _matmul(ops: Ops, main_grad: Tensor, dy: Tensor, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    main_grad, y, dx = main_grad.clone(), torch.full_like(dy, float("nan")), torch.full_like(x, float("nan"))
+    ops.linear_wgrad(main_grad, dy, x)
+    ops.linear(x, w, out=y)
+    ops.linear_dgrad(dy, w, out=dx)
+    # With more dimensions than two, and without buffers.
+    rows = [t.view(-1, 1, t.shape[-1]) for t in (x, dy)]
+    ops.linear_wgrad(main_grad, rows[1], rows[0])
+    return main_grad, y, dx, ops.linear(rows[0], w, b), ops.linear(rows[0], w), ops.linear_dgrad(rows[1], w)
 
 
-def _wgrad_cases() -> Iterator[Case]:
+def _matmul_oracle(main_grad: Tensor, dy: Tensor, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    y, dx = x @ w.t(), dy @ w
+    return main_grad + 2 * dy.t() @ x, y, dx, (y + b)[:, None], y[:, None], dx[:, None]
+
+
+def _matmul_cases() -> Iterator[Case]:
     for rows, out, width in ((5, 8, 16), (3, 7, 5), (0, 4, 4)):
 
         def inputs(g: torch.Generator, rows: int = rows, out: int = out, width: int = width) -> list[Tensor]:
-            return [_randn(g, out, width).float(), _randn(g, rows, out), _randn(g, rows, width)]
+            shapes = ((rows, out), (rows, width), (out, width), (out,))
+            return [_randn(g, out, width).float(), *(_randn(g, *shape) for shape in shapes)]
 
-        label = f"wgrad [{rows}, {out}] x [{rows}, {width}]"
-        yield Case(label, inputs, _wgrad, lambda m, dy, x: (m + dy.t() @ x,), differentiate=False)
+        label = f"matmul [{rows}, {out}] x [{rows}, {width}]"
+        yield Case(label, inputs, _matmul, _matmul_oracle, differentiate=False)
+
+
+def _attention_oracle(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> tuple[Tensor]:
+    seq, group = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(seq, device=q.device)[:, None] - torch.arange(seq, device=q.device)
+    hidden = (distance < 0) | (distance >= (window or seq))
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v,)
+
+
+def _attention_cases() -> Iterator[Case]:
+    for seq, heads, kv, width in ((9, 4, 2, 16), (17, 3, 3, 8), (64, 8, 1, 64), (1, 1, 1, 8)):
+        for window, softcap in ((None, None), (5, None), (None, 2.0), (5, 2.0)):
+
+            def inputs(g: torch.Generator, shape: Any = (seq, heads, kv, width)) -> list[Tensor]:
+                seq, heads, kv, width = shape
+                # As the model has them: positions first in memory.
+                return [_randn(g, seq, 2, n, width).permute(1, 2, 0, 3) for n in (heads, kv, kv)]
+
+            yield Case(
+                f"attention [2, {heads}/{kv}, {seq}, {width}] window {window} softcap {softcap}",
+                inputs,
+                lambda o, q, k, v, w=window, c=softcap: (o.attention(q, k, v, Mask(w), softcap=c),),
+                lambda q, k, v, w=window, c=softcap: _attention_oracle(q, k, v, w, c),
+                # A softmax over one key is constant.
+                differentiate=seq > 1,
+            )
 
 
 def cases() -> list[Case]:
@@ -334,7 +369,8 @@ def cases() -> list[Case]:
         *_activation_cases(),
         *_cross_entropy_cases(),
         *_flat_cases(),
-        *_wgrad_cases(),
+        *_matmul_cases(),
+        *_attention_cases(),
     ]
 
 

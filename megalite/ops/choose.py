@@ -1,0 +1,157 @@
+"""The list of ops, and which backend each is given: `resolve` makes one choice per op.
+
+The choice is explicit and passed on as an `Ops` object: nothing is chosen at import, there is no module-level state.
+A backend asked for by name that cannot run here is an error, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.errors import UserError
+from megalite.ops import (
+    adamw,
+    attention,
+    cross_entropy,
+    gelu,
+    glu,
+    l2_norm,
+    lamb,
+    layernorm,
+    matmul,
+    rmsnorm,
+    rope,
+)
+from megalite.ops.op import Backend, Op
+
+BACKEND_NAMES = ("auto", "torch", "triton", "cuda", "cpp", "apex")
+_MODULES = (rmsnorm, layernorm, rope, attention, glu, gelu, cross_entropy, adamw, l2_norm, lamb, matmul)
+# Every op by its name, in the order of the listing.
+OPS: dict[str, Op] = {module.OP.name: module.OP for module in _MODULES}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for an op and why; `rejected` holds (backend, reason) of those that cannot run."""
+
+    op: str
+    backend: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The chosen implementation of every function. Contracts: the modules of the ops in `megalite.ops`."""
+
+    rmsnorm: Callable[..., Tensor]
+    add_rmsnorm: Callable[..., tuple[Tensor, Tensor]]
+    layernorm: Callable[..., Tensor]
+    add_layernorm: Callable[..., tuple[Tensor, Tensor]]
+    rope: Callable[..., Tensor]
+    rope_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    attention: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    geglu: Callable[..., Tensor]
+    gelu: Callable[..., Tensor]
+    cross_entropy_stats: Callable[..., Tensor]
+    cross_entropy_grad_: Callable[..., Tensor]
+    adamw: Callable[..., None]
+    l2_norm: Callable[..., Tensor]
+    lamb_direction: Callable[..., None]
+    lamb_apply: Callable[..., None]
+    segment_norms: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
+    linear_dgrad: Callable[..., Tensor]
+    linear_wgrad: Callable[..., None]
+    choices: tuple[Choice, ...] = ()
+
+    def describe(self) -> str:
+        """Return one line for the log: `ops: triton: rmsnorm, …; torch: …`."""
+        by_backend: dict[str, list[str]] = {}
+        for choice in self.choices:
+            by_backend.setdefault(choice.backend, []).append(choice.op)
+        return "ops: " + "; ".join(f"{backend}: {', '.join(names)}" for backend, names in by_backend.items())
+
+
+def parse_spec(spec: str | None) -> dict[str, str]:
+    """Read `"triton,adamw=cuda"` as {op: backend} for every op; a bare backend is the default of the ops not named.
+
+    Raises:
+        UserError: an unknown op or backend, or an op that has no such backend.
+    """
+    default, named = "auto", {}
+    for item in (part.strip() for part in (spec or "").split(",")):
+        if not item:
+            continue
+        name, _, backend = item.rpartition("=")
+        if backend not in BACKEND_NAMES:
+            raise UserError(f"--ops {spec}", f"unknown backend {backend!r}", f"use one of {', '.join(BACKEND_NAMES)}")
+        if not name:
+            default = backend
+            continue
+        if name not in OPS:
+            raise UserError(f"--ops {spec}", f"unknown op {name!r}", f"use one of {', '.join(OPS)}")
+        if backend != "auto" and backend not in {b.name for b in OPS[name].backends}:
+            have = ", ".join(b.name for b in OPS[name].backends)
+            raise UserError(f"--ops {spec}", f"{name} has no backend {backend}", f"use auto or one of {have}")
+        named[name] = backend
+    return {name: named.get(name, default) for name in OPS}
+
+
+def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: str | None) -> tuple[Choice, Backend]:
+    """Pick an op's backend.
+
+    "auto" takes the first that can run. A backend wanted by name for every op ("triton") leaves an op that does not
+    have it (matmul, say) to the automatic choice and the reason records it; wanted and unable to run is an error.
+    """
+    rejected: list[tuple[str, str]] = []
+    has_it = wanted in {b.name for b in op.backends}
+    for backend in op.backends:
+        if has_it and backend.name != wanted:
+            continue
+        reason = backend.why_not(device, dtype)
+        if reason is None and not has_it and backend.name == "triton" and device.type == "cpu":
+            reason = "the interpreter is slow: only when asked for by name"
+        if reason is None:
+            if has_it:
+                why = "asked for"
+            elif wanted == "auto":
+                why = "first of " + " > ".join(b.name for b in op.backends) + " that can run here"
+            else:
+                why = f"this op has no {wanted} backend"
+            return Choice(op.name, backend.name, why, tuple(rejected)), backend
+        rejected.append((backend.name, reason))
+        if has_it:
+            raise UserError(
+                f"--ops {spec}",
+                f"{op.name}={wanted} cannot run here ({reason})",
+                f"use {op.name}=auto, or see `python -m megalite.ops`",
+            )
+    raise AssertionError(f"op {op.name} has no backend for every machine")
+
+
+def resolve(spec: str | None, device: torch.device | str, dtype: torch.dtype) -> Ops:
+    """Choose a backend for every op.
+
+    Args:
+        spec: None or "auto"; "torch"; "rmsnorm=triton,adamw=cuda"; "triton,adamw=torch" (bare name: for all others).
+        device: where the tensors will live.
+        dtype: dtype of the activations (parameters of the model).
+
+    Raises:
+        UserError: an unknown name, or a backend asked for by name that cannot run here.
+    """
+    device = torch.device(device)
+    functions: dict[str, Callable[..., Any]] = {}
+    choices = []
+    for name, wanted in parse_spec(spec).items():
+        choice, backend = choose(OPS[name], wanted, device, dtype, spec)
+        functions |= backend.load(OPS[name])
+        choices.append(choice)
+    return Ops(**functions, choices=tuple(choices))

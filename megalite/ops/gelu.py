@@ -1,0 +1,21 @@
+"""GELU (Hendrycks and Gimpel 2016).
+
+gelu(x, approximate="none") -> y
+    x [..., F] fp32 / bf16 / fp16; approximate "none" (erf) or "tanh"; y like x. Backward keeps x alone.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops.fused import triton_backend
+from megalite.ops.op import TORCH, Op
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Torch reference of `gelu`; see the module's contract."""
+    return F.gelu(x, approximate=approximate)
+
+
+OP = Op("gelu", (gelu,), (triton_backend("activation"), TORCH))

@@ -1,0 +1,50 @@
+"""The three matrix products of a linear layer.
+
+linear(x, w, b=None, out=None) -> y
+    y = x w^T + b. x [..., I], w [O, I], b [O] or None, all of one dtype; y [..., O]. out [N, O]: where to write the
+    result (then x is [N, I] and b None).
+
+linear_dgrad(dy, w, out=None) -> dx
+    dx = dy w, the input's gradient. dy [..., O]; dx [..., I]. out [N, I]: where to write it (then dy is [N, O]).
+
+linear_wgrad(main_grad, dy, x) -> None
+    main_grad += dy^T x in place, summed over all dimensions but the last. dy [..., O] and x [..., I] of one dtype;
+    main_grad [O, I] fp32 (or of that dtype). With an fp32 main_grad the sum over micro-batches is fp32. On CUDA so is
+    the product: the GEMM itself writes fp32 (cuBLAS with beta 1, no buffer of its own). A CPU has no such product:
+    there each one is rounded once before it is added.
+
+None is differentiable: the layers that call them (megalite.tensor_parallel) write their backward themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops import apex
+from megalite.ops.op import TORCH, Op
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Torch implementation of `linear`; see the module's contract."""
+    return F.linear(x, w, b) if out is None else torch.mm(x, w.t(), out=out)
+
+
+def linear_dgrad(dy: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """Torch implementation of `linear_dgrad`; see the module's contract."""
+    return torch.mm(dy.flatten(0, -2), w, out=out).view(*dy.shape[:-1], w.shape[1])
+
+
+def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Torch implementation of `linear_wgrad`; see the module's contract."""
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    if main_grad.dtype == dy.dtype:
+        main_grad.addmm_(dy.t(), x)
+    elif dy.is_cuda:
+        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+    else:
+        main_grad.add_(dy.t() @ x)
+
+
+OP = Op("matmul", (linear, linear_dgrad, linear_wgrad), (TORCH, apex.MATMUL))
