@@ -23,7 +23,15 @@ from megalite.plan.memory import dry_run_report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-SCRIPTS = "tools/*.py", "examples/*.py", "benchmarks/*.py", "*.py", "examples/*.sh", "tests/*.sh"
+SCRIPTS = (
+    "tools/*.py",
+    "examples/*.py",
+    "benchmarks/*.py",
+    "*.py",
+    "examples/*.sh",
+    "tests/*.sh",
+    "megalite/launch/*.sbatch",
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"`([^`\n]+)`")
 
