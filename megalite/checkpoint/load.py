@@ -18,7 +18,16 @@ import torch.distributed as dist
 
 from megalite.checkpoint.folder import checkpoints_folder, step_folders
 from megalite.checkpoint.manifest import Box, Manifest, TensorEntry, as_matrix, box_key, read_manifest
-from megalite.checkpoint.safetensors_io import BLOCK, ITEM_SIZE, BadCheckpoint, open_inside, read_exactly, read_header
+from megalite.checkpoint.safetensors_io import (
+    BLOCK,
+    ITEM_SIZE,
+    BadCheckpoint,
+    header_entry,
+    open_inside,
+    parse_header,
+    read_exactly,
+)
+from megalite.config.model import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.collectives import all_reduce, gather_texts
 from megalite.dist.context import ParallelContext
@@ -85,19 +94,21 @@ class ShardReader:
                 self._check_header(number, fd)
 
     def _check_header(self, number: int, fd: int) -> None:
-        path = self.path / self.manifest.files[number].name
-        there = {key: (e.begin, e.dtype, e.shape) for key, e in read_header(fd, path).items()}
-        ours = {
-            box_key(kind, name, b.offset): (b.begin, t.dtype, b.shape)
+        entry = self.manifest.files[number]
+        path = self.path / entry.name
+        data = bytearray(entry.header)
+        read_exactly(fd, memoryview(data), 0, path)
+        expected = {
+            box_key(kind, name, b.offset): header_entry(t.dtype, b.shape, b.begin - entry.header)
             for kind, tensors in self.manifest.tensors.items()
             for name, t in tensors.items()
             for b in t.boxes
             if b.file == number
         }
-        if there != ours:
+        if parse_header(data) != expected:
             raise BadCheckpoint(str(path), "its header does not list the boxes of the manifest")
 
-    def strangers(self) -> list[str]:
+    def extra_files(self) -> list[str]:
         """Files beside the checkpoint that are no part of it."""
         known = {"manifest.json", "COMMIT", *(f.name for f in self.manifest.files)}
         return sorted(e.name for e in os.scandir(self.path) if e.name not in known)
@@ -219,6 +230,18 @@ def read_meta(path: str | Path) -> dict[str, Any]:
     return read_manifest(Path(path)).meta
 
 
+def model_config(meta: dict[str, Any], path: Path) -> ModelConfig:
+    """Return the model that a checkpoint's meta describes.
+
+    Raises:
+        UserError: the meta of the checkpoint `path` does not describe a model.
+    """
+    try:
+        return ModelConfig.from_dict(meta["config"]["model"])
+    except (KeyError, TypeError, AttributeError) as e:
+        raise BadCheckpoint(str(path), f"its manifest does not describe the model ({e!r:.100})") from None
+
+
 def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
     """Check a checkpoint, each rank its share of the blocks; `UserError` on every rank where one finds damage."""
 
@@ -226,7 +249,7 @@ def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
         reader = ShardReader(path, read_manifest(path))
         try:
             reader.verify(ctx.rank, ctx.world.size)
-            if ctx.rank == 0 and (extra := reader.strangers()):
+            if ctx.rank == 0 and (extra := reader.extra_files()):
                 logger.warning(f"{path} holds files that are no part of it and are ignored: {', '.join(extra)}")
         finally:
             reader.close()

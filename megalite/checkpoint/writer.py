@@ -117,7 +117,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     temporary = Path(job["temporary"])
     stem = f"rank_{job['rank']:05d}"
     keys = [box_key(b["kind"], b["name"], b["offset"]) for b in job["boxes"]]
-    header, entries = make_header((k, b["dtype"], tuple(b["shape"])) for k, b in zip(keys, job["boxes"]))
+    header, begins = make_header((k, b["dtype"], tuple(b["shape"])) for k, b in zip(keys, job["boxes"]))
     data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
     path = temporary / f"{stem}.safetensors"
     try:
@@ -130,7 +130,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     fragment = {
         "save_id": job["save_id"],
         "file": {"name": path.name, "size": size, "header": len(header), "crc32": crcs},
-        "boxes": [{**b, "begin": entries[k].begin} for k, b in zip(keys, job["boxes"])],
+        "boxes": [{**b, "begin": begins[k]} for k, b in zip(keys, job["boxes"])],
     }
     write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
     os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")

@@ -255,6 +255,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return SentencePieceTokenizer(file)
 
 
+def of_run(meta: dict[str, Any]) -> str | None:
+    """Name the tokenizer that a checkpoint's meta records; None when the run had none or the file no longer exists."""
+    name = meta.get("config", {}).get("data", {}).get("tokenizer")
+    return name if name and (name == "bytes" or Path(name).exists()) else None
+
+
 def _file_in(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).exists():

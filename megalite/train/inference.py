@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from megalite import ops as kernels
-from megalite.checkpoint.load import load_checkpoint, read_meta, resolve_checkpoint
+from megalite.checkpoint.load import load_checkpoint, model_config, read_meta, resolve_checkpoint
 from megalite.config.model import ModelConfig
-from megalite.data import IndexedDataset, Tokenizer, load_tokenizer
+from megalite.data import IndexedDataset
+from megalite.data.tokenizer import Tokenizer, load_tokenizer, of_run
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
 from megalite.errors import UserError
@@ -62,7 +63,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     """
     checkpoint = resolve_checkpoint(path)
     meta = read_meta(checkpoint)
-    cfg = ModelConfig.from_dict(meta["config"]["model"])
+    cfg = model_config(meta, checkpoint)
     ctx = ParallelContext.single(device)
     make = Maker(
         cfg,
@@ -78,9 +79,8 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     )
     stage = GPTStage(make, range(cfg.num_layers), first=True, last=True)
     load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
-    name = tokenizer or meta["config"].get("data", {}).get("tokenizer")
-    usable = name if tokenizer or (name and (name == "bytes" or Path(name).exists())) else None
-    return Model(cfg, stage.eval(), load_tokenizer(usable) if usable else None, int(meta["step"]))
+    name = tokenizer or of_run(meta)
+    return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, int(meta["step"]))
 
 
 def _whole(param: torch.nn.Parameter) -> StateTensor:

@@ -34,7 +34,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
     """The family of a config.json."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        rule = f"model_type {model_type!r:.60} is none of {', '.join(FAMILIES)}"
+        rule = f"model_type {model_type!r:.60} is not one of {', '.join(FAMILIES)}"
         raise BadCheckpoint(where, rule, "convert a model of one of these families")
     return FAMILIES[model_type]
 
@@ -72,7 +72,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     names = {theirs: ours for ours, theirs in _activations(family).items()}
     activation = names.get(_ALIASES.get(written, written))
     if activation is None:
-        raise refuse(family.activation, f"is none of {', '.join(names)}")
+        raise refuse(family.activation, f"is not one of {', '.join(names)}")
     options["activation"] = activation
     if options.get("position") != "learned":
         options.update(_read_rope(config, values, family, where))

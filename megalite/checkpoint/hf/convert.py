@@ -23,10 +23,11 @@ from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.tokenizer import export_tokenizer
-from megalite.checkpoint.load import ShardReader, resolve_checkpoint, weights_of
+from megalite.checkpoint.load import ShardReader, model_config, resolve_checkpoint, weights_of
 from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.model import ModelConfig
+from megalite.data.tokenizer import of_run
 from megalite.errors import UserError
 from megalite.families import FAMILIES
 from megalite.log import logger
@@ -67,36 +68,34 @@ def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTE
         UserError: see `HFSource`; or `out` is taken or cannot be written. Nothing is left behind.
     """
     hf = HFSource(source)
-    try:
-        groups = [
-            _Group(((_key(spec), "F32", spec.shape),), lambda s=spec, w=where: [hf.read(s, w)])  # type: ignore[misc]
-            for spec, where in hf.tensors()
-        ]
-        names = {_key(spec): spec.name for spec, _ in hf.tensors()}
-        with new_folder(out) as folder:
-            shards = _shards(groups, shard_bytes)
-            files: list[FileEntry] = []
-            tensors: dict[str, TensorEntry] = {}
-            for number, shard in enumerate(shards):
-                header, entries = make_header(t for g in shard for t in g.tensors)
-                name = f"rank_{number:05d}.safetensors"
-                size, crcs = write_file(folder / name, _bytes(header, shard, torch.float32))
-                files.append(FileEntry(name, size, len(header), tuple(crcs)))
-                for key, e in entries.items():
-                    box = Box(number, e.begin, (0,) * len(e.shape), e.shape)
-                    tensors[names[key]] = TensorEntry("F32", e.shape, (box,))
-            meta = {
-                "step": 0,
-                "consumed_samples": 0,
-                "scalars": {},
-                "config": {"model": dataclasses.asdict(hf.config)},
-                "hf": {**hf.special, "dtype": hf.dtype},
-            }
-            run_id = f"import-{secrets.token_hex(4)}"
-            manifest = Manifest(run_id, 0, {"world": 1}, meta, tuple(files), {"master": tensors})
-            commit_in_place(folder, manifest)
-    finally:
-        hf.close()
+    groups = [
+        _Group(((_key(spec), "F32", spec.shape),), lambda s=spec, w=where: [hf.whole(s, w)])  # type: ignore[misc]
+        for spec, where in hf.tensors()
+    ]
+    names = {_key(spec): spec.name for spec, _ in hf.tensors()}
+    with new_folder(out) as folder:
+        shards = _shards(groups, shard_bytes)
+        files: list[FileEntry] = []
+        tensors: dict[str, TensorEntry] = {}
+        for number, shard in enumerate(shards):
+            held = [t for g in shard for t in g.tensors]
+            header, begins = make_header(held)
+            name = f"rank_{number:05d}.safetensors"
+            size, crcs = write_file(folder / name, _bytes(header, shard, torch.float32))
+            files.append(FileEntry(name, size, len(header), tuple(crcs)))
+            for key, dtype, shape in held:
+                box = Box(number, begins[key], (0,) * len(shape), shape)
+                tensors[names[key]] = TensorEntry(dtype, shape, (box,))
+        meta = {
+            "step": 0,
+            "consumed_samples": 0,
+            "scalars": {},
+            "config": {"model": dataclasses.asdict(hf.config)},
+            "hf": {**hf.special, "dtype": hf.dtype},
+        }
+        run_id = f"import-{secrets.token_hex(4)}"
+        manifest = Manifest(run_id, 0, {"world": 1}, meta, tuple(files), {"master": tensors})
+        commit_in_place(folder, manifest)
     return manifest
 
 
@@ -135,7 +134,7 @@ def export_hf(
         meta = reader.manifest.meta
         cfg = model_config(meta, path)
         kind = _export_type(meta, dtype)
-        given = tokenizer or _known_tokenizer(meta)
+        given = tokenizer or of_run(meta)
         with new_folder(out) as folder:
             special = dict(meta.get("hf", {}))
             if given:
@@ -152,17 +151,6 @@ def export_hf(
     return config
 
 
-def model_config(meta: dict[str, Any], path: Path) -> ModelConfig:
-    """The model that a checkpoint's meta describes."""
-    try:
-        options = dict(meta["config"]["model"])
-        if options.get("rope_scaling"):
-            options["rope_scaling"] = RopeScaling(**options["rope_scaling"])
-        return ModelConfig(**options)
-    except (KeyError, TypeError) as e:
-        raise BadCheckpoint(str(path), f"its manifest does not describe the model ({e!r:.100})") from None
-
-
 def _export_type(meta: dict[str, Any], dtype: str | None) -> str:
     if dtype is not None:
         if dtype not in _SHORT:
@@ -170,11 +158,6 @@ def _export_type(meta: dict[str, Any], dtype: str | None) -> str:
         return _SHORT[dtype]
     trained = meta.get("config", {}).get("train", {}).get("precision", "fp32")
     return meta.get("hf", {}).get("dtype") or _SHORT[trained]
-
-
-def _known_tokenizer(meta: dict[str, Any]) -> str | None:
-    path = meta.get("config", {}).get("data", {}).get("tokenizer")
-    return path if path and (path == "bytes" or Path(path).exists()) else None
 
 
 def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Path, shard_bytes: int) -> None:

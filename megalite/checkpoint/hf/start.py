@@ -22,15 +22,13 @@ def hf_model_config(folder: str | Path) -> ModelConfig:
     Raises:
         UserError: see `HFSource`.
     """
-    source = HFSource(folder)
-    source.close()
-    return source.config
+    return HFSource(folder).config
 
 
 def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
     """Fill the masters of all ranks from a Hugging Face folder; moments become zero. Every rank calls it.
 
-    A rank reads the whole tensors that it holds a part of, one at a time.
+    A rank reads the parts that it holds, and no others.
 
     Args:
         folder: config.json and safetensors.
@@ -44,22 +42,12 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
     source = agree(ctx, lambda: _open(folder, cfg))
 
     def fill() -> None:
-        try:
-            by_name: dict[str, list[StateTensor]] = {}
-            for state in states:
-                state.flat.detach().zero_()
-                if state.kind == "master" and state.pieces:
-                    by_name.setdefault(state.name, []).append(state)
-            for spec, where in source.tensors():
-                if spec.name not in by_name:
-                    continue
-                whole = source.read(spec, where)
-                for state in by_name[spec.name]:
-                    for start, piece in state.pieces:
-                        part = whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))]
-                        state.flat.detach()[start : start + math.prod(piece.shape)].view(piece.shape).copy_(part)
-        finally:
-            source.close()
+        places = {spec.name: (spec, where) for spec, where in source.tensors()}
+        for state in states:
+            flat = state.flat.detach().zero_()
+            for start, piece in state.pieces if state.kind == "master" else ():
+                out = flat[start : start + math.prod(piece.shape)].view(piece.shape)
+                source.read(*places[state.name], piece.offset, out)
 
     agree(ctx, fill)
     logger.info(f"weights from {folder} ({source.dtype}); the optimizer starts at zero")
@@ -75,7 +63,6 @@ def _open(folder: str | Path, cfg: ModelConfig) -> HFSource:
     if cfg.position == "learned" and cfg.positions != source.config.positions:
         differ.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
     if differ:
-        source.close()
         rule = f"its model differs from the run's: {'; '.join(differ)}"
         raise UserError(f"--init-from-hf {folder}", rule, "leave the model options to the folder")
     return source

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalite.checkpoint.hf.convert import import_hf
+from megalite.families import FAMILIES
 from megalite.errors import run_tool
 from tests.unit.checkpoint.hf_models import make_model
 
@@ -90,6 +91,21 @@ def truncated(folder: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
 
 
+def longer(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as f:
+        f.write(b"x")
+
+
+def with_header(**tensors: Any) -> Callable[[Path], None]:
+    """A file with this header and 8 bytes."""
+
+    def edit(folder: Path) -> None:
+        text = json.dumps(tensors).encode()
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+
+    return edit
+
+
 def second_half_missing(folder: Path) -> None:
     to_index(folder)
     (folder / "b.safetensors").unlink()
@@ -105,8 +121,8 @@ def index_lies(folder: Path) -> None:
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "family": (edit_config(model_type="mamba"), "'mamba' is none of llama"),
-    "no_family": (edit_config(model_type="DELETE"), "is none of llama"),
+    "family": (edit_config(model_type="mamba"), f"'mamba' is not one of {', '.join(FAMILIES)}"),
+    "no_family": (edit_config(model_type="DELETE"), f"None is not one of {', '.join(FAMILIES)}"),
     "no_size": (edit_config(hidden_size="DELETE"), "has no hidden_size"),
     "size_of_wrong_type": (edit_config(hidden_size="64"), "config.json"),
     "activation": (edit_config(hidden_act="relu"), "hidden_act 'relu'"),
@@ -123,8 +139,29 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "config_is_no_json": (lambda f: (f / "config.json").write_text("{" * 100000) and None, "is not JSON"),
     "no_weights": (lambda f: (f / "model.safetensors").unlink(), "are missing"),
     "only_pickle": (only_pickle, "pytorch_model.bin is a pickle"),
-    "pickle_as_safetensors": (pickle_as_safetensors, "is no safetensors file"),
-    "truncated": (truncated, "model.safetensors"),
+    "pickle_as_safetensors": (pickle_as_safetensors, "is not a whole safetensors file (header too large)"),
+    "truncated": (
+        truncated,
+        "model.safetensors: is not a whole safetensors file (incomplete metadata, file not fully covered)",
+    ),
+    "longer": (longer, "is not a whole safetensors file"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, "is not a whole safetensors file"),
+    "header_of_other_json": (with_header(a=[1]), "is not a whole safetensors file"),
+    "overlap": (
+        with_header(
+            a={"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            b={"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        ),
+        "is not a whole safetensors file",
+    ),
+    "unknown_type": (
+        with_header(a={"dtype": "OBJ", "shape": [2], "data_offsets": [0, 8]}),
+        "is not a whole safetensors file",
+    ),
+    "huge_shape": (
+        with_header(a={"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 8]}),
+        "is not a whole safetensors file",
+    ),
     "half_written": (second_half_missing, "b.safetensors: cannot be opened"),
     "index_leads_outside": (index_leads_outside, "must be a plain name"),
     "index_lies": (index_lies, "do not list the same tensors"),

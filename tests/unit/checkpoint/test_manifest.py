@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry
-from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, open_inside, read_header, write_file
+from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, parse_header, write_file
 
 Rectangle = tuple[int, int, int, int]
 
@@ -75,10 +75,10 @@ def test_anything_else_is_refused(shape: tuple[int, int], choices: list[int], wh
 
 
 def test_files_are_safetensors(tmp_path: Path) -> None:
-    """The library reads ours; ours reads the library's; lengths over several blocks have a checksum each."""
+    """The library reads ours; ours and the library's headers list the same; several blocks have a checksum each."""
     big = np.random.default_rng(0).standard_normal((3, 1 << 20)).astype(np.float32)
     small = np.arange(5, dtype=np.float32)
-    header, entries = make_header([("big", "F32", big.shape), ("small", "F32", small.shape)])
+    header, begins = make_header([("big", "F32", big.shape), ("small", "F32", small.shape)])
     size, crcs = write_file(tmp_path / "a.safetensors", [header, big.data.cast("B"), small.tobytes()])
     assert size == (tmp_path / "a.safetensors").stat().st_size
     assert len(crcs) == 2 == -(-size // BLOCK)
@@ -86,11 +86,23 @@ def test_files_are_safetensors(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded["big"], big)
     np.testing.assert_array_equal(loaded["small"], small)
     save_file({"big": big, "small": small}, tmp_path / "b.safetensors")
-    found = read_header(open_inside(tmp_path, "b.safetensors"), tmp_path / "b.safetensors")
-    data = (tmp_path / "b.safetensors").read_bytes()
-    for name, array in (("big", big), ("small", small)):
-        assert found[name].shape == entries[name].shape == array.shape
-        assert data[found[name].begin : found[name].begin + found[name].num_bytes] == array.tobytes()
+    for file in ("a.safetensors", "b.safetensors"):
+        data = (tmp_path / file).read_bytes()
+        length = 8 + int.from_bytes(data[:8], "little")
+        found = parse_header(data[:length])
+        assert found is not None
+        assert found == parse_header(header)
+        assert parse_header(data[: length - 1]) is None
+        for name, array in (("big", big), ("small", small)):
+            begin, end = found[name]["data_offsets"]
+            assert data[length + begin : length + end] == array.tobytes()
+            assert found[name]["shape"] == list(array.shape)
+    assert begins == {"big": len(header), "small": len(header) + big.nbytes}
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"{", b"\xff", b"[" * 100_000, b"null"])
+def test_what_is_not_a_header(text: bytes) -> None:
+    assert parse_header(len(text).to_bytes(8, "little") + text) is None
 
 
 def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
