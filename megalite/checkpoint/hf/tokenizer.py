@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from megalite.config.model import ModelConfig
-from megalite.data import Tokenizer, load_tokenizer
+from megalite.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from megalite.errors import UserError
 
 # Digits, code, indents, runs of spaces, line ends, other scripts, accents in two forms, emoji, and a raw control byte.
@@ -22,6 +32,8 @@ SAMPLE = (
 )
 _SPACE = "\u2581"
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_REMEDY = "train a tokenizer with tools/train_tokenizer.py, or export without one"
+_Token = TypeVar("_Token", str, bytes)
 
 
 def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256: str | None) -> dict[str, int]:
@@ -48,21 +60,11 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
     if tokenizer.vocab_size > cfg.vocab:
         rule = f"has {tokenizer.vocab_size} entries, the model {cfg.vocab}"
         raise UserError(what, rule, "give the tokenizer of the training")
-    config: dict[str, Any] = {}
-    if tokenizer.kind == "huggingface":
-        config = _copy_hf(Path(tokenizer.path), folder)
-    else:
-        if tokenizer.kind == "sentencepiece":
-            built, config = _from_sentencepiece(Path(tokenizer.path).read_bytes(), what)
-            shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-        else:
-            built = _from_tiktoken(tokenizer) if tokenizer.kind == "tiktoken" else _from_bytes(tokenizer)
-        # Not `built.save`, which hides what kept it from writing.
-        (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
+    config = _write_tokenizer(tokenizer, folder, what)
+    exported = _read_back(tokenizer, folder, what)
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-    _compare(tokenizer, folder, what)
-    config.update(_token_names(folder, ids))
     config.update(
+        {name: exported.id_to_token(i) for name, i in ids.items() if i is not None},
         # TokenizersBackend, which transformers 5 would write, is unknown to transformers 4 and vLLM.
         tokenizer_class="PreTrainedTokenizerFast",
         model_max_length=cfg.positions,
@@ -76,27 +78,36 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
     return {f"{name}_id": i for name, i in ids.items() if i is not None}
 
 
-def _library() -> Any:
-    import tokenizers
-
-    return tokenizers
-
-
-def _compare(tokenizer: Tokenizer, folder: Path, what: str) -> None:
-    theirs = _library().Tokenizer.from_file(str(folder / "tokenizer.json"))
-    theirs.no_truncation()
-    theirs.no_padding()
-    ours, read = tokenizer.encode(SAMPLE), theirs.encode(SAMPLE, add_special_tokens=False).ids
-    if ours != read:
-        at = next((i for i, (a, b) in enumerate(zip(ours, read)) if a != b), min(len(ours), len(read)))
-        rule = f"as tokenizer.json gives other ids (from token {at} of a test text: {read[at : at + 5]}, "
+def _read_back(tokenizer: Tokenizer, folder: Path, what: str) -> tokenizers.Tokenizer:
+    """The exported tokenizer, which must give the same ids as the original."""
+    exported = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    exported.no_truncation()
+    exported.no_padding()
+    ours, theirs = tokenizer.encode(SAMPLE), exported.encode(SAMPLE, add_special_tokens=False).ids
+    if ours != theirs:
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
+        rule = f"as tokenizer.json gives other ids (from token {at} of a test text: {theirs[at : at + 5]}, "
         rule += f"not {ours[at : at + 5]})"
-        raise UserError(what, rule, "train a tokenizer with tools/train_tokenizer.py, or export without one")
+        raise UserError(what, rule, _REMEDY)
+    return exported
 
 
-def _token_names(folder: Path, ids: dict[str, int | None]) -> dict[str, str]:
-    theirs = _library().Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return {name: theirs.id_to_token(i) for name, i in ids.items() if i is not None}
+def _write_tokenizer(tokenizer: Tokenizer, folder: Path, what: str) -> dict[str, Any]:
+    """Write tokenizer.json; return what tokenizer_config.json says besides."""
+    config: dict[str, Any] = {}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _copy_hf(Path(tokenizer.path), folder)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        built, config = _from_sentencepiece(Path(tokenizer.path).read_bytes(), what)
+        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+    elif isinstance(tokenizer, TiktokenTokenizer):
+        built = _from_tiktoken(tokenizer)
+    else:
+        assert isinstance(tokenizer, ByteTokenizer)
+        built = _from_bytes(tokenizer)
+    # Not `built.save`, which hides what kept it from writing.
+    (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
+    return config
 
 
 def _copy_hf(path: Path, folder: Path) -> dict[str, Any]:
@@ -109,123 +120,107 @@ def _copy_hf(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) pairs of a protocol-buffers message: int, float, or bytes."""
+    """Yield (field number, value) of a protocol-buffers message; a value is an int, a float, or bytes."""
     at = 0
 
     def varint() -> int:
         nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
+        first = at
+        while data[at] & 0x80:
             at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
+        at += 1
+        return sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[first:at]))
 
     while at < len(data):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
+        number, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
             yield number, varint()
-        elif kind == 2:
-            length = varint()
-            yield number, data[at : at + length]
-            at += length
-        else:
-            length = 4 if kind == 5 else 8
-            yield number, struct.unpack_from("<f" if kind == 5 else "<d", data, at)[0]
-            at += length
+            continue
+        length = varint() if wire_type == 2 else {5: 4, 1: 8}[wire_type]
+        value = data[at : at + length]
+        at += length
+        yield number, value if wire_type == 2 else struct.unpack({5: "<f", 1: "<d"}[wire_type], value)[0]
 
 
-def _from_sentencepiece(model: bytes, what: str) -> tuple[Any, dict[str, str]]:
-    """A BPE model's twin; field numbers are those of sentencepiece_model.proto."""
-    lib = _library()
+def _merges(ranks: Mapping[_Token, float], ids: Mapping[_Token, int]) -> list[tuple[_Token, _Token]]:
+    """Recover the merges of a BPE vocabulary, first to last: all pairs of tokens that join to a token."""
+    found = []
+    for token, rank in ranks.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                found.append((rank, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _from_sentencepiece(model: bytes, what: str) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Rebuild a BPE model, and name its unknown token; field numbers are those of sentencepiece_model.proto."""
     message = list(_fields(model))
-    trainer = dict(_fields(next((v for n, v in message if n == 2), b"")))
-    normalizer = dict(_fields(next((v for n, v in message if n == 3), b"")))
-    remedy = "train a tokenizer with tools/train_tokenizer.py, or export without one"
+    trainer, normalizer = (dict(_fields(next((v for n, v in message if n == field), b""))) for field in (2, 3))
     if trainer.get(3, 1) != 2:
-        rule = "is not a BPE model: Hugging Face's Llama tokenizer would give other ids without a word"
-        raise UserError(what, rule, remedy)
+        rule = "is not a BPE model: Hugging Face's Llama tokenizer would silently give other ids"
+        raise UserError(what, rule, _REMEDY)
     if normalizer.get(2) or normalizer.get(4, 1):
-        raise UserError(what, "normalises text in a way that is not exported", remedy)
-    pieces = []
-    for number, value in message:
-        if number == 1:
-            piece = dict(_fields(value))
-            pieces.append((piece[1].decode(), piece.get(2, 0.0), piece.get(3, _NORMAL)))
+        raise UserError(what, "normalizes text in a way that is not exported", _REMEDY)
+    entries = [dict(_fields(value)) for number, value in message if number == 1]
+    pieces = [(e[1].decode(), e.get(2, 0.0), e.get(3, _NORMAL)) for e in entries]
     vocab = {text: i for i, (text, _, _) in enumerate(pieces)}
-    normal = {text for text, _, kind in pieces if kind == _NORMAL}
-    merges = []
-    for text, score, kind in pieces:
-        for cut in range(1, len(text)) if kind == _NORMAL else ():
-            left, right = text[:cut], text[cut:]
-            if left in normal and right in normal:
-                merges.append((-score, vocab[left], vocab[right], left, right))
     unknown = next((text for text, _, kind in pieces if kind == _UNKNOWN), None)
-    built = lib.Tokenizer(
-        lib.models.BPE(
+    built = tokenizers.Tokenizer(
+        models.BPE(
             vocab=vocab,
-            merges=[(left, right) for *_, left, right in sorted(merges)],
+            merges=_merges({text: -score for text, score, kind in pieces if kind == _NORMAL}, vocab),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=any(kind == _BYTE for _, _, kind in pieces),
         )
     )
     prefix = bool(normalizer.get(3, 1))
-    steps = [lib.normalizers.Prepend(_SPACE)] if prefix else []
-    built.normalizer = lib.normalizers.Sequence([*steps, lib.normalizers.Replace(" ", _SPACE)])
-    decode = [lib.decoders.Replace(_SPACE, " "), lib.decoders.ByteFallback(), lib.decoders.Fuse()]
-    built.decoder = lib.decoders.Sequence([*decode, *([lib.decoders.Strip(" ", 1, 0)] if prefix else [])])
-    special = [text for text, _, kind in pieces if kind in (_UNKNOWN, _CONTROL)]
-    built.add_special_tokens([lib.AddedToken(text, special=True, normalized=False) for text in special])
-    built.add_tokens([lib.AddedToken(text, normalized=False) for text, _, kind in pieces if kind == _USER])
+    steps = [normalizers.Prepend(_SPACE)] if prefix else []
+    built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    decode = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    built.decoder = decoders.Sequence([*decode, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    built.add_special_tokens(_added(text for text, _, kind in pieces if kind in (_UNKNOWN, _CONTROL)))
+    built.add_tokens([AddedToken(text, normalized=False) for text, _, kind in pieces if kind == _USER])
     return built, {"unk_token": unknown} if unknown else {}
 
 
+def _added(names: Iterable[str]) -> list[AddedToken]:
+    return [AddedToken(name, special=True, normalized=False) for name in names]
+
+
 def _byte_letters() -> list[str]:
-    """The printable character that stands for each byte (GPT-2's table)."""
+    """Return the printable character that stands for each byte (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(256, 512))
     return [chr(b) if b in printable else chr(next(others)) for b in range(256)]
 
 
-def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], pattern: str | None) -> Any:
-    lib = _library()
-    # A piece that is a token as a whole is that token, whatever its merges.
-    built = lib.Tokenizer(lib.models.BPE(vocab=vocab, merges=merges, ignore_merges=pattern is not None))
-    level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    cut = [lib.pre_tokenizers.Split(lib.Regex(pattern), behavior="isolated")] if pattern else []
-    built.pre_tokenizer = lib.pre_tokenizers.Sequence([*cut, level])
-    built.decoder = lib.decoders.ByteLevel()
-    return built
-
-
-def _from_bytes(tokenizer: Tokenizer) -> Any:
-    lib = _library()
-    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
-    names = {"<|eos|>": tokenizer.eos_id, "<|bos|>": tokenizer.bos_id}
-    built = _byte_level({**vocab, **{k: v for k, v in names.items() if v is not None}}, [], None)
-    built.add_special_tokens([lib.AddedToken(name, special=True, normalized=False) for name in names])
-    return built
-
-
-def _from_tiktoken(tokenizer: Any) -> Any:
-    lib, letters = _library(), _byte_letters()
-    encoding = tokenizer._model
-    ranks: dict[bytes, int] = encoding._mergeable_ranks
+def _byte_level(ranks: Mapping[bytes, int], special: Mapping[str, int], pattern: str | None) -> tokenizers.Tokenizer:
+    """Build a byte-level BPE tokenizer of tokens and their ranks, which are their ids."""
+    letters = _byte_letters()
 
     def spell(token: bytes) -> str:
         return "".join(letters[b] for b in token)
 
-    merges = []
-    for token, rank in ranks.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ranks and right in ranks:
-                merges.append((rank, ranks[left], ranks[right], spell(left), spell(right)))
-    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
-    vocab = {**{spell(token): rank for token, rank in ranks.items()}, **dict(special)}
-    built = _byte_level(vocab, [(left, right) for *_, left, right in sorted(merges)], encoding._pat_str)
-    built.add_special_tokens([lib.AddedToken(name, special=True, normalized=False) for name, _ in special])
+    vocab = {**{spell(token): rank for token, rank in ranks.items()}, **special}
+    merges = [(spell(left), spell(right)) for left, right in _merges(ranks, ranks)]
+    # A piece that is a token as a whole is that token, whatever its merges.
+    built = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pattern is not None))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cut = [pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")] if pattern else []
+    built.pre_tokenizer = pre_tokenizers.Sequence([*cut, level])
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(_added(special))
     return built
+
+
+def _from_bytes(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
+    special = {"<|eos|>": tokenizer.eos_id, "<|bos|>": tokenizer.bos_id}
+    return _byte_level({bytes([byte]): byte for byte in range(256)}, special, None)
+
+
+def _from_tiktoken(tokenizer: TiktokenTokenizer) -> tokenizers.Tokenizer:
+    encoding = tokenizer._model
+    special = dict(sorted(encoding._special_tokens.items(), key=lambda item: item[1]))
+    return _byte_level(encoding._mergeable_ranks, special, encoding._pat_str)

@@ -110,9 +110,9 @@ def test_unigram_is_refused(tmp_path: Path) -> None:
         export_tokenizer(model, tmp_path, config(300), None)
 
 
-def test_a_normalising_model_is_refused(tmp_path: Path) -> None:
+def test_a_normalizing_model_is_refused(tmp_path: Path) -> None:
     model = train_sentencepiece(tmp_path / "n.model", model_type="bpe", vocab_size=300)
-    with pytest.raises(UserError, match="normalises text"):
+    with pytest.raises(UserError, match="normalizes text"):
         export_tokenizer(model, tmp_path, config(300), None)
 
 
