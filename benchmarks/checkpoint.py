@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import Checkpointer, load_checkpoint
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.save import Checkpointer
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext, init_process_group, pick_device, shutdown, world_size
 from megalite.dist.grid import Topology

@@ -26,8 +26,8 @@ from megalite.dist.grid import Topology
 from megalite.errors import UserError, run_tool
 from megalite.pipeline.executor import Executor, MicroBatch, Stage, WeightGradQueue
 from megalite.pipeline.p2p import Channel
-from megalite.pipeline.schedule import SCHEDULES, Costs, Schedule, build_schedule
-from megalite.pipeline.simulate import simulate
+from megalite.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from megalite.pipeline.simulate import Costs, simulate
 
 SHAPE = (4, 1, 8)
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,35 @@ _CLOSE_S = 8.0
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; those written before are as they were."""
+
+
+@dataclass
+class _Save:
+    """A save under way: begun, handed to the writer, answered by it, and then committed or failed.
+
+    Attributes:
+        job: what the writer was given.
+        started: time at which it began.
+        stalled: seconds that training waited for the snapshot.
+        answer: the writer's, None until it is there.
+        reported: whether `poll` has reported the answer.
+    """
+
+    job: dict[str, Any]
+    started: float
+    stalled: float = 0.0
+    answer: dict[str, Any] | None = None
+    reported: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint's folder."""
+        return self.job["name"]
+
+    @property
+    def error(self) -> str:
+        """Why this rank's part failed; "" while it has not."""
+        return self.answer.get("error", "") if self.answer else ""
 
 
 class Checkpointer:
@@ -74,9 +104,7 @@ class Checkpointer:
         self._snapshot = Snapshot(ctx.device)
         # Whether the writer has the snapshot's memory; nothing to share until there is something to save.
         self._shared = True
-        self._job: dict[str, Any] | None = None
-        self._answer: dict[str, Any] | None = None
-        self._told = False
+        self._current: _Save | None = None
 
     def _open(self) -> None:
         if self.ctx.rank != 0:
@@ -135,7 +163,7 @@ class Checkpointer:
         a run never resumes from them by itself.
         """
         full = folder.step_name(step)
-        if full in self._own or (self._job is not None and self._job["name"] == full):
+        if full in self._own or (self._current is not None and self._current.name == full):
             return self.root / full
         return self._save(folder.model_name(step), step, boxes_of(states, "model"), meta, background)
 
@@ -146,42 +174,16 @@ class Checkpointer:
         # What JSON cannot hold is found here, not in the writer.
         json.dumps(meta, allow_nan=False)
         started = time.perf_counter()
-        save_id = self._begin(name)
-        if self._snapshot.take(boxes):
-            self._shared = False
-        t = self.ctx.topology
-        self._job = {
-            "root": str(self.root),
-            "temporary": str(self._temporary(name, save_id)),
-            "name": name,
-            "full": name == folder.step_name(step),
-            "save_id": save_id,
-            "rank": self.ctx.rank,
-            "world": self.ctx.world.size,
-            "num_bytes": self._snapshot.num_bytes,
-            "capacity": self._snapshot.capacity,
-            "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
-        }
-        if self.ctx.rank == 0:
-            self._job |= {
-                "manifest": {
-                    "run_id": self.run_id,
-                    "step": step,
-                    "topology": {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp},
-                    "meta": meta,
-                },
-                "aside": self._not_continued(),
-                "keep_last": self.keep_last,
-                "keep": [self._resumed_from] if self._resumed_from else [],
-            }
-        self._hand_over()
-        self._started, self._seconds = started, time.perf_counter() - started
+        save_id = self._make_folder(name)
+        grown = self._snapshot.take(boxes)
+        job = self._make_job(name, step, boxes, meta, save_id)
+        self._current = save = _Save(job, started)
+        self._hand_over(save, grown)
+        save.stalled = time.perf_counter() - started
         path = self.root / name
-        if background:
-            return path
-        return path if self.finish() else None
+        return path if background or self.finish() else None
 
-    def _begin(self, name: str) -> str:
+    def _make_folder(self, name: str) -> str:
         """Rank 0 makes the folder; everyone learns the save's random name, by which its parts know each other."""
         text = ""
         if self.ctx.rank == 0:
@@ -197,26 +199,56 @@ class Checkpointer:
             raise SaveError(f"checkpoint not saved: {answer}")
         return answer[3:]
 
+    def _make_job(
+        self, name: str, step: int, boxes: list[dict[str, Any]], meta: dict[str, Any], save_id: str
+    ) -> dict[str, Any]:
+        """What the writer needs to know; rank 0's also commits."""
+        job = {
+            "root": str(self.root),
+            "temporary": str(self._temporary(name, save_id)),
+            "name": name,
+            "full": name == folder.step_name(step),
+            "save_id": save_id,
+            "rank": self.ctx.rank,
+            "world": self.ctx.world.size,
+            "num_bytes": self._snapshot.num_bytes,
+            "capacity": self._snapshot.capacity,
+            "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
+        }
+        if self.ctx.rank == 0:
+            t = self.ctx.topology
+            job |= {
+                "manifest": {
+                    "run_id": self.run_id,
+                    "step": step,
+                    "topology": {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp},
+                    "meta": meta,
+                },
+                "aside": self._not_continued(),
+                "keep_last": self.keep_last,
+                "keep": [self._resumed_from] if self._resumed_from else [],
+            }
+        return job
+
     def _temporary(self, name: str, save_id: str) -> Path:
         """Of this save alone: a writer that outlived an earlier run may still be at a save of the same step."""
         return self.root / f"{folder.TEMPORARY}{name}_{save_id}"
 
-    def _hand_over(self) -> None:
-        assert self._job is not None
-        self._answer, self._told = None, False
+    def _hand_over(self, save: _Save, new_memory: bool) -> None:
+        # The writer keeps its view of the memory from one save to the next.
+        self._shared = self._shared and not new_memory
         try:
-            # The writer keeps its view of the memory from one save to the next.
-            send(self._channel, self._job, () if self._shared else (self._snapshot.descriptor,))
+            send(self._channel, save.job, () if self._shared else (self._snapshot.descriptor,))
             self._shared = True
         except OSError:
-            self._answer = self._died()
+            save.answer = self._restart_writer()
 
     def _not_continued(self) -> list[str]:
         """Checkpoints of this folder that are of a history this run left: all later ones, all of them in a new run."""
         return [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._own]
 
     def poll(self) -> Path | None:
-        """Look, without waiting, how a save in the background goes; call it at every step.
+        """Check, without waiting, how a save in the background is doing; call it at every step.
 
         Returns:
             The checkpoint's folder, once, on rank 0, when it has been committed; else None.
@@ -224,14 +256,14 @@ class Checkpointer:
         Raises:
             SaveError: this rank's write failed; the other ranks learn of it in `finish`.
         """
-        if self._job is None or self._told or not self._receive(0):
+        save = self._current
+        if save is None or save.reported or not self._receive(save, 0):
             return None
-        assert self._answer is not None
-        self._told = True
-        if "error" in self._answer:
-            self._fail(f"rank {self.ctx.rank}: {self._answer['error']}")
+        save.reported = True
+        if save.error:
+            self._fail(f"rank {self.ctx.rank}: {save.error}")
             return None
-        return self._committed() if self.ctx.rank == 0 else None
+        return self._log_commit(save) if self.ctx.rank == 0 else None
 
     def finish(self) -> bool:
         """Wait for the save under way, if there is one; every rank calls it.
@@ -242,40 +274,37 @@ class Checkpointer:
         Raises:
             SaveError: it failed; on every rank, naming the first that failed.
         """
-        if self._job is None:
+        save, rank0 = self._current, self.ctx.rank == 0
+        if save is None:
             return True
-        rank0 = self.ctx.rank == 0
         # Rank 0's writer waits for all others: it must hear of a failure among them.
         if not rank0:
-            self._receive(None)
-        problems = self._gather_problems()
-        if any(problems) and rank0 and not self._receive(0):
-            with contextlib.suppress(OSError):
-                send(self._channel, {"abandon": True})
+            self._receive(save, None)
+        errors = self._gather_errors(save)
         if rank0:
-            self._receive(None)
-        problems = [mine or late for mine, late in zip(problems, self._gather_problems())]
-        job = self._job
-        if not any(problems):
-            if rank0 and not self._told:
-                self._committed()
-            self._own.add(job["name"])
-            self._job = None
+            if any(errors) and not self._receive(save, 0):
+                with contextlib.suppress(OSError):
+                    send(self._channel, {"abandon": True})
+            self._receive(save, None)
+        errors = [early or late for early, late in zip(errors, self._gather_errors(save))]
+        self._current = None
+        if not any(errors):
+            if rank0 and not save.reported:
+                self._log_commit(save)
+            self._own.add(save.name)
             return True
-        self._job = None
         if rank0:
-            shutil.rmtree(job["temporary"], ignore_errors=True)
-        first = next(rank for rank, text in enumerate(problems) if text and text != ABANDONED)
-        self._fail(f"rank {first}: {problems[first]}")
+            shutil.rmtree(save.job["temporary"], ignore_errors=True)
+        first = next(rank for rank, text in enumerate(errors) if text and text != ABANDONED)
+        self._fail(f"rank {first}: {errors[first]}")
         return False
 
-    def _gather_problems(self) -> list[str]:
-        text = self._answer.get("error", "") if self._answer else ""
-        return list(gather_texts(text, self.ctx.world, self.ctx.device))
+    def _gather_errors(self, save: _Save) -> list[str]:
+        return list(gather_texts(save.error, self.ctx.world, self.ctx.device))
 
-    def _receive(self, seconds: float | None) -> bool:
-        """Wait for the writer's answer; whether it is there."""
-        if self._answer is not None:
+    def _receive(self, save: _Save, seconds: float | None) -> bool:
+        """Wait for the writer's answer; return whether it is there."""
+        if save.answer is not None:
             return True
         if not select.select([self._channel], [], [], seconds)[0]:
             return False
@@ -283,39 +312,35 @@ class Checkpointer:
             message = receive(self._channel)
         except OSError:
             message = None
-        self._answer = message[0] if message else self._died()
+        save.answer = message[0] if message else self._restart_writer()
         return True
 
-    def _died(self) -> dict[str, Any]:
+    def _restart_writer(self) -> dict[str, Any]:
+        """Replace a writer that died; return what is then its answer."""
         code = self._writer.wait()
-        self._restart()
-        return {"error": f"the process that writes checkpoints died (exit code {code})"}
-
-    def _restart(self) -> None:
         self._channel.close()
         self._writer, self._channel = _start_writer()
         self._shared = self._snapshot.capacity == 0
+        return {"error": f"the process that writes checkpoints died (exit code {code})"}
 
-    def _committed(self) -> Path:
-        """Log a finished save (rank 0)."""
-        assert self._job is not None
-        assert self._answer is not None
-        path = self.root / self._job["name"]
-        whole = time.perf_counter() - self._started
-        logger.info(f"saved {path} in {whole:.2f} s, training stood still for {self._seconds:.2f} s")
-        for moved in self._answer.get("moved", ()):
+    def _log_commit(self, save: _Save) -> Path:
+        assert save.answer is not None
+        path = self.root / save.name
+        whole = time.perf_counter() - save.started
+        logger.info(f"saved {path} in {whole:.2f} s, training stood still for {save.stalled:.2f} s")
+        for moved in save.answer.get("moved", ()):
             logger.warning(f"set aside, as this run does not continue it: {moved}")
         return path
 
     def _fail(self, problem: str) -> None:
         if self.on_error == "stop":
             raise SaveError(f"checkpoint not saved: {problem}")
-        logger.warning(f"checkpoint not saved, training goes on (--save-errors warn): {problem}")
+        logger.warning(f"checkpoint not saved, training continues (--save-errors warn): {problem}")
 
     def close(self) -> None:
         """Release the folder and end the writer. A save under way gets a few seconds more; `finish` waits for it."""
-        if self._job is not None:
-            self._receive(_CLOSE_S)
+        if self._current is not None:
+            self._receive(self._current, _CLOSE_S)
         self._channel.close()
         self._writer.wait()
         self._snapshot.free()

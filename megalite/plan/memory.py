@@ -19,8 +19,8 @@ from megalite.model.parameters import param_map
 from megalite.model.partition import head_cost, layer_split
 from megalite.ops.choose import parse_spec
 from megalite.pipeline.choose import resolve_schedule
-from megalite.pipeline.schedule import Costs, Placement, Program, Schedule, build_schedule
-from megalite.pipeline.simulate import simulate
+from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
+from megalite.pipeline.simulate import Costs, simulate
 from megalite.plan.flops import flops_per_token
 from megalite.sharding import Shard, count_parameters
 

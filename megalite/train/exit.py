@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megalite.checkpoint import SaveError
+from megalite.checkpoint.save import SaveError
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext, launched_together, shutdown

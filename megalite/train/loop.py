@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint import SaveError
+from megalite.checkpoint.save import SaveError
 from megalite.data import BatchLoader
 from megalite.log import logger
 from megalite.plan.flops import flops_per_token, peak_flops

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint import find_good, load_checkpoint, read_meta, verify_together
 from megalite.checkpoint.hf.config import TRAINING_ONLY
+from megalite.checkpoint.load import find_good, load_checkpoint, read_meta, verify_together
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config.run import Config
 from megalite.dist.agree import agree

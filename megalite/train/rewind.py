@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalite.checkpoint import verify_together
+from megalite.checkpoint.load import verify_together
 from megalite.data import BatchLoader
 from megalite.dist.collectives import gather_texts
 from megalite.train.exit import Diverged

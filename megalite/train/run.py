@@ -12,10 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from megalite.checkpoint import Checkpointer
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
 from megalite.checkpoint.replicas import check_replicas
+from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.data import BatchLoader, Datasets

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint import Checkpointer, SaveError, find_good, load_checkpoint
+from megalite.checkpoint.load import find_good, load_checkpoint
+from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Topology
 from megalite.errors import UserError

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, find_good, find_latest, load_checkpoint
-from megalite.checkpoint.describe import describe
+from megalite.checkpoint.load import find_good, find_latest, load_checkpoint
 from megalite.checkpoint.safetensors_io import BLOCK
+from megalite.checkpoint.save import Checkpointer
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
+from tools.inspect_checkpoint import describe
 
 SHARD0, SHARD1 = "rank_00000.safetensors", "rank_00001.safetensors"
 
@@ -192,7 +193,7 @@ def test_no_checkpoint_is_whole(root: Path) -> None:
         find_good(root, ParallelContext.single(), fallback=True)
 
 
-def test_strangers_are_ignored_and_named(
+def test_extra_files_are_ignored_and_named(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = root / "step_00000010"

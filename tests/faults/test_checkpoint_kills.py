@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint import Checkpointer, SaveError, find_good, read_meta
+from megalite.checkpoint.load import find_good, read_meta
+from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from tests.faults import checkpoint_states as cs
@@ -58,7 +59,7 @@ def test_writer_killed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
 
 SAVER = """
 import os, signal, sys, time
-from megalite.checkpoint import Checkpointer
+from megalite.checkpoint.save import Checkpointer
 from megalite.dist.context import ParallelContext
 from megalite.sharding import ParamSpec
 from tests.faults import checkpoint_states as cs

@@ -243,7 +243,7 @@ def install(fault: dict[str, Any]) -> None:
         def kill_writer(run: Any, **_: Any) -> None:
             if run.step == at:
                 # The save before this one is not to be hit.
-                if run.checkpointer._job is not None:
+                if run.checkpointer._current is not None:
                     run.checkpointer._receive(None)
                 os.kill(run.checkpointer._writer.pid, signal.SIGKILL)
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from megalite.checkpoint import Checkpointer, load_checkpoint
-from megalite.checkpoint.load import ReadStats
+from megalite.checkpoint.load import ReadStats, load_checkpoint
+from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from tests.parity.jobs import run_steps, start
 
@@ -128,8 +128,8 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
 
 def bit_flip(rank: int, cfg: Config, world: int, victim: int, name: str) -> str:
     """Flip one bit of a weight on one rank; what `check_replicas` says of it ("" = nothing)."""
-    from megalite.checkpoint import SaveError
     from megalite.checkpoint.replicas import check_replicas
+    from megalite.checkpoint.save import SaveError
 
     engine = start(rank, cfg, world)
     params = {p.shard.spec.name: p for stage in engine.stages.values() for p in stage.parameters()}

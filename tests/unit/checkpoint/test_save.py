@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, find_good, folder, load_checkpoint, read_meta
-from megalite.checkpoint.describe import describe
+from megalite.checkpoint import folder
+from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.save import Checkpointer
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from tests.faults import checkpoint_states as cs
 from tests.parity.jobs import llama, make_config
 from tests.unit.checkpoint.jobs import bit_flip, layout, whole_tensors
 from tests.workers import WorkerPool
+from tools.inspect_checkpoint import describe
 
 ROOT = Path(__file__).resolve().parents[3]
 CTX = ParallelContext.single()
@@ -196,7 +198,8 @@ def test_loading_needs_little_memory(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from megalite.checkpoint import Checkpointer, load_checkpoint
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.save import Checkpointer
 from megalite.dist.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 specs = [cs.ParamSpec("w", (16384, 1024))]
