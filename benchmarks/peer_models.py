@@ -33,7 +33,7 @@ from megalite.config import cli
 from megalite.config.model import ModelConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Topology
-from megalite.model.layers import rotary_tables
+from megalite.model.layers import Rotary
 from megalite.model.parameters import param_map
 from megalite.model.partition import split_layers
 from megalite.sharding import Shard as Cut
@@ -130,7 +130,7 @@ class PlainLlama(nn.Module):
         if layers.stop == LAYERS:
             self.norm = nn.RMSNorm(HIDDEN, cfg.norm_eps)
             self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        cos, sin = rotary_tables(cfg, SEQ, torch.device("cpu"))
+        cos, sin = Rotary(cfg.rotary_dim, cfg.rope_theta, cfg.rope_scaling)(SEQ, torch.device("cpu"))
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((sin, sin), -1), persistent=False)
         self.load_state_dict({name: weights[name] for name in self.state_dict()})

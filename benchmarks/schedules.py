@@ -24,8 +24,8 @@ import torch.distributed as dist
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Topology
 from megalite.errors import UserError, run_tool
-from megalite.pipeline.executor import Executor, MicroBatch, Stage, WeightGradQueue
-from megalite.pipeline.p2p import Channel
+from megalite.pipeline.executor import Executor, MicroBatch, Pass, Stage, WeightGradQueue
+from megalite.pipeline.p2p import Channel, Message
 from megalite.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from megalite.pipeline.simulate import Costs, simulate
 
@@ -55,9 +55,7 @@ class SleepingStage:
         self.deferring = False
         self.anchor = torch.zeros((), requires_grad=True)  # makes the first stage's output part of a graph
 
-    def __call__(
-        self, x: torch.Tensor, targets_SB: torch.Tensor | None, position: tuple[int, int, int], label_smoothing: float
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:
         return _Sleep.apply(x, self.anchor, self)
 
     @contextmanager
@@ -75,7 +73,7 @@ def _worker(rank: int, store: str, pp: int, jobs: list[tuple[Schedule, Costs]], 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=pp)
     context = ParallelContext.create(Topology(pp, pp=pp), torch.device("cpu"))
     activations, gradients = (
-        Channel(axis, SHAPE, torch.float32, context.device) for axis in (context.pp, context.pp_grad)
+        Channel(axis, Message(SHAPE, torch.float32), context.device) for axis in (context.pp, context.pp_grad)
     )
     tokens = torch.zeros(SHAPE[:2], dtype=torch.int64)
     for schedule, costs in jobs:
@@ -89,7 +87,7 @@ def _worker(rank: int, store: str, pp: int, jobs: list[tuple[Schedule, Costs]], 
         for _ in range(steps):
             dist.barrier()
             start = time.perf_counter()
-            executor.run(schedule.programs[rank], batch, step=0, dp_rank=0)
+            executor.run(schedule.programs[rank], batch, step=0, replica=0)
             elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
             times.append(elapsed.item())

@@ -15,7 +15,7 @@ import torch
 from megalite.dist import collectives
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext
-from megalite.pipeline.p2p import Channel
+from megalite.pipeline.p2p import Channel, Message
 
 _CLOCK_ROUNDS = 7
 _VISIBLE_WITHIN_S = 5.0
@@ -120,10 +120,10 @@ def check_pipeline(ctx: ParallelContext, size: int) -> list[LinkReading]:
         for first in range(n if n > 1 else 0):
             meet(ctx.pp, ctx.device)
             sender, receiver = first, (first + hop) % n
-            channel = Channel(axis, (max(1, size // 4),), torch.float32, ctx.device)
+            channel = Channel(axis, Message((max(1, size // 4),), torch.float32), ctx.device)
             if here == sender:
                 # Made before the sends: the receiver's clock runs from its post on.
-                message = _pattern(ctx.rank, channel.shape[0], ctx.device)
+                message = _pattern(ctx.rank, channel.message.shape[0], ctx.device)
                 for _ in range(4):
                     channel.send(message, receiver).wait()
                 synchronize(ctx.device)
@@ -135,7 +135,7 @@ def check_pipeline(ctx: ParallelContext, size: int) -> list[LinkReading]:
 def _receive(channel: Channel, axis: Axis, sender: int) -> LinkReading:
     times, right = [], True
     source = axis.ranks[sender]
-    expected = _pattern(source, channel.shape[0], channel.device)
+    expected = _pattern(source, channel.message.shape[0], channel.device)
     for _ in range(4):
         started = time.perf_counter()
         buffer, work = channel.receive(sender)

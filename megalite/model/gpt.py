@@ -1,4 +1,4 @@
-"""A decoder block and a pipeline stage of blocks, for the Llama, GPT-2 and GPT-NeoX families.
+"""A decoder block and a pipeline stage of blocks, for every family.
 
 Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidden, V vocabulary (padded), T tp size.
 """
@@ -9,42 +9,47 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.model.attention import Attention, QKNorm, Rope
-from megalite.model.layers import Maker, Position, rotary_tables
+from megalite.model.attention import Attention, QKNorm
+from megalite.model.layers import Layers, NoNorm, Rope
 from megalite.model.mlp import MLP
+from megalite.model.parameters import NORM_NAMES
+from megalite.pipeline.executor import MicroBatch, Pass
+from megalite.pipeline.p2p import Message
 from megalite.sharding import ShardedParameter
-from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 
 
 class Block(nn.Module):
-    """One transformer block: x -> x, both x_SBH (x_sBH with sequence parallelism)."""
+    """One transformer block: x -> x, both x_SBH (x_sBH with sequence parallelism).
 
-    def __init__(self, make: Maker, layer: int, recompute_core: bool) -> None:
+    A norm may stand before and after each sub-layer; `NORM_NAMES` lists which of the four a model has.
+    """
+
+    def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
         super().__init__()
-        self.make, self.layer = make, layer
-        name = f"layers.{layer}"
-        self.self_attn = Attention(make, layer, recompute_core)
-        self.mlp = MLP(make, layer)
-        self.post_attention_layernorm = make.norm(f"{name}.post_attention_layernorm")
-        if make.cfg.norm_position == "pre":
-            self.input_layernorm = make.norm(f"{name}.input_layernorm")
+        name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
+        self.parallel_residual = layers.cfg.parallel_residual
+        self.self_attn = Attention(layers, index, recompute_core)
+        self.mlp = MLP(layers, index)
+        # Registered under their global names, called by their places.
+        made = {leaf: layers.norm(f"{name}.{leaf}") for leaf in (norms[1], norms[2], norms[0], norms[3]) if leaf}
+        for leaf, norm in made.items():
+            self.add_module(leaf, norm)
+        self._norms = tuple(made[leaf] if leaf else NoNorm() for leaf in norms)
+        self.attention_dropout = layers.dropout("attention_out", index)
+        self.mlp_dropout = layers.dropout("mlp_out", index)
+
+    def forward(self, x_SBH: torch.Tensor, rope: Rope, this: Pass) -> torch.Tensor:
+        """Run the block; `rope` holds (cos, sin) of the positions or is None, `this` keys the dropout masks."""
+        before_attention, after_attention, before_mlp, after_mlp = self._norms
+        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, this))
+        attended = self.attention_dropout(attended, this)
+        if self.parallel_residual:
+            normed, x_SBH = before_mlp(x_SBH), x_SBH + attended
         else:
-            self.post_feedforward_layernorm = make.norm(f"{name}.post_feedforward_layernorm")
-
-    def forward(self, x: torch.Tensor, rope: Rope, position: Position) -> torch.Tensor:
-        def dropout(y: torch.Tensor, site: str) -> torch.Tensor:
-            return self.make.dropout(y, position, self.layer, site)
-
-        if self.make.cfg.norm_position == "post":
-            x = x + dropout(self.post_attention_layernorm(self.self_attn(x, rope, position)), "attention_out")
-            return x + dropout(self.post_feedforward_layernorm(self.mlp(x)), "mlp_out")
-        attended = dropout(self.self_attn(self.input_layernorm(x), rope, position), "attention_out")
-        if self.make.cfg.parallel_residual:
-            return x + attended + dropout(self.mlp(self.post_attention_layernorm(x)), "mlp_out")
-        normed, x = self.post_attention_layernorm.add(attended, x)
-        return x + dropout(self.mlp(normed), "mlp_out")
+            normed, x_SBH = before_mlp.add(attended, x_SBH)
+        return x_SBH + self.mlp_dropout(after_mlp(self.mlp(normed)), this)
 
 
 def compile_block(block: nn.Module) -> None:
@@ -63,95 +68,90 @@ class GPTStage(nn.Module):
     Names of parameters in `named_parameters()` are their global names.
 
     Args:
-        make: makes this stage's layers.
-        layers: global indices of its blocks.
+        layers: makes this stage's layers.
+        blocks: global indices of its blocks.
         first, last: whether it holds the embedding; the output layer and the loss.
         recompute: "none", "selective" (attention core) or "full" (whole blocks).
         loss_chunk: tokens at a time in output layer and loss; 0 = all at once.
+        label_smoothing: of the training loss, see `vocab_parallel_cross_entropy`.
         shared_embedding: the tied embedding's weight where it lives on the same rank; used as the output weight.
         compiled: blocks go through torch.compile; they must have no dropout.
     """
 
     def __init__(
         self,
-        make: Maker,
-        layers: range,
+        layers: Layers,
+        blocks: range,
+        *,
         first: bool,
         last: bool,
         recompute: str = "none",
         loss_chunk: int = 0,
+        label_smoothing: float = 0.0,
         shared_embedding: ShardedParameter | None = None,
         compiled: bool = False,
     ) -> None:
         super().__init__()
-        cfg = make.cfg
-        self.make, self.first, self.last, self.recompute = make, first, last, recompute
-        self.compiled = compiled
-        self.queue = make.queue
+        cfg = layers.cfg
+        self.first, self.last, self.recompute, self.compiled = first, last, recompute, compiled
+        self.queue = layers.queue
+        self._message = (
+            cfg.seq_len // (layers.tp.size if layers.sequence_parallel else 1),
+            cfg.hidden_size,
+            layers.dtype,
+        )
         if first:
-            weight = make.param("embed_tokens.weight", True)
-            self.embed_tokens = VocabParallelEmbedding(weight, make.tp, make.sequence_parallel)
+            self.embed_tokens = layers.embedding("embed_tokens")
             if cfg.position == "learned":
-                self.embed_positions = PositionEmbedding(make)
-        self.layers = nn.ModuleDict({str(i): Block(make, i, recompute == "selective") for i in layers})
+                self.embed_positions = PositionEmbedding(layers)
+            self.embedding_dropout = layers.dropout("embedding", -1)
+        self.layers = nn.ModuleDict({str(i): Block(layers, i, recompute == "selective") for i in blocks})
+        self._rotary = [layers.rotary(i) for i in blocks]
         if compiled:
             for block in self.layers.values():
                 compile_block(block)
         if last:
-            self.norm = make.norm("norm")
-            self.lm_head = LMHead(make, loss_chunk)
+            self.norm = layers.norm("norm")
+            self.lm_head = LMHead(layers, loss_chunk, label_smoothing)
             if cfg.tie_embeddings and first:
                 shared_embedding = self.embed_tokens.weight
             if shared_embedding is not None:
                 self.lm_head.weight = shared_embedding
                 shared_embedding.uses = 2
-        self._rope: Rope = None
 
-    def _rope_tables(self, length: int, device: torch.device) -> Rope:
-        if self.make.cfg.position != "rope":
-            return None
-        if self._rope is None or self._rope[0].shape[0] < length:
-            self._rope = rotary_tables(self.make.cfg, length, device)
-        return self._rope
+    def message(self, micro_batch_size: int) -> Message:
+        """Describe the hidden states that this stage passes on, and those that it expects."""
+        rows, hidden, dtype = self._message
+        return Message((rows, micro_batch_size, hidden), dtype)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        targets_SB: torch.Tensor | None = None,
-        position: Position = (0, 0, 0),
-        label_smoothing: float = 0.0,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:
         """Run the stage.
 
         Args:
-            x: token ids [S, B] on the first stage, else the previous stage's hidden states.
-            targets_SB: next-token ids, for the last stage; negative ids are ignored.
-            position: (step, dp rank, micro-batch), keys of the dropout masks.
-            label_smoothing: see `vocab_parallel_cross_entropy`.
+            x: token ids [S, B] on the first stage, else the previous stage's hidden states x_SBH (x_sBH).
+            batch: the micro-batch.
+            this: the pass; keys the dropout masks.
 
         Returns:
             Hidden states x_SBH (x_sBH); on the last stage the loss of every token, fp32 [S, B], or this rank's logits
-            [S, B, V/T] where there are no targets.
+            [S, B, V/T] where the micro-batch has no targets.
         """
-        make = self.make
         if self.first:
             x = self.embed_tokens(x)
-            if make.cfg.position == "learned":
+            if hasattr(self, "embed_positions"):
                 x = self.embed_positions(x)
-            x = make.dropout(x, position, -1, "embedding")
-        length = x.shape[0] * (make.tp.size if make.sequence_parallel else 1)
-        rope = self._rope_tables(length, x.device)
+            x = self.embedding_dropout(x, this)
+        length = batch.tokens_SB.shape[0]
         if self.compiled:
-            # A position is for masks only; numbers that change would have the blocks compiled again.
-            position = (0, 0, 0)
-        for block in self.layers.values():
-            if self.recompute == "full" and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, position, use_reentrant=False, preserve_rng_state=False)
+            # Without dropout a pass has no masks to key; numbers that change would have the blocks compiled again.
+            this = Pass(0, 0, 0, this.training)
+        for block, rotary in zip(self.layers.values(), self._rotary):
+            rope = rotary(length, x.device) if rotary else None
+            if self.recompute == "full" and this.training:
+                x = checkpoint(block, x, rope, this, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rope, position)
-        if not self.last:
-            return x
-        return self.lm_head(self.norm(x), targets_SB, label_smoothing)
+                x = block(x, rope, this)
+        return self.lm_head(self.norm(x), batch.targets_SB, this) if self.last else x
 
     def units(self) -> list[nn.Module]:
         """Modules in forward order that hold all parameters between them."""
@@ -163,30 +163,21 @@ class GPTStage(nn.Module):
             *(getattr(self, name) for name in ends),
         ]
 
-    @torch.no_grad()
-    def init_parameters(self, seed: int) -> None:
-        """Give every parameter its initial value, a function of (seed, global name)."""
-        for param in self.parameters():
-            assert isinstance(param, ShardedParameter)
-            param.copy_(param.shard.initial(seed))
-
 
 class LMHead(ColumnParallelLinear):
     """The output layer, and the loss where there are targets.
 
     Args:
-        make: makes the layers of this stage.
+        layers: makes the layers of this stage.
         loss_chunk: tokens at a time, so that the logits of all tokens never exist; 0 = all at once.
+        label_smoothing: of the training loss; an evaluation reports the cross-entropy itself.
     """
 
-    def __init__(self, make: Maker, loss_chunk: int) -> None:
-        weight = make.param("lm_head.weight", True)
-        super().__init__(weight, None, make.tp, make.sequence_parallel, make.queue, make.ops)
-        self.vocab_size, self.loss_chunk = make.cfg.vocab, loss_chunk
+    def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float) -> None:
+        super().__init__(**layers.linear("lm_head"))
+        self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
 
-    def forward(
-        self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, label_smoothing: float = 0.0
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, targets_SB: torch.Tensor | None, this: Pass) -> torch.Tensor:  # type: ignore[override]
         """x_SBH (x_sBH) -> token losses [S, B], or this rank's logits [S, B, V/T] without targets."""
         if targets_SB is not None and self.loss_chunk:
             return linear_cross_entropy(x, self, targets_SB, self.vocab_size, self.loss_chunk)
@@ -199,7 +190,7 @@ class LMHead(ColumnParallelLinear):
             self.tp,
             self.vocab_size,
             self.ops,
-            label_smoothing,
+            self.label_smoothing if this.training else 0.0,
         )
         return loss.view(targets_SB.shape)
 
@@ -207,11 +198,12 @@ class LMHead(ColumnParallelLinear):
 class PositionEmbedding(nn.Module):
     """Learned absolute positions, added to x_SBH, or to this rank's part of the sequence."""
 
-    def __init__(self, make: Maker) -> None:
+    def __init__(self, layers: Layers) -> None:
         super().__init__()
-        self.make = make
-        self.weight = make.param("embed_positions.weight")
+        self.weight = layers.param("embed_positions.weight")
+        self.shard = layers.tp.rank if layers.sequence_parallel else 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = x.shape[0] * self.make.tp.rank if self.make.sequence_parallel else 0
-        return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Add the positions of the rows of x."""
+        first = x_SBH.shape[0] * self.shard
+        return x_SBH + self.weight[first : first + x_SBH.shape[0]].unsqueeze(1)

@@ -1,29 +1,32 @@
-"""What every block is made of: how parameters are made from their declarations, norms, dropout, rotary tables."""
+"""What every block is made of: how modules are made from declared parameters, norms, dropout, rotary tables."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megalite.config.model import ModelConfig
+from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.ops import Ops
+from megalite.pipeline.executor import Pass
 from megalite.sharding import ParamSpec, Shard, ShardedParameter
+from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
 
-# Where a dropout mask is drawn: (step, data-parallel rank, micro-batch).
-Position = tuple[int, int, int]
+Rope = tuple[torch.Tensor, torch.Tensor] | None
 
 
-@dataclass(frozen=True)
-class Maker:
-    """Makes the modules of one stage on this rank out of the parameter table.
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """A factory of one stage's layers on this rank; modules take what they need from it and do not keep it.
 
     Args:
         cfg: the model.
@@ -47,37 +50,57 @@ class Maker:
     ops: Ops
     rng: RngStreams
     queue: WgradQueue
+    _rotary: dict[object, Rotary] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
-        """This rank's (uninitialised) shard of a declared parameter."""
+        """Make this rank's (uninitialized) shard of a declared parameter."""
         shard = Shard(self.specs[name], self.tp.rank, self.tp.size, self.vocab_multiple)
         return ShardedParameter.empty(shard, self.dtype, self.device, adds_to_main_grad)
 
-    def _bias(self, name: str) -> ShardedParameter | None:
-        return self.param(f"{name}.bias", True) if f"{name}.bias" in self.specs else None
-
     def column(self, name: str) -> ColumnParallelLinear:
-        """A column-parallel linear layer with the declared weight and bias."""
-        weight = self.param(f"{name}.weight", True)
-        return ColumnParallelLinear(weight, self._bias(name), self.tp, self.sequence_parallel, self.queue, self.ops)
+        """Make a column-parallel linear layer with the declared weight and bias."""
+        return ColumnParallelLinear(**self.linear(name))
 
     def row(self, name: str) -> RowParallelLinear:
-        """A row-parallel linear layer with the declared weight and bias."""
-        weight = self.param(f"{name}.weight", True)
-        return RowParallelLinear(weight, self._bias(name), self.tp, self.sequence_parallel, self.queue, self.ops)
+        """Make a row-parallel linear layer with the declared weight and bias."""
+        return RowParallelLinear(**self.linear(name))
+
+    def linear(self, name: str) -> dict[str, Any]:
+        """Make the arguments of a declared parallel linear layer."""
+        return {
+            "weight": self.param(f"{name}.weight", True),
+            "bias": self.param(f"{name}.bias", True) if f"{name}.bias" in self.specs else None,
+            "tp": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            "queue": self.queue,
+            "ops": self.ops,
+        }
+
+    def embedding(self, name: str) -> VocabParallelEmbedding:
+        """Make an embedding with its rows cut over tp."""
+        return VocabParallelEmbedding(self.param(f"{name}.weight", True), self.tp, self.sequence_parallel)
 
     def norm(self, name: str) -> Norm:
-        """The model's kind of norm over the hidden size."""
+        """Make a norm over the hidden size, of the model's kind."""
         bias = self.param(f"{name}.bias") if f"{name}.bias" in self.specs else None
         return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, self.ops)
 
-    def dropout(self, x: torch.Tensor, position: Position, layer: int, site: str) -> torch.Tensor:
-        """Dropout on the residual stream: one mask for all tensor-parallel ranks, or one for each sequence shard."""
-        if self.cfg.hidden_dropout == 0.0 or not torch.is_grad_enabled():
-            return x
-        stream = "tensor_parallel" if self.sequence_parallel else "replicated"
-        with self.rng.fork(stream, x.device, *position, layer, site):
-            return F.dropout(x, self.cfg.hidden_dropout)
+    def dropout(self, site: str, layer: int) -> Dropout:
+        """Make the dropout of one site of a layer; "attention" is that of attention probabilities.
+
+        On the residual stream all tensor-parallel ranks draw one mask, or each its own for its shard of the sequence.
+        """
+        attention = site == "attention"
+        rate = self.cfg.attention_dropout if attention else self.cfg.hidden_dropout
+        stream = "tensor_parallel" if attention or self.sequence_parallel else "replicated"
+        return Dropout(rate, self.rng, stream, (layer, site))
+
+    def rotary(self, layer: int) -> Rotary | None:
+        """Get the rotary tables of a layer, one object for all layers with equal frequencies; None without rope."""
+        if self.cfg.position != "rope":
+            return None
+        frequencies = self.cfg.rotary_dim, self.cfg.rope_theta, self.cfg.rope_scaling
+        return self._rotary.setdefault(frequencies, Rotary(*frequencies))
 
 
 class Norm(nn.Module):
@@ -85,33 +108,97 @@ class Norm(nn.Module):
 
     def __init__(self, weight: ShardedParameter, bias: ShardedParameter | None, eps: float, ops: Ops) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps, self.ops = weight, bias, eps, ops
+        self.weight, self.bias, self.eps = weight, bias, eps
+        self.norm, self.add_norm = (
+            (ops.rmsnorm, ops.add_rmsnorm) if bias is None else (ops.layernorm, ops.add_layernorm)
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None:
-            return self.ops.rmsnorm(x, self.weight, self.eps)
-        return self.ops.layernorm(x, self.weight, self.bias, self.eps)
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Normalize over the last dimension; the result has the shape of x."""
+        bias = () if self.bias is None else (self.bias,)
+        return self.norm(x_SBH, self.weight, *bias, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual)."""
-        if self.bias is None:
-            return self.ops.add_rmsnorm(x, residual, self.weight, self.eps)
-        return self.ops.add_layernorm(x, residual, self.weight, self.bias, self.eps)
+    def add(self, x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add, then normalize: (norm(x + residual), x + residual)."""
+        bias = () if self.bias is None else (self.bias,)
+        return self.add_norm(x_SBH, residual_SBH, self.weight, *bias, self.eps)
 
 
-def rotary_tables(cfg: ModelConfig, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, fp32 [length, rotary_dim / 2] (Su et al. 2021, section 3.4), with Llama-3 scaling where asked for.
+class NoNorm(nn.Module):
+    """Stands where a block has no norm."""
+
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        return x_SBH
+
+    def add(self, x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add: the sum, twice."""
+        total = residual_SBH + x_SBH
+        return total, total
+
+
+class Dropout(nn.Module):
+    """Dropout at one place of the model, in training only.
+
+    Its masks are a function of (step, replica, micro-batch, place): the same under every schedule and recomputation.
+
+    Args:
+        rate: share of elements that become 0.
+        rng: the streams to draw from.
+        stream: name of the stream: which ranks draw the same mask.
+        place: (layer, site); -1 is the layer of what comes before the blocks.
+    """
+
+    def __init__(self, rate: float, rng: RngStreams, stream: str, place: tuple[int, str]) -> None:
+        super().__init__()
+        self.rate, self.rng, self.stream, self.place = rate, rng, stream, place
+
+    def rate_in(self, this: Pass) -> float:
+        """Get the rate that applies to a pass: 0 in evaluation."""
+        return self.rate if this.training else 0.0
+
+    def masks(self, this: Pass, device: torch.device) -> AbstractContextManager[None]:
+        """Make torch draw this place's masks of a pass inside the context."""
+        return self.rng.fork(self.stream, device, this.step, this.replica, this.microbatch, *self.place)
+
+    def forward(self, x: torch.Tensor, this: Pass) -> torch.Tensor:
+        """Drop elements of x, of any shape, and scale the others by 1 / (1 - rate)."""
+        if not self.rate_in(this):
+            return x
+        with self.masks(this, x.device):
+            return F.dropout(x, self.rate)
+
+
+class Rotary:
+    """cos and sin, fp32 [length, dim / 2] (Su et al. 2021, section 3.4), made once for the greatest length asked for.
 
     Frequencies stay fp32 whatever the model's type: rounded to bf16 they move the logits by a tenth.
+
+    Args:
+        dim: how many dimensions of a head are rotated.
+        theta: base of the frequencies.
+        scaling: of Llama 3, or None.
     """
-    dim = cfg.rotary_dim
-    freq = cfg.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
-    scaling = cfg.rope_scaling
-    if scaling is not None:
+
+    def __init__(self, dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        self.dim, self.theta, self.scaling = dim, theta, scaling
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Get (cos, sin) of positions 0 to length - 1."""
+        if self._tables is None or len(self._tables[0]) < length:
+            freq = self._frequencies(device)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freq)
+            self._tables = angles.cos(), angles.sin()
+        cos, sin = self._tables
+        return cos[:length], sin[:length]
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        freq = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
+        scaling = self.scaling
+        if scaling is None:
+            return freq
         turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         # 1 keeps the frequency (fast ones), 0 divides it by the factor (slow ones), in between linearly.
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        freq = (1 - keep) * freq / scaling.factor + keep * freq
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freq)
-    return angles.cos(), angles.sin()
+        return (1 - keep) * freq / scaling.factor + keep * freq

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
-from megalite.model.layers import Maker
+from megalite.model.layers import Layers
 
 
 class MLP(nn.Module):
     """Gated (gate_up_proj -> swiglu or geglu -> down_proj) or plain (up_proj -> gelu -> down_proj), over x_SBH."""
 
-    def __init__(self, make: Maker, layer: int) -> None:
+    def __init__(self, layers: Layers, index: int) -> None:
         super().__init__()
-        name = f"layers.{layer}.mlp"
-        self.activation, self.ops = make.cfg.activation, make.ops
-        if make.cfg.gated:
-            self.gate_up_proj = make.column(f"{name}.gate_up_proj")
+        cfg, ops, name = layers.cfg, layers.ops, f"layers.{index}.mlp"
+        self.gated = cfg.gated
+        if cfg.gated:
+            self.gate_up_proj = layers.column(f"{name}.gate_up_proj")
+            self.activation = ops.swiglu if cfg.activation == "swiglu" else ops.geglu
         else:
-            self.up_proj = make.column(f"{name}.up_proj")
-        self.down_proj = make.row(f"{name}.down_proj")
+            self.up_proj = layers.column(f"{name}.up_proj")
+            self.activation = partial(ops.gelu, approximate="tanh" if cfg.activation == "gelu_tanh" else "none")
+        self.down_proj = layers.row(f"{name}.down_proj")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.activation == "swiglu":
-            inner = self.ops.swiglu(self.gate_up_proj(x))
-        elif self.activation == "geglu":
-            inner = self.ops.geglu(self.gate_up_proj(x))
-        else:
-            inner = self.ops.gelu(self.up_proj(x), "tanh" if self.activation == "gelu_tanh" else "none")
-        return self.down_proj(inner)
+    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Transform every token; the result has the shape of x."""
+        inner = self.gate_up_proj(x_SBH) if self.gated else self.up_proj(x_SBH)
+        return self.down_proj(self.activation(inner))

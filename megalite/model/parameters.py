@@ -10,6 +10,12 @@ from types import MappingProxyType
 from megalite.config.model import ModelConfig
 from megalite.sharding import ParamSpec
 
+# Norms of a block by `norm_position`: before attention, after it, before the MLP, after it; "" where there is none.
+NORM_NAMES = {
+    "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+}
+
 
 @lru_cache(maxsize=16)
 def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
@@ -42,20 +48,22 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         )
     for i in range(cfg.num_layers):
         layer = f"layers.{i}"
-        if cfg.norm_position == "pre":
-            norm(f"{layer}.input_layernorm", hidden)
+        before_attention, after_attention, before_mlp, after_mlp = NORM_NAMES[cfg.norm_position]
+        if before_attention:
+            norm(f"{layer}.{before_attention}", hidden)
         linear(f"{layer}.self_attn.qkv_proj", q + 2 * kv, hidden, 0, cfg.qkv_bias, (q, kv, kv))
         if cfg.qk_norm != "none":
             specs.extend(_qk_norm(cfg, f"{layer}.self_attn", q, kv))
         linear(f"{layer}.self_attn.o_proj", hidden, q, 1, cfg.o_bias, std=out_std)
-        norm(f"{layer}.post_attention_layernorm", hidden)
+        for leaf in filter(None, (after_attention, before_mlp)):
+            norm(f"{layer}.{leaf}", hidden)
         if cfg.gated:
             linear(f"{layer}.mlp.gate_up_proj", 2 * ffn, hidden, 0, cfg.mlp_bias, (ffn, ffn))
         else:
             linear(f"{layer}.mlp.up_proj", ffn, hidden, 0, cfg.mlp_bias)
         linear(f"{layer}.mlp.down_proj", hidden, ffn, 1, cfg.mlp_bias, std=out_std)
-        if cfg.norm_position == "post":
-            norm(f"{layer}.post_feedforward_layernorm", hidden)
+        if after_mlp:
+            norm(f"{layer}.{after_mlp}", hidden)
     norm("norm", hidden)
     tied = "embed_tokens.weight" if cfg.tie_embeddings else None
     specs.append(ParamSpec("lm_head.weight", (vocab, hidden), tp_dim=0, padded=True, std=std, tied_to=tied))

@@ -25,10 +25,36 @@ _MAX_SENDS = 16
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Token ids and next-token targets, both int64 [S, B]; negative targets do not count."""
+    """Samples that pass through the stages together; all fields are int64 [S, B].
+
+    Attributes:
+        tokens_SB: token ids.
+        targets_SB: next-token ids, negative ones do not count; None asks the last stage for logits.
+        positions_SB: position of each token in its document; None: counted from the start of the sample.
+        segments_SB: document of each token; None: a sample is one document.
+    """
 
     tokens_SB: torch.Tensor
-    targets_SB: torch.Tensor
+    targets_SB: torch.Tensor | None
+    positions_SB: torch.Tensor | None = None
+    segments_SB: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One micro-batch's way through the stages; the key of its dropout masks.
+
+    Attributes:
+        step: number of the optimizer step.
+        replica: data-parallel rank.
+        microbatch: index of the micro-batch among those of the replica.
+        training: whether dropout and label smoothing apply, and backward follows.
+    """
+
+    step: int
+    replica: int
+    microbatch: int
+    training: bool
 
 
 class OpClock(Protocol):
@@ -48,7 +74,8 @@ class WeightGradQueue(Protocol):
 class Stage(Protocol):
     """What the executor asks of a pipeline stage (see model.gpt.GPTStage).
 
-    Called with (x, targets_SB, position, label_smoothing); gives hidden states, or token losses on the last stage.
+    Called as `stage(x, batch, this)`: x holds token ids on the first stage, else hidden states, `batch` is the
+    `MicroBatch` and `this` the `Pass`. Returns hidden states, or token losses on the last stage.
     """
 
     __call__: Callable[..., Any]
@@ -67,45 +94,43 @@ class Executor:
     Args:
         stages: this rank's stages by global index.
         activations, gradients: channels of the two directions.
-        label_smoothing: passed to the last stage in training.
     """
 
-    def __init__(
-        self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel, label_smoothing: float = 0.0
-    ) -> None:
+    def __init__(self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel) -> None:
         self.stages, self.activations, self.gradients = stages, activations, gradients
-        self.label_smoothing = label_smoothing
         self.recorder: OpClock | None = None
 
     def run(
-        self, program: Program, microbatches: Sequence[MicroBatch], step: int, dp_rank: int, grad_scale: float = 1.0
+        self, program: Program, microbatches: Sequence[MicroBatch], step: int, replica: int, grad_scale: float = 1.0
     ) -> torch.Tensor:
         """Run one program.
 
         Args:
             program: this rank's operations, in order; forward operations only for evaluation (under `no_grad`).
             microbatches: this data-parallel rank's share of the batch.
-            step, dp_rank: keys of the dropout masks.
+            step, replica: see `Pass`.
             grad_scale: gradient of the sum of all token losses.
 
         Returns:
             Sum of the token losses that this rank saw, fp64 0-dim: the batch's on the last stage, else 0.
         """
-        flight = _Flight(self, microbatches, (step, dp_rank), grad_scale)
-        do = flight.do if self.recorder is None else self.recorder.around(flight.do)
+        training = torch.is_grad_enabled()
+        passes = [Pass(step, replica, i, training) for i in range(len(microbatches))]
+        run = _Run(self, microbatches, passes, grad_scale)
+        do = run.do if self.recorder is None else self.recorder.around(run.do)
         for op in program:
             do(op)
-        return flight.finish()
+        return run.finish()
 
 
-class _Flight:
-    """Tensors of one program run, keyed by (micro-batch, stage)."""
+class _Run:
+    """Tensors of one run of a program, keyed by (micro-batch, stage)."""
 
     def __init__(
-        self, executor: Executor, microbatches: Sequence[MicroBatch], position: tuple[int, int], grad_scale: float
+        self, executor: Executor, microbatches: Sequence[MicroBatch], passes: Sequence[Pass], grad_scale: float
     ) -> None:
-        self.executor, self.microbatches = executor, microbatches
-        self.position, self.grad_scale = position, grad_scale
+        self.executor, self.microbatches, self.passes = executor, microbatches, passes
+        self.grad_scale = grad_scale
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.activations.device)
         self.received: dict[tuple[str, int, int], tuple[torch.Tensor, Pending]] = {}
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}
@@ -140,18 +165,15 @@ class _Flight:
                 self.keep(self.executor.gradients.send(self.input_grads.pop(key), op.peer))
 
     def forward(self, mb: int, index: int) -> None:
-        stage, batch = self.executor.stages[index], self.microbatches[mb]
+        stage, batch, this = self.executor.stages[index], self.microbatches[mb], self.passes[mb]
         if stage.first:
             x = batch.tokens_SB
         else:
             # Sent by another rank, or handed over by the previous stage on this one.
             x = self.take("F", mb, index) if ("F", mb, index) in self.received else self.outputs.pop((mb, index - 1))
-            x.requires_grad_(torch.is_grad_enabled())
-        targets = batch.targets_SB if stage.last else None
-        # Smoothing is of the training objective; an evaluation reports the cross-entropy itself.
-        smoothing = self.executor.label_smoothing if torch.is_grad_enabled() else 0.0
-        y = stage(x, targets, (*self.position, mb), smoothing)
-        if torch.is_grad_enabled():
+            x.requires_grad_(this.training)
+        y = stage(x, batch, this)
+        if this.training:
             self.inputs[mb, index] = x
             # The graph is all that backward needs: the output's memory is free once it was sent or handed over.
             self.edges[mb, index] = get_gradient_edge(y)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
 from megalite.dist.collectives import Pending
 from megalite.dist.context import Axis
+
+
+class Message(NamedTuple):
+    """What passes between two stages: the same for every micro-batch of a run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Channel:
@@ -16,21 +25,23 @@ class Channel:
 
     Args:
         axis: pipeline axis with the group of this direction.
-        shape, dtype, device: of every message.
+        message: what every message is, as the stages declare it.
+        device: where received messages are put.
     """
 
-    def __init__(self, axis: Axis, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.axis, self.shape, self.dtype, self.device = axis, shape, dtype, device
+    def __init__(self, axis: Axis, message: Message, device: torch.device) -> None:
+        self.axis, self.message, self.device = axis, message, device
 
     def send(self, x: torch.Tensor, peer: int) -> Pending:
         """Post a send to a pipeline rank; the tensor is kept alive until the send is waited for."""
-        if x.shape != self.shape or x.dtype != self.dtype:
-            # gloo would take a short or differently typed message without a word.
-            raise RuntimeError(f"pipeline message is {tuple(x.shape)} {x.dtype}, not {self.shape} {self.dtype}")
+        if (x.shape, x.dtype) != self.message:
+            # gloo would accept a short or differently typed message silently.
+            shape, dtype = self.message
+            raise RuntimeError(f"pipeline message is {tuple(x.shape)} {x.dtype}, not {shape} {dtype}")
         x = x.contiguous()
         return Pending(dist.isend(x, self.axis.ranks[peer], group=self.axis.group), x)
 
     def receive(self, peer: int) -> tuple[torch.Tensor, Pending]:
         """Post a receive from a pipeline rank: (buffer, work); the buffer is valid once the work was waited for."""
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        buffer = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.device)
         return buffer, Pending(dist.irecv(buffer, self.axis.ranks[peer], group=self.axis.group))

@@ -13,7 +13,7 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams
 from megalite.log import logger
 from megalite.model.gpt import GPTStage
-from megalite.model.layers import Maker
+from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.ops import Ops
@@ -68,27 +68,22 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
         logger.info(f"--schedule auto: {schedule.name}")
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
-    seq = cfg.model.seq_len // (ctx.tp.size if cfg.sequence_parallel else 1)
-    shape = (seq, cfg.train.micro_batch_size, cfg.model.hidden_size)
-    executor = Executor(
-        stages,
-        Channel(ctx.pp, shape, dtype, ctx.device),
-        Channel(ctx.pp_grad, shape, dtype, ctx.device),
-        cfg.train.label_smoothing,
-    )
+    message = next(iter(stages.values())).message(cfg.train.micro_batch_size)
+    executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer = _build_optimizer(cfg, ctx, stages, schedule.placement, ops)
     fp16 = cfg.train.precision == "fp16"
     fixed = cfg.optim.loss_scale
     scale = (fixed or cfg.optim.initial_loss_scale) if fp16 else 1.0
+    program = schedule.programs[ctx.pp.rank]
     return Engine(
-        cfg,
-        ctx,
-        stages,
-        executor,
-        schedule.programs[ctx.pp.rank],
-        forward_program(schedule.programs[ctx.pp.rank]),
-        optimizer,
-        LossScaler(scale, fp16 and fixed is None, cfg.optim.loss_scale_window),
+        cfg=cfg,
+        ctx=ctx,
+        stages=stages,
+        executor=executor,
+        train_program=program,
+        eval_program=forward_program(program),
+        optimizer=optimizer,
+        scaler=LossScaler(scale, fp16 and fixed is None, cfg.optim.loss_scale_window),
     )
 
 
@@ -105,27 +100,34 @@ def build_stages(
     """This rank's stages, parameters not initialised."""
     specs = param_map(cfg.model)
     rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
-    layers = layer_split(cfg.model, placement.num_stages)
+    split = layer_split(cfg.model, placement.num_stages)
     stages: dict[int, GPTStage] = {}
     for index in placement.stages_of(ctx.pp.rank):
-        make = Maker(
-            cfg.model,
-            specs,
-            ctx.tp,
-            cfg.sequence_parallel,
-            dtype,
-            ctx.device,
-            cfg.parallel.vocab_divisible_by,
-            ops,
-            rng,
-            WgradQueue(cfg.parallel.overlap_tp_reduce),
+        layers = Layers(
+            cfg=cfg.model,
+            specs=specs,
+            tp=ctx.tp,
+            sequence_parallel=cfg.sequence_parallel,
+            dtype=dtype,
+            device=ctx.device,
+            vocab_multiple=cfg.parallel.vocab_divisible_by,
+            ops=ops,
+            rng=rng,
+            queue=WgradQueue(cfg.parallel.overlap_tp_reduce),
         )
         last = index == placement.num_stages - 1
         # A tied embedding whose two uses live on one rank is one parameter.
         here = cfg.model.tie_embeddings and last and index > 0 and 0 in stages
-        shared = stages[0].embed_tokens.weight if here else None
         stages[index] = GPTStage(
-            make, layers[index], index == 0, last, cfg.train.recompute, cfg.train.loss_chunk, shared, cfg.train.compile
+            layers,
+            split[index],
+            first=index == 0,
+            last=last,
+            recompute=cfg.train.recompute,
+            loss_chunk=cfg.train.loss_chunk,
+            label_smoothing=cfg.train.label_smoothing,
+            shared_embedding=stages[0].embed_tokens.weight if here else None,
+            compiled=cfg.train.compile,
         )
     return stages
 

@@ -18,9 +18,10 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
 from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
-from megalite.model.layers import Maker
+from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
 from megalite.optim.optimizer import StateTensor
+from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.sharding import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 
@@ -31,7 +32,7 @@ class Model:
 
     Attributes:
         cfg: its shape.
-        stage: all its layers; `stage(tokens_SB)` gives logits [S, B, V padded].
+        stage: all its layers.
         tokenizer: the tokenizer of its run, if that was told.
         step: optimizer steps it was trained for.
     """
@@ -44,7 +45,8 @@ class Model:
     @torch.no_grad()
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, V] of token ids [B, S]."""
-        out = self.stage(tokens_BS.t().contiguous())
+        tokens_SB = tokens_BS.t().contiguous()
+        out = self.stage(tokens_SB, MicroBatch(tokens_SB, targets_SB=None), Pass(0, 0, 0, training=False))
         return out[..., : self.cfg.vocab].transpose(0, 1)
 
     @property
@@ -65,10 +67,10 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     meta = read_meta(checkpoint)
     cfg = model_config(meta, checkpoint)
     ctx = ParallelContext.single(device)
-    make = Maker(
-        cfg,
-        param_map(cfg),
-        ctx.tp,
+    layers = Layers(
+        cfg=cfg,
+        specs=param_map(cfg),
+        tp=ctx.tp,
         sequence_parallel=False,
         dtype=torch.float32,
         device=device,
@@ -77,7 +79,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
         rng=RngStreams(),
         queue=WgradQueue(),
     )
-    stage = GPTStage(make, range(cfg.num_layers), first=True, last=True)
+    stage = GPTStage(layers, range(cfg.num_layers), first=True, last=True)
     load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
     name = tokenizer or of_run(meta)
     return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, int(meta["step"]))

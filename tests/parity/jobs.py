@@ -75,6 +75,15 @@ def start(rank: int, cfg: Config, world: int) -> Any:
     return engine
 
 
+def init_parameters(stage: Any, seed: int) -> None:
+    """Give every parameter of a stage its initial value, without an optimizer."""
+    import torch
+
+    with torch.no_grad():
+        for param in stage.parameters():
+            param.copy_(param.shard.initial(seed))
+
+
 def run_steps(engine: Any, steps: int, first: int = 1) -> list[tuple[float, float]]:
     """Train on the fixed batches; returns (loss, gradient norm) of each step."""
     from megalite.train.step import train_step

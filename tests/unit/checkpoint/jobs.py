@@ -100,6 +100,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
 
     from megalite.checkpoint.hf.start import load_hf
     from megalite.dist.collectives import gather_first
+    from megalite.pipeline.executor import MicroBatch, Pass
     from tests.unit.checkpoint.hf_models import tokens
 
     engine = start(rank, cfg, world)
@@ -112,12 +113,13 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
     (stage,) = engine.stages.values()
     seq, batch = tokens().shape[::-1]
     x = tokens().t().contiguous()
+    batch = MicroBatch(x, None)
     with torch.no_grad():
         if not stage.first:
             rows = seq // ctx.tp.size if cfg.sequence_parallel else seq
             x = torch.empty(rows, batch, cfg.model.hidden_size)
             dist.recv(x, ctx.pp.ranks[ctx.pp.rank - 1])
-        y = stage(x)
+        y = stage(x, batch, Pass(0, 0, 0, training=False))
         if not stage.last:
             dist.send(y.contiguous(), ctx.pp.ranks[ctx.pp.rank + 1])
             return None

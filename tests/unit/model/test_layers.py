@@ -13,26 +13,30 @@ from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.model.attention import Attention
-from megalite.model.layers import Maker, rotary_tables
+from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
+from megalite.pipeline.executor import Pass
 from megalite.tensor_parallel.linear import WgradQueue
 
 CPU = torch.device("cpu")
 
 
-def maker(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool = False, seed: int = 1) -> Maker:
+TRAINING = Pass(1, 0, 0, training=True)
+
+
+def layers_of(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool = False, seed: int = 1) -> Layers:
     tp = tp or Axis("tp")
-    return Maker(
-        cfg,
-        param_map(cfg),
-        tp,
-        sequence_parallel,
-        torch.float32,
-        CPU,
-        8,
-        kernels.resolve("torch", CPU, torch.float32),
-        RngStreams.for_rank(seed, tp.rank),
-        WgradQueue(),
+    return Layers(
+        cfg=cfg,
+        specs=param_map(cfg),
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        dtype=torch.float32,
+        device=CPU,
+        vocab_multiple=8,
+        ops=kernels.resolve("torch", CPU, torch.float32),
+        rng=RngStreams.for_rank(seed, tp.rank),
+        queue=WgradQueue(),
     )
 
 
@@ -72,7 +76,9 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
     else:
         dim = int(128 * fraction)
         frequencies = 1 / theta ** (torch.arange(0, dim, 2) / dim)
-    cos, sin = rotary_tables(cfg, 256, CPU)
+    rotary = layers_of(cfg).rotary(0)
+    assert rotary is not None
+    cos, sin = rotary(256, CPU)
     angles = torch.outer(torch.arange(256.0), frequencies)
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=3e-5)
@@ -82,9 +88,9 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_grouped_causal_attention_written_out(kv_heads: int) -> None:
     cfg = tiny(num_kv_heads=kv_heads)
-    attention = Attention(maker(cfg), 0, recompute_core=False)
+    attention = Attention(layers_of(cfg), 0, recompute_core=False)
     qkv = torch.randn(6, 2, (4 + 2 * kv_heads) * 8, generator=torch.Generator().manual_seed(3))
-    got = attention._core(qkv.clone(), None, (0, 0, 0)).view(6, 2, 4, 8)
+    got = attention._core(qkv.clone(), None, TRAINING).view(6, 2, 4, 8)
     q, k, v = qkv.view(6, 2, -1, 8).split((4, kv_heads, kv_heads), 2)
     for head in range(4):
         group = head // (4 // kv_heads)
@@ -94,12 +100,11 @@ def test_grouped_causal_attention_written_out(kv_heads: int) -> None:
             torch.testing.assert_close(got[t, :, head], expected, rtol=1e-5, atol=1e-6)
 
 
-def masks(sequence_parallel: bool, **position: Any) -> list[torch.Tensor]:
+def masks(sequence_parallel: bool, this: Pass = TRAINING, layer: int = 0, site: str = "mlp_out") -> list[torch.Tensor]:
     """The residual stream's dropout of ones on both of two tensor-parallel ranks."""
-    where = {"position": (1, 0, 0), "layer": 0, "site": "mlp_out", **position}
     cfg = tiny(hidden_dropout=0.25)
     ranks = [Axis("tp", 2, rank, (0, 1)) for rank in (0, 1)]
-    return [maker(cfg, tp, sequence_parallel).dropout(torch.ones(64, 64), **where) for tp in ranks]
+    return [layers_of(cfg, tp, sequence_parallel).dropout(site, layer)(torch.ones(64, 64), this) for tp in ranks]
 
 
 def test_residual_dropout_is_alike_on_tensor_parallel_ranks() -> None:
@@ -121,9 +126,9 @@ def test_every_site_layer_microbatch_rank_and_step_has_a_mask_of_its_own() -> No
         {},
         {"site": "attention_out"},
         {"layer": 1},
-        {"position": (2, 0, 0)},
-        {"position": (1, 1, 0)},
-        {"position": (1, 0, 1)},
+        {"this": Pass(2, 0, 0, training=True)},
+        {"this": Pass(1, 1, 0, training=True)},
+        {"this": Pass(1, 0, 1, training=True)},
     ]
     drawn = [masks(False, **place)[0] for place in places]
     for i, a in enumerate(drawn):
@@ -135,21 +140,19 @@ def test_attention_dropout_differs_on_tensor_parallel_ranks() -> None:
     cfg = tiny(attention_dropout=0.5)
     qkv = torch.randn(16, 2, 3 * 16, generator=torch.Generator().manual_seed(3))
 
-    def core(rank: int, microbatch: int = 0) -> torch.Tensor:
-        attention = Attention(maker(cfg, Axis("tp", 2, rank, (0, 1))), 0, recompute_core=False)
-        return attention._core(qkv.clone(), None, (1, 0, microbatch))
+    def core(rank: int, microbatch: int = 0, training: bool = True) -> torch.Tensor:
+        attention = Attention(layers_of(cfg, Axis("tp", 2, rank, (0, 1))), 0, recompute_core=False)
+        return attention._core(qkv.clone(), None, Pass(1, 0, microbatch, training))
 
     assert torch.equal(core(0), core(0))
     assert not torch.equal(core(0), core(1))
     assert not torch.equal(core(0), core(0, 1))
-    with torch.no_grad():
-        assert torch.equal(core(0), core(1))
+    assert torch.equal(core(0, training=False), core(1, training=False))
 
 
-def test_no_dropout_without_gradients() -> None:
-    with torch.no_grad():
-        for mask in masks(sequence_parallel=True):
-            assert torch.equal(mask, torch.ones(64, 64))
+def test_no_dropout_in_evaluation() -> None:
+    for mask in masks(sequence_parallel=True, this=Pass(1, 0, 0, training=False)):
+        assert torch.equal(mask, torch.ones(64, 64))
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "gpt_neox", "qwen3", "olmo2"])

@@ -16,10 +16,13 @@ from megalite.dist.context import Axis, ParallelContext
 from megalite.model.parameters import param_map
 from megalite.optim.bucket import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.sharding import Shard, ShardedParameter
 from megalite.train.build import build_stages, make_schedule
+from tests.parity import jobs
 
 CPU = torch.device("cpu")
+EVALUATION = Pass(0, 0, 0, training=False)
 SIZES: dict[str, Any] = {"num_layers": 8, "hidden_size": 32, "num_heads": 4, "vocab_size": 90, "seq_len": 16}
 MODELS = {
     arch: ModelConfig.from_arch(arch, **SIZES, ffn_hidden_size=48) for arch in ("llama", "gpt2", "gpt_neox", "qwen3")
@@ -51,13 +54,13 @@ def test_blocks_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch) -> No
     placement = make_schedule(cfg, 1).placement
     ops = kernels.resolve("torch", CPU, torch.float32)
     (stage,) = build_stages(cfg, ParallelContext.single(), placement, torch.float32, ops).values()
-    stage.init_parameters(1)
-    tokens = torch.zeros(16, 1, dtype=torch.long)
+    jobs.init_parameters(stage, 1)
+    batch = MicroBatch(torch.zeros(16, 1, dtype=torch.long), torch.zeros(16, 1, dtype=torch.long))
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         for step in range(3):
-            stage(tokens, tokens, (step, 0, step))
+            stage(batch.tokens_SB, batch, Pass(step, 0, step, training=True))
             with torch.no_grad():
-                stage(tokens, tokens)
+                stage(batch.tokens_SB, batch, Pass(0, 0, step, training=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
@@ -76,7 +79,7 @@ def test_stages_hold_slices_of_the_same_values(model: str, layout: dict[str, Any
             ctx = rank_context(parallel.tp, tp_rank, parallel.pp, pp_rank)
             stages = build_stages(cfg, ctx, placement, torch.float32, ops)
             for stage in stages.values():
-                stage.init_parameters(5)
+                jobs.init_parameters(stage, 5)
                 layers += [int(i) for i in stage.layers]
                 assert {id(p) for unit in stage.units() for p in unit.parameters()} == {
                     id(p) for p in stage.parameters()
@@ -143,12 +146,40 @@ def test_shapes_along_a_stage() -> None:
     ops = kernels.resolve("torch", CPU, torch.float32)
     stages = build_stages(cfg, ParallelContext.single(), make_schedule(cfg, 1).placement, torch.float32, ops)
     stage = stages[0]
-    stage.init_parameters(0)
+    jobs.init_parameters(stage, 0)
     tokens = torch.arange(15).view(5, 3)
     with torch.no_grad():
-        logits = stage(tokens)
+        logits = stage(tokens, MicroBatch(tokens, None), EVALUATION)
         assert logits.shape == (5, 3, 96)  # shorter than seq_len is fine; 90 padded to 96
-        loss = stage(tokens, (tokens + 1) % 90)
+        loss = stage(tokens, MicroBatch(tokens, (tokens + 1) % 90), EVALUATION)
     assert loss.shape == (5, 3)
     expected = torch.nn.functional.cross_entropy(logits[..., :90].flatten(0, 1), ((tokens + 1) % 90).flatten())
     assert loss.mean().item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_label_smoothing_is_of_the_training_loss_alone() -> None:
+    train = TrainConfig(global_batch_size=8, label_smoothing=0.25)
+    cfg = Config(model=MODELS["llama"], parallel=ParallelConfig(vocab_divisible_by=8), train=train)
+    ops = kernels.resolve("torch", CPU, torch.float32)
+    (stage,) = build_stages(cfg, ParallelContext.single(), make_schedule(cfg, 1).placement, torch.float32, ops).values()
+    jobs.init_parameters(stage, 0)
+    tokens = torch.arange(15).view(5, 3)
+    batch = MicroBatch(tokens, (tokens + 1) % 90)
+    with torch.no_grad():
+        logits = stage(tokens, MicroBatch(tokens, None), EVALUATION)[..., :90].flatten(0, 1)
+        for smoothing, this in ((0.0, EVALUATION), (0.25, Pass(0, 0, 0, training=True))):
+            loss = stage(tokens, batch, this).mean().item()
+            expected = torch.nn.functional.cross_entropy(
+                logits, ((tokens + 1) % 90).flatten(), label_smoothing=smoothing
+            )
+            assert loss == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_stage_declares_what_it_passes_on() -> None:
+    for sequence_parallel, rows in ((False, 16), (True, 8)):
+        parallel = ParallelConfig(tp=2, pp=2, sequence_parallel=sequence_parallel)
+        cfg = Config(model=MODELS["llama"], parallel=parallel, train=TrainConfig(global_batch_size=8))
+        ops = kernels.resolve("torch", CPU, torch.bfloat16)
+        placement = make_schedule(cfg, 1).placement
+        (stage,) = build_stages(cfg, rank_context(2, 0, 2, 0), placement, torch.bfloat16, ops).values()
+        assert stage.message(3) == ((rows, 3, 32), torch.bfloat16)

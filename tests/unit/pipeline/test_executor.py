@@ -10,8 +10,8 @@ from torch import nn
 
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Topology
-from megalite.pipeline.executor import Executor, MicroBatch, _Flight, forward_program
-from megalite.pipeline.p2p import Channel
+from megalite.pipeline.executor import Executor, MicroBatch, Pass, _Run, forward_program
+from megalite.pipeline.p2p import Channel, Message
 from megalite.pipeline.schedule import build_schedule
 from megalite.tensor_parallel.linear import WgradQueue
 from tests.workers import WorkerPool
@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 # More micro-batches than sends may be under way.
 S, B, H, M = 3, 2, 4, 20
 SHAPE = (S, B, H)
+MESSAGE = Message(SHAPE, torch.float32)
 
 
 class ToyStage(nn.Module):
@@ -31,27 +32,28 @@ class ToyStage(nn.Module):
         self.first, self.last, self.queue = first, last, WgradQueue()
         self.weight = nn.Parameter(torch.randn(H, H, generator=g))
         self.table = nn.Parameter(torch.randn(10, H, generator=g)) if first else None
-        self.calls: list[tuple[int, int, int]] = []
+        self.calls: list[Pass] = []
 
-    def forward(
-        self, x: torch.Tensor, targets_SB: torch.Tensor | None, position: tuple[int, int, int], label_smoothing: float
-    ) -> torch.Tensor:
-        self.calls.append(position)
-        assert label_smoothing == (0.25 if torch.is_grad_enabled() else 0.0), "an evaluation is not smoothed"
+    def forward(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:
+        self.calls.append(this)
+        assert this.training == torch.is_grad_enabled()
+        assert batch.positions_SB is not None
+        assert torch.equal(batch.positions_SB, batch.tokens_SB + 1), "every field goes along"
         if self.table is not None:
             x = nn.functional.embedding(x, self.table)
         y = torch.tanh(x @ self.weight)
-        if targets_SB is None:
+        if not self.last:
             return y
-        return y.square().sum(-1) * targets_SB
+        return y.square().sum(-1) * batch.targets_SB
 
 
 def microbatches() -> list[MicroBatch]:
     g = torch.Generator().manual_seed(77)
-    return [
-        MicroBatch(torch.randint(0, 10, (S, B), generator=g), torch.randint(0, 3, (S, B), generator=g))
-        for _ in range(M)
-    ]
+    batches = []
+    for _ in range(M):
+        tokens, targets = torch.randint(0, 10, (S, B), generator=g), torch.randint(0, 3, (S, B), generator=g)
+        batches.append(MicroBatch(tokens, targets, positions_SB=tokens + 1))
+    return batches
 
 
 def by_hand(num_stages: int) -> tuple[float, list[torch.Tensor]]:
@@ -61,7 +63,7 @@ def by_hand(num_stages: int) -> tuple[float, list[torch.Tensor]]:
     for batch in microbatches():
         x = batch.tokens_SB
         for stage in stages:
-            x = stage(x, batch.targets_SB if stage.last else None, (0, 0, 0), 0.25)
+            x = stage(x, batch, Pass(0, 0, 0, training=True))
         total = total + x.sum()
     (total * 0.5).backward()
     return total.item(), [s.weight.grad for s in stages if s.weight.grad is not None]
@@ -72,8 +74,8 @@ def toy(rank: int, pp: int, name: str, vp: int) -> dict[str, Any]:
     schedule = build_schedule(name, pp, vp, M)
     last = schedule.placement.num_stages - 1
     stages = {i: ToyStage(i, i == 0, i == last) for i in schedule.placement.stages_of(ctx.pp.rank)}
-    forward, back = (Channel(axis, SHAPE, torch.float32, CPU) for axis in (ctx.pp, ctx.pp_grad))
-    executor = Executor(stages, forward, back, label_smoothing=0.25)
+    forward, back = (Channel(axis, MESSAGE, CPU) for axis in (ctx.pp, ctx.pp_grad))
+    executor = Executor(stages, forward, back)
     program = schedule.programs[ctx.pp.rank]
     loss = executor.run(program, microbatches(), 4, 9, grad_scale=0.5)
     calls = {i: stage.calls for i, stage in stages.items()}
@@ -100,37 +102,41 @@ def test_gradients_are_those_of_plain_autograd(pool: WorkerPool, pp: int, name: 
     assert all(r["unchanged"] for r in ranks)
     for rank in ranks:
         for calls in rank["calls"].values():
-            # (step, dp rank, micro-batch) key the dropout masks.
-            assert calls[:M] == [(4, 9, m) for m in range(M)]
+            # They key the dropout masks; an evaluation has none.
+            assert calls[:M] == [Pass(4, 9, m, training=True) for m in range(M)]
 
 
 def one_rank(name: str, vp: int) -> tuple[Executor, Any]:
     schedule = build_schedule(name, 1, vp, M)
     stages = {i: ToyStage(i, i == 0, i == vp - 1) for i in range(vp)}
-    channel = Channel(Axis("pp"), SHAPE, torch.float32, CPU)
-    return Executor(stages, channel, channel, 0.25), schedule.programs[0]
+    channel = Channel(Axis("pp"), MESSAGE, CPU)
+    return Executor(stages, channel, channel), schedule.programs[0]
+
+
+def passes(training: bool) -> list[Pass]:
+    return [Pass(1, 0, m, training) for m in range(M)]
 
 
 def test_nothing_is_left_behind() -> None:
     executor, program = one_rank("1f1b", 1)
-    flight = _Flight(executor, microbatches(), (1, 0), 1.0)
+    run = _Run(executor, microbatches(), passes(training=True), 1.0)
     held = []
     for op in program:
-        flight.do(op)
-        held.append(len(flight.inputs))
+        run.do(op)
+        held.append(len(run.inputs))
     assert max(held) == 1
     for name in ("received", "inputs", "outputs", "edges", "input_grads", "sends"):
-        assert not getattr(flight, name), name
+        assert not getattr(run, name), name
 
 
 def test_evaluation_holds_no_graph() -> None:
     executor, program = one_rank("interleaved", 2)
-    flight = _Flight(executor, microbatches(), (1, 0), 1.0)
+    run = _Run(executor, microbatches(), passes(training=False), 1.0)
     with torch.no_grad():
         for op in forward_program(program):
-            flight.do(op)
+            run.do(op)
     for name in ("inputs", "outputs", "edges"):
-        assert not getattr(flight, name), name
+        assert not getattr(run, name), name
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_evaluation_holds_no_graph() -> None:
     ],
 )
 def test_a_message_of_another_shape_or_type_is_refused(tensor: torch.Tensor, words: str) -> None:
-    channel = Channel(Axis("pp", 2, 0, (0, 1)), SHAPE, torch.float32, CPU)
+    channel = Channel(Axis("pp", 2, 0, (0, 1)), MESSAGE, CPU)
     with pytest.raises(RuntimeError, match="pipeline message is .*" + words):
         channel.send(tensor, 1)
 
@@ -150,7 +156,7 @@ def test_a_message_of_another_shape_or_type_is_refused(tensor: torch.Tensor, wor
 def cross(rank: int) -> tuple[list[float], list[float]]:
     """Both directions at once between two ranks, several messages each: all arrive, in order."""
     ctx = ParallelContext.create(Topology(2, pp=2), CPU)
-    forward, back = (Channel(axis, (1,), torch.float32, CPU) for axis in (ctx.pp, ctx.pp_grad))
+    forward, back = (Channel(axis, Message((1,), torch.float32), CPU) for axis in (ctx.pp, ctx.pp_grad))
     out, into = (forward, back) if rank == 0 else (back, forward)
     sends = [out.send(torch.tensor([rank * 100.0 + i]), 1 - rank) for i in range(4)]
     # Not contiguous: a column of a matrix.

@@ -18,12 +18,15 @@ from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.partition import layer_split
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.schedule import Placement
 from megalite.plan.memory import dry_run_report, layer_activations, memory_per_rank, parameters_on_rank
 from megalite.sharding import ShardedParameter
 from megalite.train.build import build_engine, build_stages, make_schedule
+from tests.parity import jobs
 
 CPU = torch.device("cpu")
+TRAINING = Pass(1, 0, 0, training=True)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = {"num_layers": 6, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 300, "seq_len": 32}
 
@@ -137,26 +140,30 @@ def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, prec
     arch = "gpt2" if arch == "dropout" else arch
     cfg = config(arch, shape, recompute=recompute, precision=precision, micro_batch_size=2)
     stage = stages_of(cfg, Topology(1), 0, Placement(1, 1))[0]
-    stage.init_parameters(1)
     stage.first = stage.last = False  # its one block alone
+    jobs.init_parameters(stage, 1)
     x = torch.randn(32, 2, 64).to(DTYPES[precision]).requires_grad_()
-    stage(x)  # rotary tables are made once
+    batch = MicroBatch(torch.zeros(32, 2, dtype=torch.long), None)
+    stage(x, batch, TRAINING)  # rotary tables are made once
     # The block's input was there before and its output belongs to the next block: the same size.
     # A norm's statistics are 4 to 16 bytes a token, by kind and type; the smallest tensor that counts is 128.
-    assert net_bytes(lambda: stage(x)) == pytest.approx(layer_activations(cfg), abs=16 * 64)
+    assert net_bytes(lambda: stage(x, batch, TRAINING)) == pytest.approx(layer_activations(cfg), abs=16 * 64)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_whole_stage_keeps_layers_final_norm_and_logits(precision: str) -> None:
     cfg = config("llama", {"seq_len": 256, "vocab_size": 2000}, precision=precision, global_batch_size=1)
     stage = stages_of(cfg, Topology(1), 0, Placement(1, 1))[0]
-    stage.init_parameters(1)
+    jobs.init_parameters(stage, 1)
     tokens = torch.randint(0, 2000, (256, 1))
-    stage(tokens, tokens)
+    batch = MicroBatch(tokens, tokens)
+    stage(tokens, batch, TRAINING)
     planned = memory_per_rank(cfg, Topology(1))[0]
     assert planned.logits == 2000 * 256 * DTYPES[precision].itemsize
     # Token ids, masks and a few numbers a token are left out of the plan: 64 bytes of 10,000 a token.
-    assert net_bytes(lambda: stage(tokens, tokens)) == pytest.approx(planned.activations + planned.logits, rel=0.01)
+    assert net_bytes(lambda: stage(tokens, batch, TRAINING)) == pytest.approx(
+        planned.activations + planned.logits, rel=0.01
+    )
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> None:
