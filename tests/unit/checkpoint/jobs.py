@@ -113,13 +113,13 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
     (stage,) = engine.stages.values()
     seq, batch = tokens().shape[::-1]
     x = tokens().t().contiguous()
-    batch = MicroBatch(x, None)
+    microbatch = MicroBatch(x, None)
     with torch.no_grad():
         if not stage.first:
             rows = seq // ctx.tp.size if cfg.sequence_parallel else seq
             x = torch.empty(rows, batch, cfg.model.hidden_size)
             dist.recv(x, ctx.pp.ranks[ctx.pp.rank - 1])
-        y = stage(x, batch, Pass(0, 0, 0, training=False))
+        y = stage(x, microbatch, Pass(0, 0, 0, training=False))
         if not stage.last:
             dist.send(y.contiguous(), ctx.pp.ranks[ctx.pp.rank + 1])
             return None
