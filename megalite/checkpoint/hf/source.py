@@ -71,7 +71,7 @@ class HFSource:
 
     def read(self, spec: ParamSpec, where: Packed, offset: Sequence[int], out: torch.Tensor) -> None:
         """Fill `out` (any type, any device) with the elements of megalite's tensor from `offset` on; read no others."""
-        low, high = offset[0], offset[0] + out.shape[0]
+        low, high, transposed = offset[0], offset[0] + out.shape[0], where.how == "transposed"
         inner = [slice(o, o + n) for o, n in zip(offset[1:], out.shape[1:])]
         for name, runs in row_runs(where, spec, self.config.num_heads):
             inside = [(a, max(low, b), min(high, b + n), b) for a, b, n in runs if low < b + n and b < high]
@@ -83,7 +83,8 @@ class HFSource:
                 tensor = file.get_slice(source.name)
                 for there, first, last, here in inside:
                     rows = slice(there + first - here, there + last - here)
-                    part = tensor[inner[0], rows].t() if where.how == "transposed" else tensor[(rows, *inner)]
+                    index = (inner[0], rows) if transposed else (rows, *inner)
+                    part = tensor[index].t() if transposed else tensor[index]
                     out[first - low : last - low].copy_(part)
 
     def whole(self, spec: ParamSpec, where: Packed) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megalite.checkpoint.hf.convert import import_hf
-from megalite.families import FAMILIES
 from megalite.errors import run_tool
+from megalite.families import FAMILIES
 from tests.unit.checkpoint.hf_models import make_model
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "convert_hf.py"
