@@ -19,7 +19,7 @@ from megalite.dist.grid import Topology
 from megalite.errors import UserError
 from megalite.log import logger
 from megalite.plan.flops import flops_per_token
-from megalite.plan.memory import RankMemory, memory_per_rank
+from megalite.plan.memory import RankMemory, least_memory, memory_per_rank
 
 # Of what there is, and of what did not fit: the accounting is good to some 5 %, and allocators need room.
 _FILL = 0.9
@@ -161,6 +161,8 @@ def remedies(cfg: Config, topology: Topology, budget: int) -> list[Remedy]:
             continue
         try:
             there = Topology(topology.world, changed.parallel.tp, changed.parallel.pp)
+            if least_memory(changed, there) > budget:
+                continue
             total = max(m.total for m in memory_per_rank(changed, there))
         except UserError:
             continue

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from megalite.config.run import Config
 from megalite.errors import UserError
-from megalite.pipeline.schedule import SCHEDULES, Schedule, build_schedule, check_schedule
-from megalite.pipeline.simulate import Costs, Simulation, program_peaks, simulate
+from megalite.pipeline.schedule import SCHEDULES, Schedule, build_schedule, check_schedule, compute_orders
+from megalite.pipeline.simulate import Costs, Simulation, simulate
 
 # Two simulated times within this factor count as equal; the one that holds fewer activations is taken.
 _SAME_TIME = 1.002
@@ -24,6 +25,7 @@ def simulate_all(
     pp: int, vp: int, num_microbatches: int, costs: Costs | None = None, mode: str = "dir"
 ) -> list[Simulation]:
     """Every schedule on offer that can run these numbers, simulated, in the order of `SCHEDULES`."""
+    check_schedule("naive", pp, vp, num_microbatches)  # what even naive refuses, all refuse
     return [
         simulate(build_schedule(name, pp, vp, num_microbatches), costs, mode)
         for name in _runnable(pp, vp, num_microbatches)
@@ -44,6 +46,44 @@ def resolve_schedule(name: str, pp: int, vp: int, num_microbatches: int, split_b
     if name != "auto":
         return name
     return _choose(pp, vp, num_microbatches, USUAL_COSTS.per_chunk(vp), None, "dir", split_backward)
+
+
+def schedule_of(cfg: Config, dp: int) -> Schedule:
+    """Build the schedule of one step of a run: the one given, or what `auto` stands for.
+
+    Raises:
+        UserError: the batch does not divide over dp, or the schedule cannot run the micro-batches.
+    """
+    return build_schedule(name_of(cfg, dp), cfg.parallel.pp, cfg.parallel.vp, cfg.num_microbatches(dp))
+
+
+def name_of(cfg: Config, dp: int) -> str:
+    """Name the schedule of a run.
+
+    Raises:
+        UserError: as `schedule_of`.
+    """
+    p, m = cfg.parallel, cfg.num_microbatches(dp)
+    name = resolve_schedule(p.schedule, p.pp, p.vp, m, split_backward=_may_split(cfg))
+    check_schedule(name, p.pp, p.vp, m)
+    return name
+
+
+def names_of(cfg: Config, dp: int) -> list[str]:
+    """List what `schedule_of` may turn out to be, without simulating anything: for `auto`, all that hold few enough.
+
+    Raises:
+        UserError: as `schedule_of`.
+    """
+    p, m = cfg.parallel, cfg.num_microbatches(dp)
+    if p.schedule != "auto":
+        check_schedule(p.schedule, p.pp, p.vp, m)
+        return [p.schedule]
+    return list(_within(p.pp, p.vp, m, sample_sizes(p.pp, m), None, _may_split(cfg)))
+
+
+def _may_split(cfg: Config) -> bool:
+    return cfg.train.recompute != "full"
 
 
 def choose_schedule(
@@ -85,35 +125,47 @@ def classic_activations(pp: int, vp: int, num_microbatches: int) -> int:
 def _choose(
     pp: int, vp: int, m: int, costs: Costs, max_activations: int | None, mode: str, split_backward: bool
 ) -> str:
-    usual = "interleaved" if vp > 1 else "1f1b"
+    check_schedule("naive", pp, vp, m)  # what even naive refuses, all refuse
+    sizes = (m,) if costs.jitter else sample_sizes(pp, m)
+    held = _within(pp, vp, m, sizes, max_activations, split_backward)
+    if len(held) == 1:
+        return next(iter(held))
+    times = {
+        n: extend(m, sizes, [simulate(build_schedule(n, pp, vp, size), costs, mode).makespan for size in sizes])
+        for n in held
+    }
+    fast = [n for n in held if times[n] <= min(times.values()) * _SAME_TIME]
+    return min(fast, key=lambda n: (held[n], n != _usual(vp)))
+
+
+@lru_cache(maxsize=64)
+def _within(
+    pp: int, vp: int, m: int, sizes: tuple[int, ...], max_activations: int | None, split_backward: bool
+) -> Mapping[str, int]:
+    """Chunk activations that each schedule holds, of those that keep within the bound."""
     # naive is for reference only.
     names = [n for n in _runnable(pp, vp, m) if n != "naive" and (split_backward or n not in _SPLIT_BACKWARD)]
-    sizes = (m,) if costs.jitter else _sample_sizes(pp, m)
-    held = {n: round(_at(m, sizes, [_peak(build_schedule(n, pp, vp, size)) for size in sizes])) for n in names}
+    held = {n: round(extend(m, sizes, [_peak(n, pp, vp, size) for size in sizes])) for n in names}
     bound = classic_activations(pp, vp, m) if max_activations is None else max_activations
-    allowed = [n for n in names if held[n] <= bound]
+    allowed = {n: held[n] for n in names if held[n] <= bound}
     if not allowed:
         if max_activations is None:
-            check_schedule(usual, pp, vp, m)  # says what is wrong with the numbers
+            check_schedule(_usual(vp), pp, vp, m)  # says what is wrong with the numbers
         least = min(held, key=lambda n: held[n])
         raise UserError(
             f"room for {bound} chunk activations on a rank",
             f"the least that any schedule holds at pp {pp}, vp {vp} is {held[least]} ({least})",
             "use a smaller micro-batch, --recompute, or more pipeline or tensor ranks",
         )
-    if len(allowed) == 1:
-        return allowed[0]
-    times = {
-        n: _at(m, sizes, [simulate(build_schedule(n, pp, vp, size), costs, mode).makespan for size in sizes])
-        for n in allowed
-    }
-    fast = [n for n in allowed if times[n] <= min(times.values()) * _SAME_TIME]
-    return min(fast, key=lambda n: (held[n], n != usual))
+    return allowed
+
+
+def _usual(vp: int) -> str:
+    return "interleaved" if vp > 1 else "1f1b"
 
 
 def _runnable(pp: int, vp: int, num_microbatches: int) -> list[str]:
     """Names of the schedules that can run these numbers."""
-    check_schedule("naive", pp, vp, num_microbatches)  # what even naive refuses, all refuse
     names = []
     for name in SCHEDULES:
         try:
@@ -124,23 +176,30 @@ def _runnable(pp: int, vp: int, num_microbatches: int) -> list[str]:
     return names
 
 
-def _peak(schedule: Schedule) -> int:
+def _peak(name: str, pp: int, vp: int, num_microbatches: int) -> int:
     """Most chunk activations that a rank holds."""
-    return max(program_peaks(program).activations for program in schedule.programs)
+    peak = 0
+    for order in compute_orders(name, pp, vp, num_microbatches):
+        alive = 0
+        for op in order:
+            alive += (op.kind == "F") - (op.kind in "BW")
+            peak = max(peak, alive)
+    return peak
 
 
-def _sample_sizes(pp: int, m: int) -> tuple[int, ...]:
+def sample_sizes(pp: int, m: int) -> tuple[int, ...]:
     """Numbers of micro-batches to look at instead of a large `m`.
 
-    After 2 pp micro-batches every pipeline is in its steady state, where each further round of pp adds the same time:
-    two sizes tell all others. They leave the same remainder over pp as `m`, because interleaved depends on it.
+    After 2 pp micro-batches every pipeline is in its steady state, where each further round of pp adds the same time
+    and the same bytes: two sizes tell all others. They leave the same remainder over pp as `m`, because interleaved
+    depends on it.
     """
     few = 2 * pp + m % pp
     return (m,) if m <= few + pp else (few, few + pp)
 
 
-def _at(m: int, sizes: tuple[int, ...], figures: Sequence[float]) -> float:
-    """A figure at `m`, on the straight line through those at the sample sizes."""
+def extend(m: int, sizes: Sequence[int], figures: Sequence[float]) -> float:
+    """Extend figures at `sample_sizes` to `m` on a straight line; exact for what a rank holds at most."""
     if len(sizes) == 1:
         return figures[0]
     return figures[0] + (figures[1] - figures[0]) / (sizes[1] - sizes[0]) * (m - sizes[0])

@@ -84,11 +84,27 @@ def build_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_siz
 
 @lru_cache(maxsize=64)
 def _build(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None) -> Schedule:
-    kind = _lookup(name)
-    placement = Placement(pp, vp, kind.v_shape)
-    extra = (group_size or pp,) if kind.grouped else ()
-    programs = lower(kind.make(placement, num_microbatches, *extra), placement)
+    placement = placement_of(name, pp, vp)
+    programs = lower(compute_orders(name, pp, vp, num_microbatches, group_size), placement)
     return Schedule(name, pp, vp, num_microbatches, placement, programs)
+
+
+@lru_cache(maxsize=64)
+def compute_orders(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None = None) -> Orders:
+    """Order the compute operations of each rank: what memory depends on, and much cheaper than a schedule (cached).
+
+    Raises:
+        UserError: the schedule cannot run these numbers.
+    """
+    check_schedule(name, pp, vp, num_microbatches, group_size)
+    kind = _lookup(name)
+    extra = (group_size or pp,) if kind.grouped else ()
+    return kind.make(placement_of(name, pp, vp), num_microbatches, *extra)
+
+
+def placement_of(name: str, pp: int, vp: int) -> Placement:
+    """Place the stages as the named schedule does."""
+    return Placement(pp, vp, _lookup(name).v_shape)
 
 
 def _lookup(name: str) -> _Kind:

@@ -10,16 +10,22 @@ parallelism, else 1.
 
 from __future__ import annotations
 
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Topology
 from megalite.errors import UserError
 from megalite.model.parameters import param_map
 from megalite.model.partition import head_cost, layer_split
 from megalite.ops.choose import parse_spec
-from megalite.pipeline.choose import resolve_schedule
-from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
+from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes, schedule_of
+from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
 from megalite.pipeline.simulate import Costs, simulate
 from megalite.plan.flops import flops_per_token
 from megalite.sharding import Shard, count_parameters
@@ -53,42 +59,66 @@ class RankMemory:
         return self.weights + self.main_grad + self.optimizer + self.activations + self.logits
 
 
-def memory_per_rank(cfg: Config, topology: Topology) -> list[RankMemory]:
+def memory_per_rank(cfg: Config, topology: Topology, schedule: str | None = None) -> list[RankMemory]:
     """Memory by pipeline rank; all dp and tp ranks of one pipeline rank hold the same.
+
+    Args:
+        schedule: name of a schedule that can run the batch; default: the config's.
 
     Raises:
         UserError: the batch does not divide, or the schedule cannot run it.
     """
-    schedule = _schedule(cfg, topology)
-    layers = layer_split(cfg.model, schedule.placement.num_stages)
+    p, m = cfg.parallel, cfg.num_microbatches(topology.dp)
+    layers = layer_split(cfg.model, p.pp * p.vp)
+    name = schedule or name_of(cfg, topology.dp)
+    placement, sizes = placement_of(name, p.pp, p.vp), sample_sizes(p.pp, m)
+    samples = [compute_orders(name, p.pp, p.vp, size) for size in sizes]
     out = []
-    for rank, program in enumerate(schedule.programs):
-        parameters = parameters_on_rank(cfg, topology.tp, schedule.placement, rank)
+    for rank in range(topology.pp):
+        parameters = parameters_on_rank(cfg, topology.tp, placement, layers, rank)
         weights, main_grad, optimizer = state_bytes(cfg, parameters, topology.dp)
-        activations, logits = _peak_bytes(cfg, program, layers)
+        peaks = zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples))
+        activations, logits = (round(extend(m, sizes, peak)) for peak in peaks)
         out.append(RankMemory(parameters, weights, main_grad, optimizer, activations, logits))
     return out
 
 
-def parameters_on_rank(cfg: Config, tp: int, placement: Placement, rank: int) -> int:
-    """Elements that a tensor-parallel rank of pipeline rank `rank` holds, vocabulary padding included."""
-    specs = param_map(cfg.model)
-    layers = layer_split(cfg.model, placement.num_stages)
+def least_memory(cfg: Config, topology: Topology) -> int:
+    """Bound what the fullest rank needs from below, without simulating the schedules of `auto`; bytes.
+
+    Raises:
+        UserError: as `memory_per_rank`.
+    """
+    names = names_of(cfg, topology.dp)
+    return min(max(memory.total for memory in memory_per_rank(cfg, topology, name)) for name in names)
+
+
+def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: list[range], rank: int) -> int:
+    """Elements that a tensor-parallel rank of pipeline rank `rank` holds, vocabulary padding included.
+
+    Args:
+        layers: of each stage.
+    """
     stages = placement.stages_of(rank)
-    prefixes = [f"layers.{i}." for stage in stages for i in layers[stage]]
+    held = _local_elements(cfg.model, tp, cfg.parallel.vocab_divisible_by)
+    total = sum(held[f"layers.{i}"] for stage in stages for i in layers[stage])
     if 0 in stages:
-        prefixes.append("embed_")
+        total += held["embed"]
     if placement.num_stages - 1 in stages:
-        prefixes += ["norm.", "lm_head."]
-    total = 0
-    for name, spec in specs.items():
         # Both uses of a tied embedding on one rank are one parameter.
-        if name.startswith(tuple(prefixes)) and not (spec.tied_to and 0 in stages):
-            rows = 1
-            for n in Shard(spec, 0, tp, cfg.parallel.vocab_divisible_by).shape:
-                rows *= n
-            total += rows
+        total += held["norm"] + (0 if cfg.model.tie_embeddings and 0 in stages else held["lm_head"])
     return total
+
+
+@lru_cache(maxsize=16)
+def _local_elements(model: ModelConfig, tp: int, vocab_divisible_by: int) -> Mapping[str, int]:
+    """Elements on one tensor-parallel rank: of each layer ("layers.3"), "embed", "norm" and "lm_head"."""
+    held: dict[str, int] = defaultdict(int)
+    for name, spec in param_map(model).items():
+        unit = re.match(r"layers\.\d+|embed|norm|lm_head", name)
+        assert unit is not None, name
+        held[unit[0]] += math.prod(Shard(spec, 0, tp, vocab_divisible_by).shape)
+    return dict(held)
 
 
 def state_bytes(cfg: Config, parameters: int, dp: int) -> tuple[int, int, int]:
@@ -155,8 +185,8 @@ def _live_bytes(cfg: Config) -> int:
     return tokens * (packed + _core_bytes(cfg)) // cfg.parallel.tp
 
 
-def _peak_bytes(cfg: Config, program: Program, layers: list[range]) -> tuple[int, int]:
-    """(activations, logits) at the moment when a rank's program holds most of both."""
+def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[int, int]:
+    """(activations, logits) at the moment when a rank that computes in this order holds most of both."""
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
     t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
     vocab = Shard(param_map(m)["lm_head.weight"], 0, t, cfg.parallel.vocab_divisible_by).shape[0]
@@ -172,27 +202,22 @@ def _peak_bytes(cfg: Config, program: Program, layers: list[range]) -> tuple[int
     asked = parse_spec(cfg.train.ops)["cross_entropy"]
     if asked == "torch" and cfg.parallel.device != "cpu":
         loss_work += _LOSS_WORK * rows * vocab
-    alive = logits = 0
+    kept = [len(held) * per_layer + ends.get(stage, 0) for stage, held in enumerate(layers)]
+    alive = logits = most = 0
     peak = (0, 0)
-    for op in program:
-        kept = len(layers[op.stage]) * per_layer + ends.get(op.stage, 0) if op.is_compute else 0
-        at_loss = op.is_compute and op.stage == last
-        of_loss = logits_kept if at_loss else 0
-        if op.kind == "F":
-            alive, logits = alive + kept, logits + of_loss
+    for kind, _, stage, _ in order:
+        of_loss = logits_kept if stage == last else 0
+        if kind == "F":
+            alive, logits = alive + kept[stage], logits + of_loss
         # What an op needs for itself comes on top of what is kept.
-        extra = recomputed if op.kind in ("B", "I") else 0
-        work = loss_work if at_loss and op.kind != "W" else 0
-        peak = max(peak, (alive + extra, logits + work), key=sum)
-        if op.kind in ("B", "W"):  # a split backward frees a chunk when its weight gradients are done
-            alive, logits = alive - kept, logits - of_loss
+        extra = recomputed if kind in "BI" else 0
+        work = loss_work if stage == last and kind != "W" else 0
+        if alive + extra + logits + work > most:
+            peak = alive + extra, logits + work
+            most = sum(peak)
+        if kind in "BW":  # a split backward frees a chunk when its weight gradients are done
+            alive, logits = alive - kept[stage], logits - of_loss
     return peak
-
-
-def _schedule(cfg: Config, topology: Topology) -> Schedule:
-    p, m = cfg.parallel, cfg.num_microbatches(topology.dp)
-    name = resolve_schedule(p.schedule, p.pp, p.vp, m, split_backward=cfg.train.recompute != "full")
-    return build_schedule(name, p.pp, p.vp, m)
 
 
 def dry_run_report(cfg: Config, topology: Topology) -> str:
@@ -204,7 +229,7 @@ def dry_run_report(cfg: Config, topology: Topology) -> str:
     m, p, t = cfg.model, cfg.parallel, cfg.train
     if m.vocab_size is None:
         raise UserError("--dry-run", "needs the vocabulary's size", "give --vocab-size, --tokenizer or --data")
-    schedule = _schedule(cfg, topology)
+    schedule = schedule_of(cfg, topology.dp)
     layers = layer_split(m, schedule.placement.num_stages)
     scale = tuple(len(r) + (head_cost(m) if i == len(layers) - 1 else 0.0) for i, r in enumerate(layers))
     bubble = simulate(schedule, Costs(stage_scale=scale)).bubble

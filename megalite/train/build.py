@@ -21,10 +21,10 @@ from megalite.ops.cpu_memory import keep_freed_memory
 from megalite.optim.bucket import make_buckets
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.pipeline.choose import resolve_schedule
+from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
-from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
+from megalite.pipeline.schedule import Placement, Program
 from megalite.sharding import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 
@@ -64,7 +64,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         keep_freed_memory()
     ops = kernels.resolve(cfg.train.ops, ctx.device, dtype)
     logger.info(ops.describe())
-    schedule = make_schedule(cfg, ctx.dp.size)
+    schedule = schedule_of(cfg, ctx.dp.size)
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
         logger.info(f"--schedule auto: {schedule.name}")
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
@@ -85,13 +85,6 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         optimizer=optimizer,
         scaler=LossScaler(scale, fp16 and fixed is None, cfg.optim.loss_scale_window),
     )
-
-
-def make_schedule(cfg: Config, dp: int) -> Schedule:
-    """The pipeline schedule of one step."""
-    p, m = cfg.parallel, cfg.num_microbatches(dp)
-    name = resolve_schedule(p.schedule, p.pp, p.vp, m, split_backward=cfg.train.recompute != "full")
-    return build_schedule(name, p.pp, p.vp, m)
 
 
 def build_stages(

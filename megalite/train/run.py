@@ -24,9 +24,10 @@ from megalite.dist.context import ParallelContext
 from megalite.errors import UserError, step_range
 from megalite.log import logger, setup_logging
 from megalite.model.parameters import param_map
+from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.record import Recorder
 from megalite.sharding import ShardedParameter, count_parameters
-from megalite.train.build import Engine, build_engine, make_schedule
+from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
@@ -181,7 +182,7 @@ def assemble(
     )
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
     steps = step_range("--record-schedule", cfg.run.record_schedule)
-    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, make_schedule(cfg, ctx.dp.size), steps)
+    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, schedule_of(cfg, ctx.dp.size), steps)
     threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
     run = Run(engine, datasets, loader, metrics, checkpointer, recorder, profiler, meta, heart, spikes, step)

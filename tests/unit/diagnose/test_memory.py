@@ -6,7 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ import torch
 from megalite.config.cli import parse
 from megalite.diagnose.memory import Known, _pace, is_out_of_memory, page, remedies, usable_bytes
 from megalite.dist.grid import Topology
+from megalite.model import parameters
+from megalite.pipeline import choose, schedule
 from megalite.plan.memory import memory_per_rank
 from tests.ranks import ROOT
 
@@ -64,6 +69,35 @@ def test_the_cheapest_comes_first() -> None:
     first = remedies(cfg, Topology(32), total - 1)[0]
     assert first.flags == ("--zero 1",)  # costs nothing
     assert first.slower == pytest.approx(1.0)
+
+
+def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An out-of-memory page must not keep 256 ranks waiting: counted, since time depends on the machine."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            counts["operations"] += sum(map(len, args[0])) if name == "lowered" else 0
+            return real(*args, **kwargs)
+
+        return run
+
+    flags = ["--preset", "llama-3-70b", "--global-batch-size", "1024", "--mock-data", "--device", "cuda"]
+    # Sizes that no other test has left in a cache.
+    cfg = parse([*flags, "--pp", "8", "--tp", "4", "--init-std", "0.0203"]).config
+    for cache in (schedule._build, schedule.compute_orders, choose._choose, choose._within):
+        cache.cache_clear()
+    monkeypatch.setattr(schedule, "lower", counting("lowered", schedule.lower))
+    monkeypatch.setattr(choose, "simulate", counting("simulated", choose.simulate))
+    monkeypatch.setattr(parameters, "_norm_weight", counting("norms", parameters._norm_weight))
+    topology = Topology(256, 4, 8)
+    budget = int(0.9 * max(m.total for m in memory_per_rank(cfg, topology)))
+    assert remedies(cfg, topology, budget)
+    assert counts["norms"] == 2 * 80 + 1  # one table of 80 layers
+    assert counts["lowered"] <= 8
+    assert counts["simulated"] <= 8
+    assert counts["operations"] < 4_000
 
 
 def test_nothing_fits_is_said() -> None:

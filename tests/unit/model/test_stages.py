@@ -16,9 +16,10 @@ from megalite.dist.context import Axis, ParallelContext
 from megalite.model.parameters import param_map
 from megalite.optim.bucket import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.sharding import Shard, ShardedParameter
-from megalite.train.build import build_stages, make_schedule
+from megalite.train.build import build_stages
 from tests.parity import jobs
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def test_blocks_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch, arch:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = dataclasses.replace(MODELS[arch], num_layers=12)
     cfg = Config(model=model, train=TrainConfig(global_batch_size=8, compile=True))
-    placement = make_schedule(cfg, 1).placement
+    placement = schedule_of(cfg, 1).placement
     ops = kernels.resolve("torch", CPU, torch.float32)
     (stage,) = build_stages(cfg, ParallelContext.single(), placement, torch.float32, ops).values()
     jobs.init_parameters(stage, 1)
@@ -71,7 +72,7 @@ def test_stages_hold_slices_of_the_same_values(model: str, layout: dict[str, Any
     cfg = Config(model=MODELS[model], parallel=parallel, train=TrainConfig(global_batch_size=8))
     specs = param_map(cfg.model)
     whole = {name: Shard(spec).initial(5) for name, spec in specs.items()}
-    placement = make_schedule(cfg, 1).placement
+    placement = schedule_of(cfg, 1).placement
     ops = kernels.resolve("torch", CPU, torch.float32)
     for tp_rank in range(parallel.tp):
         seen: list[str] = []
@@ -117,7 +118,7 @@ def test_masters_are_not_rounded_and_weights_are(zero: bool) -> None:
     cfg = Config(model=MODELS["gpt2"], parallel=ParallelConfig(vocab_divisible_by=8))
     ctx = ParallelContext.single()
     ops = kernels.resolve("torch", CPU, torch.bfloat16)
-    stages = build_stages(cfg, ctx, make_schedule(cfg, 1).placement, torch.bfloat16, ops)
+    stages = build_stages(cfg, ctx, schedule_of(cfg, 1).placement, torch.bfloat16, ops)
     params: list[Any] = list(stages[0].parameters())
     buckets = make_buckets(
         params,
@@ -145,7 +146,7 @@ def test_masters_are_not_rounded_and_weights_are(zero: bool) -> None:
 def test_shapes_along_a_stage() -> None:
     cfg = Config(model=MODELS["llama"], parallel=ParallelConfig(vocab_divisible_by=8))
     ops = kernels.resolve("torch", CPU, torch.float32)
-    stages = build_stages(cfg, ParallelContext.single(), make_schedule(cfg, 1).placement, torch.float32, ops)
+    stages = build_stages(cfg, ParallelContext.single(), schedule_of(cfg, 1).placement, torch.float32, ops)
     stage = stages[0]
     jobs.init_parameters(stage, 0)
     tokens = torch.arange(15).view(5, 3)
@@ -162,7 +163,7 @@ def test_label_smoothing_is_of_the_training_loss_alone() -> None:
     train = TrainConfig(global_batch_size=8, label_smoothing=0.25)
     cfg = Config(model=MODELS["llama"], parallel=ParallelConfig(vocab_divisible_by=8), train=train)
     ops = kernels.resolve("torch", CPU, torch.float32)
-    (stage,) = build_stages(cfg, ParallelContext.single(), make_schedule(cfg, 1).placement, torch.float32, ops).values()
+    (stage,) = build_stages(cfg, ParallelContext.single(), schedule_of(cfg, 1).placement, torch.float32, ops).values()
     jobs.init_parameters(stage, 0)
     tokens = torch.arange(15).view(5, 3)
     batch = MicroBatch(tokens, (tokens + 1) % 90)
@@ -181,6 +182,6 @@ def test_a_stage_declares_what_it_passes_on() -> None:
         parallel = ParallelConfig(tp=2, pp=2, sequence_parallel=sequence_parallel)
         cfg = Config(model=MODELS["llama"], parallel=parallel, train=TrainConfig(global_batch_size=8))
         ops = kernels.resolve("torch", CPU, torch.bfloat16)
-        placement = make_schedule(cfg, 1).placement
+        placement = schedule_of(cfg, 1).placement
         (stage,) = build_stages(cfg, rank_context(2, 0, 2, 0), placement, torch.bfloat16, ops).values()
         assert stage.message(3) == ((rows, 3, 32), torch.bfloat16)

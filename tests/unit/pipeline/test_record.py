@@ -122,12 +122,12 @@ def test_mistakes(tmp_path: Path, arguments: list[str], words: str) -> None:
 
 def train_recorded(rank: int, folder: str, steps: range) -> list[tuple[float, float]]:
     """Four steps at tp 2, pp 2, those of `steps` recorded."""
+    from megalite.pipeline.choose import schedule_of
     from megalite.pipeline.record import Recorder
-    from megalite.train.build import make_schedule
 
     cfg = jobs.make_config(jobs.llama(), {"tp": 2, "pp": 2, "schedule": "zb-h1"})
     engine = jobs.start(rank, cfg, 4)
-    recorder = Recorder(Path(folder), engine.ctx, engine.executor, make_schedule(cfg, 1), steps)
+    recorder = Recorder(Path(folder), engine.ctx, engine.executor, schedule_of(cfg, 1), steps)
     out = []
     for step in range(1, 5):
         with recorder.step(step):

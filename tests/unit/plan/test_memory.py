@@ -18,11 +18,12 @@ from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.partition import layer_split
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.schedule import Placement
 from megalite.plan.memory import dry_run_report, layer_activations, memory_per_rank, parameters_on_rank
 from megalite.sharding import ShardedParameter
-from megalite.train.build import build_engine, build_stages, make_schedule
+from megalite.train.build import build_engine, build_stages
 from tests.parity import jobs
 
 CPU = torch.device("cpu")
@@ -69,12 +70,13 @@ def stages_of(cfg: Config, topology: Topology, rank: int, placement: Placement) 
 )
 def test_parameters_on_a_rank_are_those_of_its_modules(arch: str, tied: bool, placement: Placement) -> None:
     cfg = config(arch, {"tie_embeddings": tied})
+    layers = layer_split(cfg.model, placement.num_stages)
     for tp in (1, 2):
         topology = Topology(tp * placement.pp, tp, placement.pp)
         for pp_rank in range(placement.pp):
             stages = stages_of(cfg, topology, topology.rank(pp=pp_rank, tp=tp - 1), placement)
             held = {id(p): p.numel() for stage in stages.values() for p in stage.parameters()}
-            assert parameters_on_rank(cfg, tp, placement, pp_rank) == sum(held.values())
+            assert parameters_on_rank(cfg, tp, placement, layers, pp_rank) == sum(held.values())
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,27 @@ def test_1f1b_holds_one_micro_batch_less_on_every_next_rank(m: int) -> None:
         assert rank.logits == (4 * 32 * 8 if i == 3 else 0)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "vp"),
+    [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("1f1b-eager", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)],
+)
+def test_few_micro_batches_give_the_figures_of_many(
+    schedule: str, vp: int, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pp in (1, 3, 4):
+        if (schedule == "interleaved" and pp == 1) or (schedule == "zb-v" and pp == 1):
+            continue
+        shape = {"num_layers": 13, "vocab_size": 999}
+        layout = {"pp": pp, "vp": vp, "schedule": schedule}
+        for m in (4 * pp, 7 * pp, 7 * pp + (0 if schedule == "interleaved" else 1)):
+            cfg = config("llama", shape, layout, recompute=recompute, global_batch_size=m)
+            extended = memory_per_rank(cfg, Topology(pp, 1, pp))
+            with monkeypatch.context() as patch:
+                patch.setattr("megalite.plan.memory.sample_sizes", lambda _pp, m: (m,))
+                assert memory_per_rank(cfg, Topology(pp, 1, pp)) == extended
+
+
 def test_interleaving_holds_its_closed_form_and_gpipe_all_logits() -> None:
     shape = {"num_layers": 8, "vocab_size": 8}
     interleaved = config("llama", shape, {"pp": 4, "vp": 2, "schedule": "interleaved"}, global_batch_size=8)
@@ -254,7 +277,7 @@ def test_the_page_of_llama_3_8b() -> None:
     assert row == ["0", "*", "0-8", "1,244,209,152", *(f"{size / 2**30:.2f}" for size in parts)]
     assert max(len(line) for line in page.splitlines()) <= 130
     assert len(page.splitlines()) < 25
-    assert make_schedule(cfg, 4).name == "1f1b"
+    assert schedule_of(cfg, 4).name == "1f1b"
 
 
 def test_a_small_model_is_told_in_mib() -> None:
