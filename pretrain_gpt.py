@@ -15,7 +15,7 @@ from megalite.dist.context import (
     pick_device,
     world_size,
 )
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.log import env_rank
 from megalite.plan.memory import dry_run_report
 from megalite.train.exit import leaving_together
@@ -28,7 +28,7 @@ def main() -> None:
     asked = cli.parse(read_model=hf_model_config)
     cfg, tp, pp = asked.config, asked.config.parallel.tp, asked.config.parallel.pp
     # What is only said, not run, may be asked without starting the ranks.
-    topology = Topology(world_size(otherwise=tp * pp if asked.print_config or asked.dry_run else 1), tp, pp)
+    topology = Grid.of(world_size(otherwise=tp * pp if asked.print_config or asked.dry_run else 1), tp, pp)
     if asked.print_config or asked.dry_run:
         if env_rank() == 0:
             print(cli.to_yaml(cfg) if asked.print_config else dry_run_report(described(cfg), topology))

@@ -23,9 +23,8 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Checkpointer
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext, init_process_group, pick_device, shutdown, world_size
-from megalite.dist.grid import Topology
-from megalite.optim.optimizer import StateTensor
-from megalite.sharding import ParamSpec, Shard
+from megalite.dist.grid import Grid
+from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 
 
 def states_of(ctx: ParallelContext, mb: float) -> list[StateTensor]:
@@ -33,12 +32,11 @@ def states_of(ctx: ParallelContext, mb: float) -> list[StateTensor]:
     count = max(1, round(mb * 1e6 / (3 * 4 * (1 << 20))))
     out = []
     for i in range(count):
-        shard = Shard(
-            ParamSpec(f"layers.{i}.weight", (1024 * ctx.world.size, 1024), tp_dim=0), ctx.rank, ctx.world.size
-        )
+        spec = ParamSpec(f"layers.{i}.weight", (1024 * ctx.world.size, 1024), (("tp", 0),))
+        shard = Shard(spec, Layout(ctx.grid, ctx.rank))
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             flat = torch.randn(1 << 20, device=ctx.device)
-            out.append(StateTensor(shard.spec.name, kind, shard.spec.shape, flat, shard.flat_pieces(0, 1 << 20), True))
+            out.append(StateTensor(shard.spec.name, kind, shard.spec.shape, flat, shard.flat_slices(0, 1 << 20), True))
     return out
 
 
@@ -130,7 +128,7 @@ def main() -> None:
     device = pick_device(args.device)
     init_process_group(device)
     world = world_size()
-    ctx = ParallelContext.create(Topology(world, tp=world), device)
+    ctx = ParallelContext.create(Grid.of(world, tp=world), device)
     name = tempfile.mkdtemp(dir=args.folder) if ctx.rank == 0 else ""
     root = Path(collectives.gather_texts(name, ctx.world, device)[0])
     try:

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megalite.config import cli
 from megalite.config.model import ModelConfig
 from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.model.layers import Rotary
 from megalite.model.parameters import param_map
 from megalite.model.partition import split_layers
@@ -334,7 +334,7 @@ def megalite(*flags: str) -> Callable[[int, int, int], Step]:
     def make(tp: int, pp: int, vp: int) -> Step:
         cfg = cli.parse([*MODEL_FLAGS, "--tp", str(tp), "--pp", str(pp), "--vp", str(vp), *flags]).config
         world = dist.get_world_size() if dist.is_initialized() else 1
-        engine = build_engine(cfg, ParallelContext.create(Topology(world, tp, pp), torch.device("cpu")))
+        engine = build_engine(cfg, ParallelContext.create(Grid.of(world, tp, pp), torch.device("cpu")))
         engine.optimizer.init_parameters(SEED)
         count = 0
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError, run_tool
 from megalite.pipeline.executor import Executor, MicroBatch, Pass, Stage, WeightGradQueue
 from megalite.pipeline.p2p import Channel, Message
@@ -71,7 +71,7 @@ class SleepingStage:
 def _worker(rank: int, store: str, pp: int, jobs: list[tuple[Schedule, Costs]], steps: int, results: mp.Queue) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=pp)
-    context = ParallelContext.create(Topology(pp, pp=pp), torch.device("cpu"))
+    context = ParallelContext.create(Grid.of(pp, pp=pp), torch.device("cpu"))
     activations, gradients = (
         Channel(axis, Message(SHAPE, torch.float32), context.device) for axis in (context.pp, context.pp_grad)
     )

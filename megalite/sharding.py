@@ -1,22 +1,26 @@
-"""One declaration per parameter. Init, tensor-parallel slicing, optimizer groups, checkpoints, Hugging Face
-conversion and the parameter count all read it.
+"""Where a parameter lives, who else holds it, which replica speaks for it, and over which axes its gradient is summed.
 
-A parameter has a *global* tensor (its name and shape say nothing of the layout) and, on each tensor-parallel rank, a
-*local* one. `pieces` says which rectangle of the local tensor is which rectangle of the global one; everything else
-that has to do with slicing follows from that list.
+One declaration per parameter (`ParamSpec`); init, slicing, optimizer groups, checkpoints, Hugging Face conversion and
+the parameter count all read it. A parameter has a *global* tensor, whose name and shape do not depend on the layout,
+and on each rank a *local* one (`Shard`). `Shard.slices` says which box of the one is which box of the other; everything
+else about slicing follows from that list.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from typing import Literal
 
 import numpy as np
 import torch
 
+from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
+from megalite.slices import Slice, box_index, contiguous_parts, flat_index, flat_range, unravel
 
 # Rows are drawn in blocks of about this many elements: a slice costs the memory of a block, not of the tensor.
 _INIT_BLOCK = 1 << 22
@@ -29,27 +33,29 @@ class ParamSpec:
     Attributes:
         name: global name, Hugging Face leaf names ("layers.3.self_attn.qkv_proj.weight").
         shape: global shape, without vocabulary padding.
-        tp_dim: dimension cut over tensor-parallel ranks; None = every rank holds all of it.
-        parts: sizes of the packed parts along `tp_dim` (q|k|v, gate|up); each is cut by itself. () = one part.
-        padded: `tp_dim` (the vocabulary) is padded in memory to a multiple of the layout's choosing; padding is zero.
+        cut: (mesh axis, tensor dimension) pairs: (("tp", 0),), experts (("ep", 0), ("tp", 1)). Every rank of any other
+            axis holds all of it.
+        parts: sizes of the packed parts along the dimension of the last cut (q|k|v, gate|up), each cut by itself;
+            () = one part.
+        padded: that dimension (the vocabulary) is padded in memory to a multiple of the layout's choosing, with zeros.
         init: "normal" (times `std`), "zeros" or "ones".
         std: standard deviation of "normal".
         weight_decay: whether decoupled weight decay applies.
         tied_to: name of the parameter that this one is a copy of (same values, gradients summed).
-        partial_grad: when each tensor-parallel rank of a replicated parameter sees only part of the gradient, so that
-            it must be summed over tp: "never", under "sequence_parallel", or "always" (per-head q/k norms).
+        partial: axes whose ranks hold all of it but see only part of its gradient; "sequence" stands for those that
+            cut the sequence.
     """
 
     name: str
     shape: tuple[int, ...]
-    tp_dim: int | None = None
+    cut: tuple[tuple[str, int], ...] = ()
     parts: tuple[int, ...] = ()
     padded: bool = False
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
     weight_decay: bool = True
     tied_to: str | None = None
-    partial_grad: Literal["never", "sequence_parallel", "always"] = "never"
+    partial: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -57,94 +63,122 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle: at `local` in the local tensor, at `offset` in the global one, of extent `shape`."""
+class Layout:
+    """What all parameters of one rank have in common.
 
-    local: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    Attributes:
+        grid, rank: the grid of ranks and this one. Parameters of a layer live on one coordinate of "pp".
+        multiple: a padded dimension is a multiple of this times the number of ranks it is cut over.
+        batch: axes that see different samples: gradients are summed over them.
+        sequence: axes over which activations between layers are cut along the sequence (tp with sequence parallelism).
+        tied: names of parameters that have a copy on another pipeline stage.
+    """
+
+    grid: Grid = field(default_factory=Grid)
+    rank: int = 0
+    multiple: int = 1
+    batch: tuple[str, ...] = ("dp",)
+    sequence: tuple[str, ...] = ()
+    tied: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one tensor-parallel rank holds of a parameter.
-
-    Args:
-        spec: the parameter.
-        rank, size: this rank on the tensor-parallel axis, and the axis's size.
-        multiple: the padded dimension is a multiple of `multiple * size` in memory.
-    """
+    """What one rank holds of a parameter, who else holds it, and where its gradient is summed."""
 
     spec: ParamSpec
-    rank: int = 0
-    size: int = 1
-    multiple: int = 1
+    layout: Layout = field(default_factory=Layout)
 
-    def _parts(self) -> tuple[int, ...]:
-        assert self.spec.tp_dim is not None
-        return self.spec.parts or (self.spec.shape[self.spec.tp_dim],)
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Axes over which the parameter is replicated."""
+        cut = {axis for axis, _ in self.spec.cut}
+        return tuple(name for name in self.layout.grid.names if name not in cut and name != "pp")
 
-    def _rows(self, part: int) -> int:
-        """Local extent of a part of global size `part`."""
-        if self.spec.padded:
-            unit = self.multiple * self.size
-            return -(-part // unit) * self.multiple
-        assert part % self.size == 0, f"{self.spec.name}: part of {part} is not divisible by tp {self.size}"
-        return part // self.size
+    @property
+    def reduce(self) -> tuple[str, ...]:
+        """Axes over which the gradient is summed: the batch's, those of partial gradients, "ends" for tied copies."""
+        layout, grid = self.layout, self.layout.grid
+        partial = [axis for name in self.spec.partial for axis in (layout.sequence if name == "sequence" else (name,))]
+        tied = ("ends",) if self.spec.name in layout.tied else ()
+        return (*layout.batch, *(axis for axis in partial if grid[axis] > 1 and axis in self.copies), *tied)
+
+    def is_first(self, *axes: str) -> bool:
+        """Whether this rank is the first of those along `axes` that hold the same."""
+        return self.layout.grid.is_first(self.layout.rank, *(axis for axis in axes if axis in self.copies))
+
+    def is_primary(self, shared: tuple[str, ...] = ()) -> bool:
+        """Whether this replica speaks for the parameter: it counts in norms and is written to checkpoints.
+
+        Args:
+            shared: axes whose ranks each own a part of what they hold (ZeRO), and each speak for that part.
+        """
+        return self.spec.tied_to is None and self.is_first(*(axis for axis in self.copies if axis not in shared))
+
+    @cached_property
+    def _extents(self) -> list[tuple[int, list[tuple[int, int, int]]]]:
+        """Of every dimension: local extent, and the (local start, global start, length) intervals it holds."""
+        spec, layout = self.spec, self.layout
+        coords = layout.grid.coords(layout.rank)
+        packed = spec.cut[-1][1] if spec.cut else None
+        out = []
+        for dim, extent in enumerate(spec.shape):
+            size, rank = 1, 0
+            for axis, at in spec.cut:
+                if at == dim:
+                    size, rank = size * layout.grid[axis], rank * layout.grid[axis] + coords.get(axis, 0)
+            parts = spec.parts if dim == packed and spec.parts else (extent,)
+            padded = spec.padded and dim == packed
+            local = start = 0
+            held = []
+            for part in parts:
+                rows = -(-part // (layout.multiple * size)) * layout.multiple if padded else part // size
+                assert padded or rows * size == part, f"{spec.name}: part of {part} is not divisible by {size} ranks"
+                low, high = rank * rows, min((rank + 1) * rows, part)
+                if high > low:
+                    held.append((local, start + low, high - low))
+                local, start = local + rows, start + part
+            out.append((local, held))
+        return out
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Local shape, padding included."""
-        dim = self.spec.tp_dim
-        if dim is None:
-            return self.spec.shape
-        rows = sum(self._rows(part) for part in self._parts())
-        return (*self.spec.shape[:dim], rows, *self.spec.shape[dim + 1 :])
+        return tuple(extent for extent, _ in self._extents)
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """Where the local tensor's (unpadded) content lies in the global one."""
-        dim, shape = self.spec.tp_dim, self.spec.shape
-        zero = (0,) * len(shape)
-        if dim is None:
-            return [Piece(zero, zero, shape)]
-        out, local_start, global_start = [], 0, 0
-        for part in self._parts():
-            rows = self._rows(part)
-            low, high = self.rank * rows, min((self.rank + 1) * rows, part)
-            if high > low:
-                local, offset, extent = list(zero), list(zero), list(shape)
-                local[dim], offset[dim], extent[dim] = local_start, global_start + low, high - low
-                out.append(Piece(tuple(local), tuple(offset), tuple(extent)))
-            local_start += rows
-            global_start += part
+    @cached_property
+    def slices(self) -> list[Slice]:
+        """Boxes of the global tensor that lie in the local one, `at` the local element of each one's first."""
+        out = []
+        for intervals in product(*(held for _, held in self._extents)):
+            local, offset, shape = zip(*intervals)
+            out.append(Slice(offset, shape, flat_index(self.shape, local)))
         return out
 
-    def flat_pieces(self, start: int, stop: int) -> list[tuple[int, Piece]]:
-        """Rectangles covered by elements [start, stop) of the flattened local tensor, as ZeRO cuts it.
+    def local(self, piece: Slice) -> Slice:
+        """The box of the local tensor that holds one of `slices`."""
+        return Slice(unravel(self.shape, piece.at), piece.shape)
 
-        Returns:
-            (flat, piece) pairs: `piece.shape` elements, contiguous in the flat tensor from `flat` on; no padding.
+    def flat_slices(self, start: int, stop: int) -> list[Slice]:
+        """Boxes of the global tensor that elements [start, stop) of the flattened local one hold, as ZeRO cuts it.
+
+        Each is contiguous in the flat tensor from `at` on; padding is in none.
         """
         out = []
-        for flat, offset, extent in _flat_boxes(self.shape, start, stop):
-            for piece in self.pieces:
-                low = tuple(max(a, b) for a, b in zip(offset, piece.local))
-                high = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, extent, piece.local, piece.shape))
-                if any(h <= l for l, h in zip(low, high)):
-                    continue
-                # A box of several rows is whole rows; a piece never cuts columns of the local tensor: contiguous.
-                at = flat + _flat_index(extent, tuple(l - o for l, o in zip(low, offset)))
-                shape = tuple(h - l for l, h in zip(low, high))
-                glob = tuple(l - p + g for l, p, g in zip(low, piece.local, piece.offset))
-                out.append((at, Piece(low, glob, shape)))
+        for box in flat_range(self.shape, start, stop):
+            for piece in self.slices:
+                local = self.local(piece)
+                met = box.meet(local)
+                for part in contiguous_parts(self.shape, *met) if met else ():
+                    offset = tuple(l - p + g for l, p, g in zip(part.offset, local.offset, piece.offset))
+                    out.append(Slice(offset, part.shape, part.at))
         return out
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """The local tensor cut out of the global one (padding zero)."""
         out = torch.zeros(self.shape, dtype=full.dtype)
-        for piece in self.pieces:
-            out[_slices(piece.local, piece.shape)] = full[_slices(piece.offset, piece.shape)]
+        for piece in self.slices:
+            out[self.local(piece).index] = full[piece.index]
         return out
 
     def initial(self, seed: int) -> torch.Tensor:
@@ -153,62 +187,47 @@ class Shard:
             value = 1.0 if self.spec.init == "ones" else 0.0
             return self.take(torch.full(self.spec.shape, value))
         out = torch.zeros(self.shape)
-        pieces = self.pieces
-        for row, block in _normal_blocks(self.spec, seed, pieces):
-            for piece in pieces:
-                low = max(piece.offset[0], row)
-                high = min(piece.offset[0] + piece.shape[0], row + block.shape[0])
-                if high <= low:
-                    continue
-                at = low - piece.offset[0] + piece.local[0]
-                rest = _slices(piece.offset[1:], piece.shape[1:])
-                to = _slices(piece.local[1:], piece.shape[1:])
-                out[(slice(at, at + high - low),) + to] = block[(slice(low - row, high - row),) + rest]
+        for box, values in _normal_blocks(self.spec, seed, self.slices):
+            for piece in self.slices:
+                if met := box.meet(piece):
+                    low, shape = met
+                    local = tuple(l - g + p for l, g, p in zip(low, piece.offset, self.local(piece).offset))
+                    first = tuple(l - b for l, b in zip(low, box.offset))
+                    out[box_index(local, shape)] = values[box_index(first, shape)]
         return out
 
 
-def _normal_blocks(spec: ParamSpec, seed: int, pieces: list[Piece]) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, values) of every block of rows that some piece needs; each block has a generator of its own."""
+def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor]]:
+    """Draw every block of rows that some box needs, each from a generator of its own."""
     rows_per_block = max(1, _INIT_BLOCK // math.prod(spec.shape[1:]))
     name = spec.tied_to or spec.name
     for row in range(0, spec.shape[0], rows_per_block):
-        rows = min(rows_per_block, spec.shape[0] - row)
-        if any(p.offset[0] < row + rows and p.offset[0] + p.shape[0] > row for p in pieces):
-            values = philox(seed, "init", name, row // rows_per_block).standard_normal(
-                (rows, *spec.shape[1:]), dtype=np.float32
-            )
-            yield row, torch.from_numpy(values).mul_(spec.std)
+        shape = (min(rows_per_block, spec.shape[0] - row), *spec.shape[1:])
+        box = Slice((row, *(0 for _ in spec.shape[1:])), shape)
+        if any(box.meet(piece) for piece in wanted):
+            values = philox(seed, "init", name, row // rows_per_block).standard_normal(shape, dtype=np.float32)
+            yield box, torch.from_numpy(values).mul_(spec.std)
 
 
-def _slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offset, shape))
+@dataclass(frozen=True)
+class StateTensor:
+    """What this rank holds of one logical tensor of the optimizer's state: the contract with checkpoints.
 
+    Attributes:
+        name: global parameter name (for a tied copy: the name it is tied to).
+        role: "master", "exp_avg" or "exp_avg_sq".
+        shape: global shape, without vocabulary padding.
+        flat: fp32 1-D view; write into it to load.
+        slices: boxes of the logical tensor in `flat`; empty when nothing of it lies here.
+        primary: true on exactly one rank per element; only that one writes it to a checkpoint.
+    """
 
-def _flat_index(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
-    flat = 0
-    for n, i in zip(shape, index):
-        flat = flat * n + i
-    return flat
-
-
-def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Elements [start, stop) of a flattened tensor as rectangles (flat start, offset, extent); at most 3."""
-    if len(shape) == 1:
-        return [(start, (start,), (stop - start,))] if stop > start else []
-    width = math.prod(shape[1:])
-    assert len(shape) == 2, "parameters have one or two dimensions"
-    out: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    while start < stop:
-        row, column = divmod(start, width)
-        if column == 0 and stop - start >= width:
-            rows = (stop - start) // width
-            out.append((start, (row, 0), (rows, width)))
-            start += rows * width
-        else:
-            count = min(width - column, stop - start)
-            out.append((start, (row, column), (1, count)))
-            start += count
-    return out
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    flat: torch.Tensor
+    slices: list[Slice]
+    primary: bool
 
 
 class ShardedParameter(torch.nn.Parameter):

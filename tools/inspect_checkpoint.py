@@ -73,9 +73,9 @@ def _tensors(manifest: Manifest) -> list[str]:
     for kind, entries in manifest.tensors.items():
         for name, tensor in entries.items():
             lines.append(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}")
-            for box in tensor.boxes:
-                file = manifest.files[box.file].name
-                lines.append(f"    {list(box.shape)} at {list(box.offset)}: {file} byte {box.begin}")
+            for number, box in tensor.boxes:
+                file = manifest.files[number].name
+                lines.append(f"    {list(box.shape)} at {list(box.offset)}: {file} byte {box.at}")
     return lines
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.folder import checkpoints_folder, step_folders
-from megalite.checkpoint.manifest import Box, Manifest, TensorEntry, as_matrix, box_key, read_manifest
+from megalite.checkpoint.manifest import Manifest, TensorEntry, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import (
     BLOCK,
     ITEM_SIZE,
@@ -33,7 +33,8 @@ from megalite.dist.collectives import all_reduce, gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.optim.optimizer import StateTensor
+from megalite.sharding import StateTensor
+from megalite.slices import Slice, box_index, contiguous_parts
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Reads go through a buffer of at most this many bytes.
@@ -99,11 +100,11 @@ class ShardReader:
         data = bytearray(entry.header)
         read_exactly(fd, memoryview(data), 0, path)
         expected = {
-            box_key(kind, name, b.offset): header_entry(t.dtype, b.shape, b.begin - entry.header)
+            box_key(kind, name, box.offset): header_entry(t.dtype, box.shape, box.at - entry.header)
             for kind, tensors in self.manifest.tensors.items()
             for name, t in tensors.items()
-            for b in t.boxes
-            if b.file == number
+            for file, box in t.boxes
+            if file == number
         }
         if parse_header(data) != expected:
             raise BadCheckpoint(str(path), "its header does not list the boxes of the manifest")
@@ -113,38 +114,33 @@ class ShardReader:
         known = {"manifest.json", "COMMIT", *(f.name for f in self.manifest.files)}
         return sorted(e.name for e in os.scandir(self.path) if e.name not in known)
 
-    def rectangle(self, tensor: TensorEntry, offset: Sequence[int], out: torch.Tensor) -> None:
-        """Fill `out` (any type, any device; one or two dimensions) with the elements from global `offset` on."""
-        row, column = as_matrix(offset, 0)
-        target = out if out.dim() == 2 else out.unsqueeze(0)
-        rows, columns = target.shape
-        for box in tensor.boxes:
-            (r, c), (n, m) = as_matrix(box.offset, 0), as_matrix(box.shape, 1)
-            low, high = max(r, row), min(r + n, row + rows)
-            left, right = max(c, column), min(c + m, column + columns)
-            if low < high and left < right:
-                for at, part in self._read(box, tensor.dtype, (low - r, left - c), (high - low, right - left)):
-                    first = low - row + at
-                    target[first : first + part.shape[0], left - column : right - column].copy_(part)
+    def read(self, tensor: TensorEntry, wanted: Slice, out: torch.Tensor) -> None:
+        """Fill `out` (shape of `wanted`, any type and device) with the elements of a logical tensor in `wanted`."""
+        for file, box in tensor.boxes:
+            if met := box.meet(wanted):
+                offset, shape = met
+                for begin, part in self._read(file, box, tensor.dtype, offset, shape):
+                    target = tuple(o - w for o, w in zip(begin, wanted.offset))
+                    out[box_index(target, part.shape)].copy_(part)
 
     def _read(
-        self, box: Box, dtype: str, corner: tuple[int, int], shape: tuple[int, int]
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row, rows) of a part of a box, as many rows at a time as fit into the buffer, which is used again."""
-        item, width = ITEM_SIZE[dtype], as_matrix(box.shape, 1)[1]
-        fd, path = self.descriptor(box.file), self.path / self.manifest.files[box.file].name
-        rows_at_once = max(1, _STAGE // (shape[1] * item))
-        for row in range(0, shape[0], rows_at_once):
-            rows = min(rows_at_once, shape[0] - row)
-            stage = self._staging(rows * shape[1] * item)
-            view = memoryview(stage.numpy().data).cast("B")
-            begin = box.begin + ((corner[0] + row) * width + corner[1]) * item
-            # Whole rows of the box lie one after the other; parts of rows are read one by one.
-            count, length = (1, len(view)) if shape[1] == width else (rows, shape[1] * item)
-            for i in range(count):
-                read_exactly(fd, view[i * length : (i + 1) * length], begin + i * width * item, path)
+        self, file: int, box: Slice, dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """(offset, elements) of the part of a box that has `shape` at `offset`: as many rows at a time as fit into the
+        buffer, which is used again."""
+        item, fd, path = ITEM_SIZE[dtype], self.descriptor(file), self.path / self.manifest.files[file].name
+        width = math.prod(shape[1:])
+        rows_at_once = max(1, _STAGE // (width * item))
+        for row in range(offset[0], offset[0] + shape[0], rows_at_once):
+            rows = min(rows_at_once, offset[0] + shape[0] - row)
+            stage = self._staging(rows * width * item)
+            view, at = memoryview(stage.numpy().data).cast("B"), 0
+            local = (row - box.offset[0], *(o - b for o, b in zip(offset[1:], box.offset[1:])))
+            for part in contiguous_parts(box.shape, local, (rows, *shape[1:])):
+                read_exactly(fd, view[at : at + part.numel * item], box.at + part.at * item, path)
+                at += part.numel * item
             self.stats.loaded += len(view)
-            yield row, stage.view(DTYPES[dtype]).view(rows, shape[1])
+            yield (row, *offset[1:]), stage.view(DTYPES[dtype]).view(rows, *shape[1:])
 
     def _staging(self, size: int) -> torch.Tensor:
         """Bytes to read into, the same memory each time."""
@@ -289,15 +285,14 @@ def load_checkpoint(
             for state, source in zip(states, sources):
                 # Vocabulary padding, which no checkpoint holds, is zero as in a new run.
                 state.flat.detach().zero_()
-                for start, piece in state.pieces:
-                    region = state.flat.detach()[start : start + math.prod(piece.shape)].view(piece.shape)
+                for box in state.slices:
                     if source is not None:
-                        reader.rectangle(source, piece.offset, region)
+                        reader.read(source, box, state.flat.detach()[box.at : box.at + box.numel].view(box.shape))
         finally:
             reader.close()
 
     agree(ctx, fill)
-    missing = sorted({s.kind for s, source in zip(states, sources) if source is None})
+    missing = sorted({s.role for s, source in zip(states, sources) if source is None})
     if missing and ctx.rank == 0:
         logger.warning(f"{path} holds no {', '.join(missing)}: they start at zero")
     return manifest.meta, stats
@@ -315,19 +310,19 @@ def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> lis
     """The saved tensor of each state; None for moments that were not saved at all."""
     sources: list[TensorEntry | None] = []
     for state in states:
-        if state.kind == "master":
+        if state.role == "master":
             tensors = weights_of(manifest, path)
-        elif state.kind in manifest.tensors:
-            tensors = manifest.tensors[state.kind]
+        elif state.role in manifest.tensors:
+            tensors = manifest.tensors[state.role]
         else:
             sources.append(None)
             continue
         entry = tensors.get(state.name)
-        if entry is None or entry.shape != state.global_shape:
+        if entry is None or entry.shape != state.shape:
             rule = f"has shape {list(entry.shape)} there" if entry else "is not there"
             raise BadCheckpoint(
                 str(path),
-                f"{state.kind} {state.name} of shape {list(state.global_shape)} {rule}: it is of another model",
+                f"{state.role} {state.name} of shape {list(state.shape)} {rule}: it is of another model",
                 "use the model options that the checkpoint was made with",
             )
         sources.append(entry)

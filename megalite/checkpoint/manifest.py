@@ -24,7 +24,9 @@ from megalite.checkpoint.safetensors_io import (
     open_inside,
     read_exactly,
 )
+from megalite.slices import Slice
 
+_MAX_DIMS = 8
 FORMAT, VERSION = "megalite-checkpoint", 1
 # A manifest of honest size stays far below this for each shard; a larger one is refused before it is parsed.
 _MAX_PER_FILE = 4 << 20
@@ -33,22 +35,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
-class Box:
-    """A rectangle of a tensor: `shape` elements at global `offset`, stored row by row from byte `begin` of a file."""
-
-    file: int
-    begin: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TensorEntry:
-    """A logical tensor and the boxes that tile it exactly."""
+    """A logical tensor and the boxes that tile it exactly: (number of the file, box at a byte of it) pairs."""
 
     dtype: str
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[tuple[int, Slice], ...]
 
 
 @dataclass(frozen=True)
@@ -144,9 +136,9 @@ class Manifest:
             for name, tensor in tensors.items():
                 what = f"tensor {kind} {name}"
                 _check_tiling(tensor, what)
-                for box in tensor.boxes:
-                    _require(box.file < len(self.files), f"{what}: file number {box.file} does not exist")
-                    spans[box.file].append((box.begin, box.begin + num_bytes(tensor.dtype, box.shape)))
+                for file, box in tensor.boxes:
+                    _require(file < len(self.files), f"{what}: file number {file} does not exist")
+                    spans[file].append((box.at, box.at + num_bytes(tensor.dtype, box.shape)))
         for entry, span in zip(self.files, spans):
             at = entry.header
             for begin, end in sorted(span):
@@ -162,7 +154,7 @@ def box_key(kind: str, name: str, offset: Sequence[int]) -> str:
 
 def tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
     """JSON form of a tensor's entry; a box is [file, begin, offset, shape]."""
-    boxes = [[b.file, b.begin, b.offset, b.shape] for b in tensor.boxes]
+    boxes = [[file, *box.to_json()] for file, box in tensor.boxes]
     return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
 
 
@@ -186,7 +178,9 @@ def _name(value: Any) -> str:
 
 
 def _extents(value: Any, what: str, low: int) -> tuple[int, ...]:
-    _require(isinstance(value, list) and 1 <= len(value) <= 2, f"{what}: one or two dimensions are allowed")
+    _require(
+        isinstance(value, list) and 1 <= len(value) <= _MAX_DIMS, f"{what}: 1 to {_MAX_DIMS} dimensions are allowed"
+    )
     return tuple(_whole(n, what, low) for n in value)
 
 
@@ -208,39 +202,47 @@ def _parse_tensor(name: str, entry: Mapping[str, Any]) -> TensorEntry:
     _require(num_bytes(dtype, shape) <= MAX_BYTES, f"{what}: is too large")
     boxes = []
     for file, begin, offset, extent in entry["boxes"]:
-        box = Box(_whole(file, what), _whole(begin, what), _extents(offset, what, 0), _extents(extent, what, 1))
+        box = Slice(_extents(offset, what, 0), _extents(extent, what, 1), _whole(begin, what))
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             o + n <= m for o, n, m in zip(box.offset, box.shape, shape)
         )
         _require(inside, f"{what}: box {box.offset} + {box.shape} is outside {shape}")
-        boxes.append(box)
+        boxes.append((_whole(file, what), box))
     return TensorEntry(dtype, shape, tuple(boxes))
 
 
 def _check_tiling(tensor: TensorEntry, what: str) -> None:
-    """Sweep over the rows: the boxes that cover a row must not share a column; the areas must add up."""
-    area = sum(num_bytes("U8", b.shape) for b in tensor.boxes)
+    """The areas must add up, and no two boxes may overlap."""
+    boxes = [box for _, box in tensor.boxes]
+    area = sum(box.numel for box in boxes)
     _require(area == num_bytes("U8", tensor.shape), f"{what}: boxes hold {area} elements, shape {tensor.shape}")
-    events = []
-    for box in tensor.boxes:
-        (row, column), (rows, columns) = as_matrix(box.offset, 0), as_matrix(box.shape, 1)
-        # At one row, ends come before starts.
-        events.append((row, 1, column, column + columns))
-        events.append((row + rows, 0, column, column + columns))
-    active: list[tuple[int, int]] = []
-    for _, starts, low, high in sorted(events):
-        at = bisect.bisect_left(active, (low, high))
+    _require(_disjoint([tuple(zip(b.offset, b.shape)) for b in boxes]), f"{what}: boxes overlap")
+
+
+def _disjoint(boxes: Sequence[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether boxes, (start, length) of each dimension, share no element: a sweep along the first dimension.
+
+    In two dimensions the boxes that cover a row are intervals, kept in order; in more they are compared one by one.
+    """
+    if boxes and len(boxes[0]) == 1:
+        boxes = [((0, 1), *box) for box in boxes]
+    # At one row, ends come before starts.
+    events = sorted(
+        event
+        for (start, length), *rest in boxes
+        for event in ((start, 1, tuple(rest)), (start + length, 0, tuple(rest)))
+    )
+    active: list[tuple[tuple[int, int], ...]] = []
+    for _, starts, rest in events:
+        at = bisect.bisect_left(active, rest)
         if not starts:
             active.pop(at)
             continue
-        free = (at == 0 or active[at - 1][1] <= low) and (at == len(active) or high <= active[at][0])
-        _require(free, f"{what}: boxes overlap")
-        active.insert(at, (low, high))
-
-
-def as_matrix(extents: Sequence[int], row: int) -> tuple[int, int]:
-    """An offset or a shape with two dimensions: a vector is one row."""
-    return (extents[0], extents[1]) if len(extents) == 2 else (row, extents[0])
+        near = active[max(0, at - 1) : at + 1] if len(rest) == 1 else active
+        if any(all(a < b + m and b < a + n for (a, n), (b, m) in zip(rest, other)) for other in near):
+            return False
+        active.insert(at, rest)
+    return True
 
 
 def commit_text(manifest: bytes) -> bytes:

@@ -24,10 +24,13 @@ def check_replicas(params: Sequence[ShardedParameter], ctx: ParallelContext) -> 
     Raises:
         SaveError: copies differ; on every rank, naming parameter and ranks.
     """
-    whole = [p for p in params if p.shard.spec.tp_dim is None]
-    # Both comparisons run on every rank, whatever the first finds: they are collectives.
-    found = [_differing(params, ctx.dp, ctx), _differing(whole, ctx.tp, ctx)]
-    problem = found[0] or found[1]
+    # All comparisons run on every rank, whatever the first finds: they are collectives.
+    found = [
+        _differing([p for p in params if axis in p.shard.copies], ctx.axis(axis), ctx)
+        for axis in ctx.grid.names
+        if axis != "pp"
+    ]
+    problem = next(filter(None, found), "")
     problems = [text for text in gather_texts(problem, ctx.world, ctx.device) if text]
     if problems:
         raise SaveError(

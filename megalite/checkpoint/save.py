@@ -31,7 +31,7 @@ from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.optim.optimizer import StateTensor
+from megalite.sharding import StateTensor
 
 # How long an ending process lets its writer go on with a save that nobody waited for.
 _CLOSE_S = 8.0
@@ -216,12 +216,11 @@ class Checkpointer:
             "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
         }
         if self.ctx.rank == 0:
-            t = self.ctx.topology
             job |= {
                 "manifest": {
                     "run_id": self.run_id,
                     "step": step,
-                    "topology": {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp},
+                    "topology": self.ctx.grid.as_dict(),
                     "meta": meta,
                 },
                 "aside": self._not_continued(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import tempfile
@@ -14,8 +13,8 @@ import torch
 
 from megalite.checkpoint.safetensors_io import num_bytes
 from megalite.log import logger
-from megalite.optim.optimizer import StateTensor
-from megalite.sharding import Piece
+from megalite.sharding import StateTensor
+from megalite.slices import Slice
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
@@ -89,32 +88,35 @@ def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[st
     """What this rank writes: every rectangle of a tensor it owns; with `only_as`, the masters as bf16 of that kind."""
     out = []
     for state in states:
-        if not state.owner or (only_as is not None and state.kind != "master"):
+        if not state.primary or (only_as is not None and state.role != "master"):
             continue
-        for start, offset, shape in _merged(state.pieces):
+        for box in _merged(state.slices):
             out.append(
                 {
-                    "kind": only_as or state.kind,
+                    "kind": only_as or state.role,
                     "name": state.name,
                     "dtype": "BF16" if only_as else "F32",
-                    "global_shape": list(state.global_shape),
-                    "offset": list(offset),
-                    "shape": list(shape),
-                    "source": state.flat.detach()[start : start + math.prod(shape)],
+                    "global_shape": list(state.shape),
+                    "offset": list(box.offset),
+                    "shape": list(box.shape),
+                    "source": state.flat.detach()[box.at : box.at + box.numel],
                 }
             )
     return out
 
 
-def _merged(pieces: Sequence[tuple[int, Piece]]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(start in flat, offset, shape) of the pieces, those joined that lie on top of each other in both places."""
-    out: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    for start, piece in pieces:
-        if out:
-            at, offset, shape = out[-1]
-            below = (offset[0] + shape[0], *offset[1:]) == piece.offset and shape[1:] == piece.shape[1:]
-            if below and at + math.prod(shape) == start:
-                out[-1] = (at, offset, (shape[0] + piece.shape[0], *shape[1:]))
-                continue
-        out.append((start, piece.offset, piece.shape))
+def _merged(slices: Sequence[Slice]) -> list[Slice]:
+    """The slices, those joined that lie one below the other both in the flat tensor and in the logical one."""
+    out: list[Slice] = []
+    for box in slices:
+        last = out[-1] if out else None
+        if (
+            last
+            and (last.offset[0] + last.shape[0], *last.offset[1:]) == box.offset
+            and last.shape[1:] == box.shape[1:]
+            and last.at + last.numel == box.at
+        ):
+            out[-1] = Slice(last.offset, (last.shape[0] + box.shape[0], *last.shape[1:]), last.at)
+        else:
+            out.append(box)
     return out

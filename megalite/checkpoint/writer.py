@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import folder
-from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
 from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_file
+from megalite.slices import Slice
 
 # The answer of a writer that was told to give up.
 ABANDONED = "another rank's write failed"
@@ -163,13 +164,14 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
 
 def _assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
     files: list[FileEntry] = []
-    found: dict[tuple[str, str, str, tuple[int, ...]], list[Box]] = {}
+    found: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
     for number, fragment in enumerate(fragments):
         f = fragment["file"]
         files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"])))
         for b in fragment["boxes"]:
-            box = Box(number, b["begin"], tuple(b["offset"]), tuple(b["shape"]))
-            found.setdefault((b["kind"], b["name"], b["dtype"], tuple(b["global_shape"])), []).append(box)
+            box = Slice(tuple(b["offset"]), tuple(b["shape"]), b["begin"])
+            key = (b["kind"], b["name"], b["dtype"], tuple(b["global_shape"]))
+            found.setdefault(key, []).append((number, box))
     tensors: dict[str, dict[str, TensorEntry]] = {}
     for (kind, name, dtype, shape), boxes in found.items():
         tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(boxes))

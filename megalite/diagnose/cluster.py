@@ -21,11 +21,11 @@ from megalite.diagnose.stuck import StuckWatch
 from megalite.diagnose.verdict import Problem, RankReport, groups_of, judge, unequal_versions
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext, init_process_group, pick_device, shutdown, world_size
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.log import env_rank
 
-_MEASURED = ("tp", "pp", "dp", "model", "world")
+_MEASURED = ("tp", "pp", "dp", "world")
 _STEERING = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
 _LOADING_S = 60.0
 # Rows of the table of ranks.
@@ -66,7 +66,7 @@ def main(environment: Mapping[str, str], argv: Sequence[str] | None = None) -> i
         value = getattr(args, flag)
         if value is not None and value <= 0:
             raise UserError(f"--{flag.replace('_', '-')} {value:g}", "must be above 0", "give a larger one")
-    topology = Topology(world_size(), args.tp, args.pp)
+    topology = Grid.of(world_size(), args.tp, args.pp)
     device = pick_device(args.device, args.tp)
     watch = StuckWatch(env_rank(), socket.gethostname(), args.timeout)
     # Some ranks may still be loading torch.
@@ -81,7 +81,7 @@ def main(environment: Mapping[str, str], argv: Sequence[str] | None = None) -> i
 
 def _check(
     args: argparse.Namespace,
-    topology: Topology,
+    topology: Grid,
     device: torch.device,
     watch: StuckWatch,
     environment: Mapping[str, str],
@@ -116,7 +116,7 @@ def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: HostFacts, w
     size = int((args.size_mb or (256 if on_gpu else 4)) * 1e6)
     axes = []
     for name in _MEASURED:
-        axis: Axis = getattr(ctx, name)
+        axis: Axis = ctx.world if name == "world" else ctx.axis(name)
         with watch.stage(f"all-reduce over {name}, ranks {', '.join(map(str, axis.ranks))}"):
             links.meet(ctx.world, device)
             if axis.size > 1:
@@ -149,7 +149,7 @@ def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: HostFacts, w
     )
 
 
-def _tell(args: argparse.Namespace, topology: Topology, reports: list[RankReport], problems: list[Problem]) -> int:
+def _tell(args: argparse.Namespace, topology: Grid, reports: list[RankReport], problems: list[Problem]) -> int:
     if env_rank() == 0:
         skipped = "burn: left out, there is no GPU to burn (device cpu)" if args.burn and not reports[0].burn else ""
         hardware = host.describe_topology()
@@ -165,13 +165,13 @@ def _tell(args: argparse.Namespace, topology: Topology, reports: list[RankReport
 
 
 def as_json(
-    topology: Topology, reports: Sequence[RankReport], problems: Sequence[Problem], hardware: str
+    topology: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], hardware: str
 ) -> dict[str, Any]:
     """Everything measured."""
     return {
         "ok": not problems,
         "problems": [dataclasses.asdict(p) for p in problems],
-        "layout": {"world": topology.world, "dp": topology.dp, "pp": topology.pp, "tp": topology.tp},
+        "layout": {"world": topology.world, "dp": topology["dp"], "pp": topology["pp"], "tp": topology["tp"]},
         "groups": [dataclasses.asdict(g) for g in groups_of(reports)],
         "ranks": [dataclasses.asdict(r) for r in reports],
         "topology": hardware,
@@ -179,14 +179,14 @@ def as_json(
 
 
 def table(
-    topology: Topology, reports: Sequence[RankReport], problems: Sequence[Problem], skipped: str, hardware: str
+    topology: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], skipped: str, hardware: str
 ) -> str:
     """The page that a person reads."""
     t, facts = topology, [r.facts for r in reports]
     hosts = list(dict.fromkeys(f.host for f in facts))
     versions = ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
     lines = [
-        f"{t.world} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}: dp {t.dp} x pp {t.pp} x tp {t.tp}",
+        f"{t.world} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}: dp {t['dp']} x pp {t['pp']} x tp {t['tp']}",
         f"rank 0: {facts[0].device[0]} ({facts[0].device[1]}); {versions}",
     ]
     different = {k for f in facts for k in f.variables if {g.variables.get(k) for g in facts} != {f.variables[k]}}

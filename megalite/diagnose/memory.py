@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from megalite.config.run import Config
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.log import logger
 from megalite.plan.flops import flops_per_token
@@ -54,7 +54,7 @@ class Known:
     """
 
     cfg: Config
-    topology: Topology
+    topology: Grid
     device: torch.device
     rank: int
     usable: int
@@ -68,7 +68,7 @@ def is_out_of_memory(e: BaseException) -> bool:
 
 
 @contextmanager
-def diagnosing_memory(cfg: Config, topology: Topology, device: torch.device, rank: int) -> Iterator[Known]:
+def diagnosing_memory(cfg: Config, topology: Grid, device: torch.device, rank: int) -> Iterator[Known]:
     """If what is inside runs out of memory, tell why and what helps; the error goes on its way.
 
     The page goes to RUN_DIR/logs/out_of_memory_rank_N.txt and to the console.
@@ -114,9 +114,9 @@ def page(known: Known, message: str) -> str:
     Args:
         message: first line of the allocator's error.
     """
-    cfg, t, pp_rank = known.cfg, known.topology, known.topology.coords(known.rank).pp
+    cfg, t, pp_rank = known.cfg, known.topology, known.topology.coords(known.rank)["pp"]
     head = [
-        f"out of memory on rank {known.rank} (pp rank {pp_rank} of {t.pp}, {known.device})",
+        f"out of memory on rank {known.rank} (pp rank {pp_rank} of {t['pp']}, {known.device})",
         *textwrap.wrap(message, 110, initial_indent="  ", subsequent_indent="  "),
         f"there were {_gib(known.usable)} when the run began",
     ]
@@ -148,7 +148,7 @@ def _account(memory: RankMemory) -> list[str]:
     return [f"  {name:<14}{_gib(size):>12}{size / memory.total:>8.0%}" for name, size in rows]
 
 
-def remedies(cfg: Config, topology: Topology, budget: int) -> list[Remedy]:
+def remedies(cfg: Config, topology: Grid, budget: int) -> list[Remedy]:
     """The cheapest changes with which every rank needs at most `budget` bytes, cheapest first; at most three.
 
     The global batch, the model and the number of ranks stay as they are. A remedy is left out where a cheaper one
@@ -160,7 +160,7 @@ def remedies(cfg: Config, topology: Topology, budget: int) -> list[Remedy]:
         if any(_names(r.flags) <= _names(flags) for r in found):
             continue
         try:
-            there = Topology(topology.world, changed.parallel.tp, changed.parallel.pp)
+            there = Grid.of(topology.world, changed.parallel.tp, changed.parallel.pp)
             if least_memory(changed, there) > budget:
                 continue
             total = max(m.total for m in memory_per_rank(changed, there))
@@ -177,7 +177,7 @@ def _names(flags: tuple[str, ...]) -> set[str]:
     return {flag.split()[0] for flag in flags}
 
 
-def _candidates(cfg: Config, topology: Topology) -> Iterator[tuple[tuple[str, ...], Config, float]]:
+def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], Config, float]]:
     """(flags, config, rough factor of the step time) of every change."""
     p, t = cfg.parallel, cfg.train
     smaller = [t.micro_batch_size >> k for k in range(t.micro_batch_size.bit_length())]

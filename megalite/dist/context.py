@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import fresh_store
-from megalite.dist.grid import Topology
 from megalite.errors import UserError
 
-# A stopped peer is noticed after this long (on the mesh's groups after the backend's own limit); a dead one at once.
+# A stopped peer is noticed after this long; a dead one at once.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -23,7 +23,7 @@ class Axis:
     """One axis of the grid as seen by this rank.
 
     Attributes:
-        name: "tp", "dp", "pp", "model", "world" or "embedding".
+        name: "tp", "dp", "pp", "pp_grad", "ends" or "world"; a product of axes is "dpxcp".
         size: number of ranks on it.
         rank: this rank's place on it.
         ranks: global ranks on it, in order.
@@ -37,74 +37,101 @@ class Axis:
     group: dist.ProcessGroup | None = None
 
 
+# The groups of a run and the order in which all ranks make them, each a product of axes of some grid.
+GROUPS: tuple[tuple[str, ...], ...] = (("tp",), ("dp",), ("pp",))
+
+
 @dataclass(frozen=True)
 class ParallelContext:
-    """Everything a rank knows about its neighbours, built once by `ParallelContext.create`.
+    """Everything a rank knows about its neighbors, built once by `ParallelContext.create`.
 
-    `pp` and `pp_grad` are two groups over the same ranks: activations travel on one, gradients on the other, so that
-    the two directions never share a queue (at pp = 2 the previous and the next rank are one peer). `embedding` joins
-    the ranks of the first and the last stage that hold copies of a tied embedding.
+    Attributes:
+        grid: the run's grid.
+        rank: this rank.
+        device: where its tensors live.
+        axes: by the names of `GROUPS`; ("ends",) joins the first and the last stage of a pipeline, which may hold copies
+            of a tied embedding.
+        world: all ranks.
+        pp_grad: a second group over pp: activations travel on one, gradients on the other, so that the two directions
+            never share a queue (at pp = 2 the previous and the next rank are one peer).
     """
 
-    topology: Topology
+    grid: Grid
     rank: int
     device: torch.device
-    tp: Axis
-    dp: Axis
-    pp: Axis
-    pp_grad: Axis
-    model: Axis
+    axes: Mapping[tuple[str, ...], Axis]
     world: Axis
-    embedding: Axis
+    pp_grad: Axis
+
+    def axis(self, *names: str) -> Axis:
+        """The axis, or the product of axes, of these names; it must stand in the table of groups."""
+        return self.axes[names]
+
+    @property
+    def tp(self) -> Axis:
+        """Tensor-parallel axis."""
+        return self.axis("tp")
+
+    @property
+    def dp(self) -> Axis:
+        """Data-parallel axis."""
+        return self.axis("dp")
+
+    @property
+    def pp(self) -> Axis:
+        """Pipeline axis; activations travel on its group."""
+        return self.axis("pp")
 
     @classmethod
     def single(cls, device: torch.device | None = None) -> ParallelContext:
         """One process, no process group."""
-        names = ("tp", "dp", "pp", "pp_grad", "model", "world", "embedding")
-        axes = {name: Axis(name) for name in names}
-        return cls(Topology(1), 0, device or torch.device("cpu"), **axes)
+        return cls.create(Grid.of(1), device or torch.device("cpu"))
 
     @classmethod
-    def create(cls, topology: Topology, device: torch.device) -> ParallelContext:
-        """Build the groups of every axis. The default process group must exist when the world is larger than one."""
-        if topology.world == 1:
-            return cls.single(device)
-        rank = dist.get_rank()
-        here = topology.coords(rank)
-        shape = (topology.pp, topology.dp, topology.tp)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    def create(
+        cls,
+        grid: Grid,
+        device: torch.device,
+        *others: Grid,
+        groups: Sequence[tuple[str, ...]] = GROUPS,
+    ) -> ParallelContext:
+        """Build the groups of a run. The default process group must exist when the world is larger than one.
 
-        def of_mesh(name: str) -> Axis:
-            ranks = next(g for g in topology.groups(name) if rank in g)
-            group = mesh.get_group(name) if len(ranks) > 1 else None
-            return Axis(name, len(ranks), ranks.index(rank), ranks, group)
+        Args:
+            grid: the run's grid.
+            device: this rank's device.
+            others: further grids over the same ranks, whose axes `groups` may name too (experts).
+            groups: what to build.
+        """
+        rank = dist.get_rank() if grid.world > 1 else 0
 
-        def extra(name: str, groups: list[tuple[int, ...]]) -> Axis:
+        def make(name: str, candidates: Sequence[tuple[int, ...]]) -> Axis:
             # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of
             # one kind are disjoint, and every rank makes the kinds in one order: nobody waits for a later group.
-            ranks = next((g for g in groups if rank in g), (rank,))
+            ranks = next((g for g in candidates if rank in g), (rank,))
             if len(ranks) == 1:
                 return Axis(name, ranks=ranks)
             group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
             return Axis(name, len(ranks), ranks.index(rank), ranks, group)
 
-        ends: list[tuple[int, ...]] = [(g[0], g[-1]) for g in topology.groups("pp")] if topology.pp > 1 else []
-        everyone = tuple(range(topology.world))
-        tp, dp, pp = of_mesh("tp"), of_mesh("dp"), of_mesh("pp")
-        assert (dp.rank, pp.rank, tp.rank) == here
-        pp_grad, model = extra("pp_grad", topology.groups("pp")), extra("model", topology.groups("model"))
-        embedding = extra("embedding", ends)
-        world = Axis("world", topology.world, rank, everyone, dist.group.WORLD)
+        axes = {}
+        for names in groups:
+            owner = next(g for g in (grid, *others) if set(names) <= set(g.names))
+            axes[names] = make("x".join(names), owner.groups(*names))
+        pp_grad = make("pp_grad", grid.groups("pp"))
+        axes[("ends",)] = make("ends", [(g[0], g[-1]) for g in grid.groups("pp")] if grid["pp"] > 1 else [])
+        everyone = tuple(range(grid.world))
+        world = Axis("world", grid.world, rank, everyone, dist.group.WORLD if grid.world > 1 else None)
         # NCCL makes a communicator at its first use: here, in one order on all ranks, and not amid a step.
-        for axis in (tp, dp, model, world, embedding):
+        for axis in (*(axis for names, axis in axes.items() if names != ("pp",)), world):
             if axis.size > 1:
                 dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
-        for axis in (pp, pp_grad):
-            _meet_neighbours(axis, device)
-        return cls(topology, rank, device, tp, dp, pp, pp_grad, model, world, embedding)
+        for axis in (axes[("pp",)], pp_grad):
+            _meet_neighbors(axis, device)
+        return cls(grid, rank, device, axes, world, pp_grad)
 
 
-def _meet_neighbours(axis: Axis, device: torch.device) -> None:
+def _meet_neighbors(axis: Axis, device: torch.device) -> None:
     """Exchange one element with each pipeline neighbour, pair by pair in one order.
 
     NCCL makes a communicator of its own for each pair, at its first message.

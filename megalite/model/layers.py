@@ -17,7 +17,7 @@ from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.ops import Ops
 from megalite.pipeline.executor import Pass
-from megalite.sharding import ParamSpec, Shard, ShardedParameter
+from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
 
@@ -34,7 +34,7 @@ class Layers:
         tp: tensor-parallel axis.
         sequence_parallel: whether the residual stream is cut over the sequence.
         dtype, device: of parameters and activations.
-        vocab_multiple: the vocabulary is padded to a multiple of this times tp.
+        layout: where parameters lie.
         ops: the kernels in use.
         rng: dropout streams.
         queue: weight-gradient queue of the stage.
@@ -46,7 +46,7 @@ class Layers:
     sequence_parallel: bool
     dtype: torch.dtype
     device: torch.device
-    vocab_multiple: int
+    layout: Layout
     ops: Ops
     rng: RngStreams
     queue: WgradQueue
@@ -54,8 +54,7 @@ class Layers:
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
         """Make this rank's (uninitialized) shard of a declared parameter."""
-        shard = Shard(self.specs[name], self.tp.rank, self.tp.size, self.vocab_multiple)
-        return ShardedParameter.empty(shard, self.dtype, self.device, adds_to_main_grad)
+        return ShardedParameter.empty(Shard(self.specs[name], self.layout), self.dtype, self.device, adds_to_main_grad)
 
     def column(self, name: str) -> ColumnParallelLinear:
         """Make a column-parallel linear layer with the declared weight and bias."""

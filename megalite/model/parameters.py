@@ -35,17 +35,15 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     def linear(
         name: str, out: int, inner: int, dim: int, bias: bool, parts: tuple[int, ...] = (), std: float = std
     ) -> None:
-        specs.append(ParamSpec(f"{name}.weight", (out, inner), tp_dim=dim, parts=parts, std=std))
+        specs.append(ParamSpec(f"{name}.weight", (out, inner), (("tp", dim),), parts=parts, std=std))
         if bias and dim == 0:
-            specs.append(ParamSpec(f"{name}.bias", (out,), tp_dim=0, parts=parts, init="zeros", weight_decay=False))
+            specs.append(ParamSpec(f"{name}.bias", (out,), (("tp", 0),), parts=parts, init="zeros", weight_decay=False))
         elif bias:
             specs.append(_vector(f"{name}.bias", out, "zeros"))
 
-    specs.append(ParamSpec("embed_tokens.weight", (vocab, hidden), tp_dim=0, padded=True, std=std))
+    specs.append(ParamSpec("embed_tokens.weight", (vocab, hidden), (("tp", 0),), padded=True, std=std))
     if cfg.position == "learned":
-        specs.append(
-            ParamSpec("embed_positions.weight", (cfg.positions, hidden), std=std, partial_grad="sequence_parallel")
-        )
+        specs.append(ParamSpec("embed_positions.weight", (cfg.positions, hidden), std=std, partial=("sequence",)))
     for i in range(cfg.num_layers):
         layer = f"layers.{i}"
         before_attention, after_attention, before_mlp, after_mlp = NORM_NAMES[cfg.norm_position]
@@ -66,7 +64,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
             norm(f"{layer}.{after_mlp}", hidden)
     norm("norm", hidden)
     tied = "embed_tokens.weight" if cfg.tie_embeddings else None
-    specs.append(ParamSpec("lm_head.weight", (vocab, hidden), tp_dim=0, padded=True, std=std, tied_to=tied))
+    specs.append(ParamSpec("lm_head.weight", (vocab, hidden), (("tp", 0),), padded=True, std=std, tied_to=tied))
     return MappingProxyType({spec.name: spec for spec in specs})
 
 
@@ -81,7 +79,7 @@ def _vector(name: str, size: int, init: str) -> ParamSpec:
         (size,),
         init="ones" if init == "ones" else "zeros",
         weight_decay=False,
-        partial_grad="sequence_parallel",
+        partial=("sequence",),
     )
 
 
@@ -90,10 +88,10 @@ def _qk_norm(cfg: ModelConfig, attention: str, q: int, kv: int) -> list[ParamSpe
     if cfg.qk_norm == "head":
         shape = (cfg.head_size,)
         return [
-            ParamSpec(f"{attention}.{n}.weight", shape, init="ones", weight_decay=False, partial_grad="always")
+            ParamSpec(f"{attention}.{n}.weight", shape, init="ones", weight_decay=False, partial=("tp",))
             for n in ("q_norm", "k_norm")
         ]
     return [
-        ParamSpec(f"{attention}.{n}.weight", (size,), tp_dim=0, init="ones", weight_decay=False)
+        ParamSpec(f"{attention}.{n}.weight", (size,), (("tp", 0),), init="ones", weight_decay=False)
         for n, size in (("q_norm", q), ("k_norm", kv))
     ]

@@ -1,9 +1,10 @@
-"""Contiguous buffers of parameters and gradients, cut into buckets that are reduced over dp as soon as they are final.
+"""Buckets: flat storage of a unit's weights, gradients and optimizer state, each whole or cut over the batch axes.
 
-All parameters of a bucket are treated alike (weight decay, which axis sums their gradients, whether this rank counts
-them in the global norm), so that the optimizer is one flat call per bucket, and the few gradients that must also be
-summed over tensor-parallel ranks or between the two copies of a tied embedding are whole buckets. Source of the
-bucket design: Megatron-LM's distributed optimizer; ZeRO-1: Rajbhandari et al. 2019, section 5.1.
+A unit (embedding, block, norm, head) is what a stage uses at one time; buckets never cross a unit's border, but small
+neighbors share one. All parameters of a bucket are treated alike (`GradKind`), so that the optimizer is one flat call
+per bucket, and the few gradients that must also be summed over tensor-parallel ranks or between the two copies of a
+tied embedding are whole buckets. Source of the design: Megatron-LM's distributed optimizer; ZeRO: Rajbhandari et al.
+2019, section 5.
 """
 
 from __future__ import annotations
@@ -12,15 +13,33 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 
 from megalite.dist import collectives
-from megalite.dist.context import Axis, ParallelContext
+from megalite.dist.context import ParallelContext
 from megalite.sharding import ShardedParameter
 
 _PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What is cut over the batch axes, a share on each rank; the rest is whole on all of them.
+
+    ZeRO stages 0 to 3 are four settings of it: none, the optimizer state, gradients too, weights too.
+    """
+
+    state: bool = False
+    grad: bool = False
+    weights: bool = False
+
+    @classmethod
+    def stage(cls, zero: int) -> Sharded:
+        """The setting of a ZeRO stage."""
+        return cls(zero >= 1, zero >= 2, zero >= 3)
 
 
 @dataclass(frozen=True)
@@ -29,54 +48,73 @@ class GradKind:
 
     Attributes:
         weight_decay: whether decoupled weight decay applies.
-        sum_axis: axis over which their gradients must be summed besides dp, or None.
-        counted: whether this rank counts them in the global gradient norm: replicas count once.
+        reduce: axes over which their gradients are summed, the batch axes first.
+        primary: whether this rank speaks for them, or for its share of them.
     """
 
     weight_decay: bool
-    sum_axis: Axis | None
-    counted: bool
+    reduce: tuple[str, ...]
+    primary: bool
+
+    @classmethod
+    def of(cls, param: ShardedParameter, sharded: Sharded) -> GradKind:
+        """The kind of a parameter."""
+        shard = param.shard
+        primary = shard.is_primary(shared=shard.layout.batch if sharded.state else ())
+        return cls(shard.spec.weight_decay, shard.reduce, primary)
 
 
-def kind_of(param: ShardedParameter, ctx: ParallelContext, sequence_parallel: bool, tied: bool) -> GradKind:
-    """The bucket kind of a parameter; `tied` = it has a copy on another pipeline rank."""
-    spec = param.shard.spec
-    partial = spec.partial_grad == "always" or (spec.partial_grad == "sequence_parallel" and sequence_parallel)
-    sum_axis = ctx.tp if partial and ctx.tp.size > 1 else None
-    counted = spec.tp_dim is not None or ctx.tp.rank == 0
-    if tied:
-        assert sum_axis is None, "a tied embedding is cut over tp"
-        sum_axis, counted = ctx.embedding, counted and spec.tied_to is None
-    return GradKind(spec.weight_decay, sum_axis, counted)
+class Segment(NamedTuple):
+    """The part of a parameter that lies in a rank's share: elements [start, stop) of it, from `at` on in the share."""
+
+    param: ShardedParameter
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
 
 
-def plan_buckets(sizes: Sequence[int], bucket_size: int | None) -> list[list[int]]:
-    """Indices of each bucket, taken from the last to the first: gradients are ready in that order.
+def plan_buckets(units: Sequence[Sequence[int]], bucket_size: int | None) -> list[list[tuple[int, int]]]:
+    """Cut units of parameters into buckets.
 
-    A bucket closes when it has reached `bucket_size` elements; None = one bucket.
+    Args:
+        units: sizes of the parameters of each unit, in elements and in forward order.
+        bucket_size: a bucket closes when it has reached as many elements; a unit joins those after it if all of it
+            fits. None = one bucket.
+
+    Returns:
+        (unit, parameter) indices of each bucket, from the last to the first: gradients are complete in that order.
     """
-    buckets: list[list[int]] = [[]]
-    filled = 0
-    for i in reversed(range(len(sizes))):
-        if bucket_size is not None and filled >= bucket_size:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        filled += sizes[i]
+    limit = math.inf if bucket_size is None else bucket_size
+    buckets: list[list[tuple[int, int]]] = [[]]
+    filled: float = 0
+    for unit in reversed(range(len(units))):
+        if filled + sum(units[unit]) > limit:
+            filled = limit  # not even a part of it joins the units after it
+        for i in reversed(range(len(units[unit]))):
+            if filled >= limit:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append((unit, i))
+            filled += units[unit][i]
     return [b for b in buckets if b]
 
 
-def bucket_layout(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """(start of every parameter, elements of the bucket). Padded only when it is cut into several shards."""
+def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
+    """(start of every parameter, elements of the bucket). Padded only when it is cut into several shares."""
     starts, end = [], 0
-    align = _PARAM_ALIGN if shards > 1 else 1
+    align = _PARAM_ALIGN if shares > 1 else 1
     for size in sizes:
         start = -(-end // align) * align
         starts.append(start)
         end = start + size
-    if shards > 1:
+    if shares > 1:
         # Every share begins at a multiple of 16 bytes, in bf16 too, however many there are: kernels read by vectors.
-        unit = math.lcm(8 * shards, _BUCKET_ALIGN)
+        unit = math.lcm(8 * shares, _BUCKET_ALIGN)
         end = -(-end // unit) * unit
     return starts, end
 
@@ -84,14 +122,15 @@ def bucket_layout(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
 class Bucket:
     """Flat weights and fp32 gradients of some parameters, and this rank's share of both.
 
-    Parameters become views of `weights`, their `main_grad` views of `grad`.
+    Parameters are views of `weights`, their `main_grad` views of `grad`. Its verbs are `gather` (make the weights
+    whole), `release` (keep the share of them alone) and `reduce` (sum the gradients).
 
     Args:
         params: parameters in the order in which they lie in the bucket, all of one type and device.
         kind: what they have in common.
-        dp: data-parallel axis.
-        zero: whether every dp rank owns a share (ZeRO-1) or the whole bucket.
-        reduce_dtype: type in which gradients travel over dp.
+        ctx: this rank's axes.
+        sharded: what is cut over the batch axes.
+        reduce_dtype: type in which gradients travel over the batch axes.
         overlap: start the reduction when the last gradient is in, not when the step asks for it.
     """
 
@@ -99,17 +138,21 @@ class Bucket:
         self,
         params: list[ShardedParameter],
         kind: GradKind,
-        dp: Axis,
-        zero: bool,
-        reduce_dtype: torch.dtype,
-        overlap: bool,
+        ctx: ParallelContext,
+        *,
+        sharded: Sharded,
+        reduce_dtype: torch.dtype = torch.float32,
+        overlap: bool = True,
     ) -> None:
-        self.params, self.kind, self.dp, self.zero = params, kind, dp, zero
+        self.params, self.kind, self.sharded = params, kind, sharded
         self.reduce_dtype, self.overlap = reduce_dtype, overlap
-        shards = dp.size if zero else 1
-        self.starts, self.numel = bucket_layout([p.numel() for p in params], shards)
-        share = self.numel // shards
-        first = share * dp.rank if zero else 0
+        batch = params[0].shard.layout.batch
+        self.batch = ctx.axis(*batch)
+        self._also = [ctx.axis(name) for name in kind.reduce if name not in batch]
+        shares = self.batch.size if sharded.state else 1
+        self.starts, self.numel = bucket_layout([p.numel() for p in params], shares)
+        share = self.numel // shares
+        first = share * self.batch.rank if sharded.state else 0
         self.owned = slice(first, first + share)
         like = params[0]
         self.weights = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
@@ -122,15 +165,40 @@ class Bucket:
             param.grad_added = partial(self._added, param)
             if not param.adds_to_main_grad:
                 param.register_post_accumulate_grad_hook(_move_grad)
+        self._own_weights = self.weights[self.owned].clone() if sharded.weights else None
+        self._own_grad = torch.zeros(share, dtype=torch.float32, device=like.device) if sharded.grad else None
         self._missing: Counter[str] = Counter()
         self._still_missing = 0
         self._sent = self.grad
         self._reducing: collectives.Work | None = None
         self._gathering: collectives.Work = collectives.Done()
 
+    @property
+    def weight_share(self) -> torch.Tensor:
+        """This rank's share of the weights, flat; there while the weights are released too."""
+        return self.weights[self.owned] if self._own_weights is None else self._own_weights
+
+    @property
+    def grad_share(self) -> torch.Tensor:
+        """This rank's share of the gradient, fp32 and flat."""
+        return self.grad[self.owned] if self._own_grad is None else self._own_grad
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """What the share holds of each parameter."""
+        out = []
+        for param, start in zip(self.params, self.starts):
+            low = min(max(start, self.owned.start), self.owned.stop)
+            high = max(low, min(start + param.numel(), self.owned.stop))
+            out.append(Segment(param, low - start, high - start, low - self.owned.start))
+        return tuple(out)
+
     def start_step(self, num_microbatches: int) -> None:
         """Forget the last step's gradients and expect those of `num_microbatches`."""
+        _resize(self.grad, self.numel)
         self.grad.zero_()
+        if self._own_grad is not None:
+            self._own_grad.zero_()
         self._missing = Counter({p.shard.spec.name: num_microbatches * p.uses for p in self.params})
         self._still_missing = self._missing.total()
         self._reducing = None
@@ -139,30 +207,32 @@ class Bucket:
         self._missing[param.shard.spec.name] -= 1
         self._still_missing -= 1
         if self._still_missing == 0 and self.overlap:
-            self.start_reduce()
+            self.reduce()
 
-    def start_reduce(self) -> None:
-        """Start summing gradients over dp."""
-        source = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
-        self._sent = source
-        if self.zero:
-            self._reducing = collectives.reduce_scatter(source[self.owned], source, self.dp)
+    def reduce(self) -> None:
+        """Start summing gradients over the batch axes."""
+        self._sent = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
+        if self.sharded.state:
+            self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.batch)
         else:
-            self._reducing = collectives.all_reduce(source, self.dp)
+            self._reducing = collectives.all_reduce(self._sent, self.batch)
 
     def finish_reduce(self) -> torch.Tensor:
-        """Wait until this rank's share of the gradient is final; returns it (fp32, flat)."""
+        """Wait until this rank's share of the gradient is complete; returns it (fp32, flat)."""
         if self._reducing is None:
-            self.start_reduce()
+            self.reduce()
         assert self._reducing is not None
         self._reducing.wait()
-        share = self.grad[self.owned]
-        if self._sent is not self.grad:
+        share = self.grad_share
+        if self._own_grad is not None:
+            share.add_(self._sent[self.owned])
+            _resize(self.grad, 0)
+        elif self._sent is not self.grad:
             share.copy_(self._sent[self.owned])
         self._sent = self.grad
-        if self.kind.sum_axis is not None:
-            # After the reduction over dp: the copies' shares cover the same elements, because kinds never mix.
-            collectives.all_reduce(share, self.kind.sum_axis).wait()
+        for axis in self._also:
+            # After the batch axes: the copies' shares cover the same elements, because kinds never mix.
+            collectives.all_reduce(share, axis).wait()
         return share
 
     @property
@@ -170,14 +240,27 @@ class Bucket:
         """Names of parameters whose gradient is not complete (none after a complete backward)."""
         return [name for name, count in self._missing.items() if count]
 
-    def start_gather(self) -> None:
-        """Start collecting everybody's updated share of the weights."""
-        if self.zero:
-            self._gathering = collectives.all_gather(self.weights, self.weights[self.owned], self.dp)
+    def gather(self) -> None:
+        """Start collecting the share of every rank: the weights are whole after `wait_weights`."""
+        if self.sharded.state:
+            _resize(self.weights, self.numel)
+            self._gathering = collectives.all_gather(self.weights, self.weight_share, self.batch)
 
     def wait_weights(self) -> None:
         """Wait until the weights are whole."""
         self._gathering.wait()
+
+    def release(self) -> None:
+        """Free the weights but for this rank's share, where they are sharded."""
+        if self.sharded.weights:
+            _resize(self.weights, 0)
+
+
+def _resize(flat: torch.Tensor, numel: int) -> None:
+    """Free or take back the memory of a flat tensor; views of it stay valid."""
+    storage = flat.untyped_storage()
+    if storage.nbytes() != numel * flat.element_size():
+        storage.resize_(numel * flat.element_size())
 
 
 @torch.no_grad()
@@ -191,28 +274,23 @@ def _move_grad(param: torch.Tensor) -> None:
 
 
 def make_buckets(
-    params: Sequence[ShardedParameter],
+    units: Sequence[Sequence[ShardedParameter]],
     ctx: ParallelContext,
     *,
-    tied: frozenset[str],
-    sequence_parallel: bool,
-    zero: bool,
+    sharded: Sharded,
     bucket_size: int | None,
-    reduce_dtype: torch.dtype,
-    overlap: bool,
+    reduce_dtype: torch.dtype = torch.float32,
+    overlap: bool = True,
 ) -> list[Bucket]:
-    """Buckets over `params` (in forward order): one or more for each kind.
-
-    Args:
-        tied: names of parameters that have a copy on another pipeline rank.
-    """
-    by_kind: dict[GradKind, list[ShardedParameter]] = {}
-    for param in params:
-        kind = kind_of(param, ctx, sequence_parallel, param.shard.spec.name in tied)
-        by_kind.setdefault(kind, []).append(param)
+    """Buckets over the parameters of units (in forward order): one or more for each kind."""
+    by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
+    for number, unit in enumerate(units):
+        for param in unit:
+            kept = by_kind.setdefault(GradKind.of(param, sharded), [[] for _ in units])
+            kept[number].append(param)
     buckets = []
-    for kind, group in by_kind.items():
-        for indices in plan_buckets([p.numel() for p in group], bucket_size):
-            bucket = Bucket([group[i] for i in indices], kind, ctx.dp, zero, reduce_dtype, overlap)
-            buckets.append(bucket)
+    for kind, params in by_kind.items():
+        for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size):
+            held = [params[unit][i] for unit, i in indices]
+            buckets.append(Bucket(held, kind, ctx, sharded=sharded, reduce_dtype=reduce_dtype, overlap=overlap))
     return buckets

@@ -6,6 +6,7 @@ described to the checkpoint room as rectangles of logical parameters (`StateTens
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,30 +17,9 @@ from torch import nn
 from megalite.config.run import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.ops import Ops
-from megalite.optim.bucket import Bucket
+from megalite.optim.bucket import Bucket, Segment
 from megalite.optim.trust_ratio import TrustRatioUpdate
-from megalite.sharding import Piece, ShardedParameter
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """What this rank holds of one logical tensor.
-
-    Attributes:
-        name: global parameter name (for a tied copy: the name it is tied to).
-        kind: "master", "exp_avg" or "exp_avg_sq".
-        global_shape: true shape, without vocabulary padding.
-        flat: fp32 1-D view; write into it to load.
-        pieces: (start in `flat`, rectangle) pairs; empty when nothing of the tensor lies here.
-        owner: true on exactly one rank per element; only owners write checkpoints.
-    """
-
-    name: str
-    kind: str
-    global_shape: tuple[int, ...]
-    flat: torch.Tensor
-    pieces: list[tuple[int, Piece]]
-    owner: bool
+from megalite.sharding import StateTensor
 
 
 @dataclass
@@ -73,7 +53,7 @@ class DistributedOptimizer:
         self._states = [self._make_state(b) for b in buckets]
 
     def _make_state(self, bucket: Bucket) -> _State:
-        share = bucket.weights[bucket.owned]
+        share = bucket.weight_share
         master = share if share.dtype == torch.float32 else share.float()
         second = torch.zeros_like(master) if self.cfg.num_moments == 2 else None
         return _State(bucket, master, torch.zeros_like(master), second)
@@ -82,14 +62,10 @@ class DistributedOptimizer:
     def init_parameters(self, seed: int) -> None:
         """Initial values of weights and masters: functions of (seed, global name), unrounded in the masters."""
         for state in self._states:
-            bucket = state.bucket
-            for param, start in zip(bucket.params, bucket.starts):
-                value = param.shard.initial(seed).to(param.device)
-                param.copy_(value)
-                low, high = _overlap(start, param.numel(), bucket.owned)
-                if high > low:
-                    at = low - bucket.owned.start
-                    state.master[at : at + high - low] = value.view(-1)[low - start : high - start]
+            for segment in state.bucket.segments:
+                value = segment.param.shard.initial(seed).to(segment.param.device)
+                segment.param.copy_(value)
+                state.master[segment.at : segment.at + segment.numel] = value.view(-1)[segment.start : segment.stop]
 
     def wait_before(self, modules: Iterable[nn.Module]) -> None:
         """Make each module wait, before its forward, for the weights it holds."""
@@ -124,9 +100,8 @@ class DistributedOptimizer:
                 )
             share = bucket.finish_reduce()
             norm = self.ops.l2_norm(share).double()
-            counted = bucket.kind.counted and (bucket.zero or self.ctx.dp.rank == 0)
             # What another rank counts adds nothing, unless it is not finite here: 0 * inf is NaN, and all ranks skip.
-            total += norm.square() if counted else norm * 0.0
+            total += norm.square() if bucket.kind.primary else norm * 0.0
         return total
 
     @torch.no_grad()
@@ -136,9 +111,8 @@ class DistributedOptimizer:
         cfg = self.cfg
         for state in self._states:
             bucket = state.bucket
-            share = bucket.weights[bucket.owned]
+            share, grad = bucket.weight_share, bucket.grad_share
             out = None if share.data_ptr() == state.master.data_ptr() else share
-            grad = bucket.grad[bucket.owned]
             decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
             if cfg.optimizer == "sgd":
                 self._sgd(state, grad.mul_(grad_multiplier), out, lr, decay)
@@ -176,7 +150,7 @@ class DistributedOptimizer:
     def gather(self) -> None:
         """Start gathering all weights, those of the first layers first."""
         for bucket in reversed(self.buckets):
-            bucket.start_gather()
+            bucket.gather()
 
     def wait_weights(self) -> None:
         """Wait until all weights are whole."""
@@ -187,28 +161,12 @@ class DistributedOptimizer:
         """Everything a checkpoint must hold of this rank, by logical parameter."""
         out = []
         for state in self._states:
-            kinds = {"master": state.master, "exp_avg": state.exp_avg}
+            roles = {"master": state.master, "exp_avg": state.exp_avg}
             if state.exp_avg_sq is not None:
-                kinds["exp_avg_sq"] = state.exp_avg_sq
-            for param, start in zip(state.bucket.params, state.bucket.starts):
-                out += [self._describe(param, start, state.bucket, kind, flat) for kind, flat in kinds.items()]
+                roles["exp_avg_sq"] = state.exp_avg_sq
+            for segment in state.bucket.segments:
+                out += [_describe(segment, role, flat, state.bucket.kind.primary) for role, flat in roles.items()]
         return out
-
-    def _describe(
-        self, param: ShardedParameter, start: int, bucket: Bucket, kind: str, flat: torch.Tensor
-    ) -> StateTensor:
-        spec = param.shard.spec
-        low, high = _overlap(start, param.numel(), bucket.owned)
-        high = max(low, high)
-        at = low - bucket.owned.start
-        view = flat[at : at + high - low]
-        pieces = [(f - (low - start), piece) for f, piece in param.shard.flat_pieces(low - start, high - start)]
-        owner = (
-            (spec.tp_dim is not None or self.ctx.tp.rank == 0)
-            and (bucket.zero or self.ctx.dp.rank == 0)
-            and spec.tied_to is None
-        )
-        return StateTensor(spec.tied_to or spec.name, kind, spec.shape, view, pieces, owner)
 
     def scalars(self) -> dict[str, int | float]:
         """State that is not a tensor."""
@@ -222,14 +180,16 @@ class DistributedOptimizer:
     def finish_load(self) -> None:
         """After masters were filled: refresh the weights everywhere."""
         for state in self._states:
-            share = state.bucket.weights[state.bucket.owned]
-            if share.data_ptr() != state.master.data_ptr():
-                share.copy_(state.master)
+            state.bucket.weight_share.copy_(state.master)
         self.gather()
         self.wait_weights()
 
 
-def _overlap(start: int, numel: int, owned: slice) -> tuple[int, int]:
-    """Part of the elements [start, start + numel) of a bucket that lies in `owned`; empty when high <= low."""
-    low = min(max(start, owned.start), owned.stop)
-    return low, min(start + numel, owned.stop)
+def _describe(segment: Segment, role: str, flat: torch.Tensor, primary: bool) -> StateTensor:
+    spec = segment.param.shard.spec
+    slices = [
+        dataclasses.replace(piece, at=piece.at - segment.start)
+        for piece in segment.param.shard.flat_slices(segment.start, segment.stop)
+    ]
+    view = flat[segment.at : segment.at + segment.numel]
+    return StateTensor(spec.tied_to or spec.name, role, spec.shape, view, slices, primary)

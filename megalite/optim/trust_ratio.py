@@ -38,8 +38,7 @@ class TrustRatioUpdate:
     def offsets(self) -> tuple[int, ...]:
         """Where this rank's part of each parameter starts in the share; the last one is the share's end."""
         owned = self.bucket.owned
-        starts = [min(max(start, owned.start), owned.stop) - owned.start for start in self.bucket.starts]
-        return (*starts, owned.stop - owned.start)
+        return (*(segment.at for segment in self.bucket.segments), owned.stop - owned.start)
 
     def lamb(self, master: torch.Tensor, update: torch.Tensor, out: torch.Tensor | None, lr: float) -> None:
         """master -= lr * |master| / |update| * update, parameter by parameter (You et al. 2020, algorithm 2).
@@ -93,11 +92,10 @@ class TrustRatioUpdate:
         if not self.bucket.kind.weight_decay:
             return torch.ones(len(self.bucket.params), device=master.device)
         squares = torch.stack([self.ops.segment_norms(x, self.offsets).square() for x in (master, update)])
-        if self.bucket.zero:
-            collectives.all_reduce(squares, self.ctx.dp).wait()
+        if self.bucket.sharded.state:
+            collectives.all_reduce(squares, self.bucket.batch).wait()
         # A replicated parameter counts on one rank only.
-        speaks = [p.shard.spec.tp_dim is not None or self.ctx.tp.rank == 0 for p in self.bucket.params]
-        squares *= torch.tensor(speaks, device=squares.device)
+        squares *= torch.tensor([p.shard.is_first("tp") for p in self.bucket.params], device=squares.device)
         collectives.all_reduce(squares, self.ctx.tp).wait()
         weight, step = squares.sqrt()
         return torch.where((weight > 0) & (step > 0), ratio(weight, step), 1.0)

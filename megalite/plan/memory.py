@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.model.parameters import param_map
 from megalite.model.partition import head_cost, layer_split
@@ -28,7 +28,7 @@ from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes, sc
 from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
 from megalite.pipeline.simulate import Costs, simulate
 from megalite.plan.flops import flops_per_token
-from megalite.sharding import Shard, count_parameters
+from megalite.sharding import Layout, Shard, count_parameters
 
 # fp32 copies of the logits that the torch reference of the loss makes and drops, bytes a logit; kernels work in place.
 _LOSS_WORK = 8
@@ -59,7 +59,7 @@ class RankMemory:
         return self.weights + self.main_grad + self.optimizer + self.activations + self.logits
 
 
-def memory_per_rank(cfg: Config, topology: Topology, schedule: str | None = None) -> list[RankMemory]:
+def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) -> list[RankMemory]:
     """Memory by pipeline rank; all dp and tp ranks of one pipeline rank hold the same.
 
     Args:
@@ -68,28 +68,28 @@ def memory_per_rank(cfg: Config, topology: Topology, schedule: str | None = None
     Raises:
         UserError: the batch does not divide, or the schedule cannot run it.
     """
-    p, m = cfg.parallel, cfg.num_microbatches(topology.dp)
+    p, m = cfg.parallel, cfg.num_microbatches(topology["dp"])
     layers = layer_split(cfg.model, p.pp * p.vp)
-    name = schedule or name_of(cfg, topology.dp)
+    name = schedule or name_of(cfg, topology["dp"])
     placement, sizes = placement_of(name, p.pp, p.vp), sample_sizes(p.pp, m)
     samples = [compute_orders(name, p.pp, p.vp, size) for size in sizes]
     out = []
-    for rank in range(topology.pp):
-        parameters = parameters_on_rank(cfg, topology.tp, placement, layers, rank)
-        weights, main_grad, optimizer = state_bytes(cfg, parameters, topology.dp)
+    for rank in range(topology["pp"]):
+        parameters = parameters_on_rank(cfg, topology["tp"], placement, layers, rank)
+        weights, main_grad, optimizer = state_bytes(cfg, parameters, topology["dp"])
         peaks = zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples))
         activations, logits = (round(extend(m, sizes, peak)) for peak in peaks)
         out.append(RankMemory(parameters, weights, main_grad, optimizer, activations, logits))
     return out
 
 
-def least_memory(cfg: Config, topology: Topology) -> int:
+def least_memory(cfg: Config, topology: Grid) -> int:
     """Bound what the fullest rank needs from below, without simulating the schedules of `auto`; bytes.
 
     Raises:
         UserError: as `memory_per_rank`.
     """
-    names = names_of(cfg, topology.dp)
+    names = names_of(cfg, topology["dp"])
     return min(max(memory.total for memory in memory_per_rank(cfg, topology, name)) for name in names)
 
 
@@ -113,12 +113,19 @@ def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: list[
 @lru_cache(maxsize=16)
 def _local_elements(model: ModelConfig, tp: int, vocab_divisible_by: int) -> Mapping[str, int]:
     """Elements on one tensor-parallel rank: of each layer ("layers.3"), "embed", "norm" and "lm_head"."""
+    layout = Layout(Grid.of(tp, tp), multiple=vocab_divisible_by)
     held: dict[str, int] = defaultdict(int)
     for name, spec in param_map(model).items():
         unit = re.match(r"layers\.\d+|embed|norm|lm_head", name)
         assert unit is not None, name
-        held[unit[0]] += math.prod(Shard(spec, 0, tp, vocab_divisible_by).shape)
+        held[unit[0]] += math.prod(Shard(spec, layout).shape)
     return dict(held)
+
+
+def vocab_rows(cfg: Config) -> int:
+    """Rows of the vocabulary on one tensor-parallel rank, padding included."""
+    layout = Layout(Grid.of(cfg.parallel.tp, cfg.parallel.tp), multiple=cfg.parallel.vocab_divisible_by)
+    return Shard(param_map(cfg.model)["lm_head.weight"], layout).shape[0]
 
 
 def state_bytes(cfg: Config, parameters: int, dp: int) -> tuple[int, int, int]:
@@ -188,8 +195,8 @@ def _live_bytes(cfg: Config) -> int:
 def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[int, int]:
     """(activations, logits) at the moment when a rank that computes in this order holds most of both."""
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
-    t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
-    vocab = Shard(param_map(m)["lm_head.weight"], 0, t, cfg.parallel.vocab_divisible_by).shape[0]
+    sp = cfg.parallel.tp if cfg.sequence_parallel else 1
+    vocab = vocab_rows(cfg)
     per_layer, last = layer_activations(cfg), len(layers) - 1
     # What the final norm keeps: its input and its output.
     ends = {last: 2 * e * tokens * m.hidden_size // sp}
@@ -220,7 +227,7 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
     return peak
 
 
-def dry_run_report(cfg: Config, topology: Topology) -> str:
+def dry_run_report(cfg: Config, topology: Grid) -> str:
     """What a run would be, on a page: layout, layers of each stage, parameters, memory of each rank, FLOPs.
 
     Raises:
@@ -229,7 +236,7 @@ def dry_run_report(cfg: Config, topology: Topology) -> str:
     m, p, t = cfg.model, cfg.parallel, cfg.train
     if m.vocab_size is None:
         raise UserError("--dry-run", "needs the vocabulary's size", "give --vocab-size, --tokenizer or --data")
-    schedule = schedule_of(cfg, topology.dp)
+    schedule = schedule_of(cfg, topology["dp"])
     layers = layer_split(m, schedule.placement.num_stages)
     scale = tuple(len(r) + (head_cost(m) if i == len(layers) - 1 else 0.0) for i, r in enumerate(layers))
     bubble = simulate(schedule, Costs(stage_scale=scale)).bubble
@@ -238,14 +245,16 @@ def dry_run_report(cfg: Config, topology: Topology) -> str:
     flops = flops_per_token(m)
     per_step = t.global_batch_size * m.seq_len
     sequence = ", sequence parallel" if cfg.sequence_parallel else ""
-    padded = Shard(param_map(m)["lm_head.weight"], 0, p.tp, p.vocab_divisible_by).shape[0] * p.tp
-    holders = f"rank {topology.rank(pp=worst)}" + (" and its dp and tp peers" if topology.dp * topology.tp > 1 else "")
+    padded = vocab_rows(cfg) * p.tp
+    holders = f"rank {topology.rank(pp=worst)}" + (
+        " and its dp and tp peers" if topology["dp"] * topology["tp"] > 1 else ""
+    )
     rows = [
         ("model", f"{m.arch}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads "
          f"({m.kv_heads} key/value), MLP {m.ffn_size}, sequence {m.seq_len}"),
         ("vocabulary", f"{m.vocab:,}, padded to {padded:,}"),
         ("parameters", f"{count_parameters(param_map(m)):,}"),
-        ("layout", f"{topology.world} ranks = dp {topology.dp} x pp {p.pp} x tp {p.tp}{sequence}; vp {p.vp}, "
+        ("layout", f"{topology.world} ranks = dp {topology['dp']} x pp {p.pp} x tp {p.tp}{sequence}; vp {p.vp}, "
          f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
         ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens a step; {schedule.num_microbatches} "
          f"micro-batches of {t.micro_batch_size} on each dp rank"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from megalite import ops as kernels
 from megalite.config.run import Config
@@ -18,14 +17,14 @@ from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
-from megalite.optim.bucket import make_buckets
+from megalite.optim.bucket import Sharded, make_buckets
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Placement, Program
-from megalite.sharding import ShardedParameter
+from megalite.sharding import Layout, ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,7 +69,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
     message = next(iter(stages.values())).message(cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
-    optimizer = _build_optimizer(cfg, ctx, stages, schedule.placement, ops)
+    optimizer = _build_optimizer(cfg, ctx, stages, ops)
     fp16 = cfg.train.precision == "fp16"
     fixed = cfg.optim.loss_scale
     scale = (fixed or cfg.optim.initial_loss_scale) if fp16 else 1.0
@@ -94,6 +93,7 @@ def build_stages(
     specs = param_map(cfg.model)
     rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
     split = layer_split(cfg.model, placement.num_stages)
+    layout = layout_of(cfg, ctx, placement)
     stages: dict[int, GPTStage] = {}
     for index in placement.stages_of(ctx.pp.rank):
         layers = Layers(
@@ -103,7 +103,7 @@ def build_stages(
             sequence_parallel=cfg.sequence_parallel,
             dtype=dtype,
             device=ctx.device,
-            vocab_multiple=cfg.parallel.vocab_divisible_by,
+            layout=layout,
             ops=ops,
             rng=rng,
             queue=WgradQueue(cfg.parallel.overlap_tp_reduce),
@@ -125,24 +125,34 @@ def build_stages(
     return stages
 
 
-def _build_optimizer(
-    cfg: Config, ctx: ParallelContext, stages: dict[int, GPTStage], placement: Placement, ops: Ops
-) -> DistributedOptimizer:
-    # Modules of several stages may share a parameter; a list of modules yields it once.
-    params = list(nn.ModuleList(stages.values()).parameters())
-    assert all(isinstance(p, ShardedParameter) for p in params)
+def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout:
+    """What this rank's place and the options say about where parameters lie."""
     split = placement.rank_of(0) != placement.rank_of(placement.num_stages - 1)
-    tied = frozenset({"embed_tokens.weight", "lm_head.weight"} if cfg.model.tie_embeddings and split else ())
+    return Layout(
+        ctx.grid,
+        ctx.rank,
+        multiple=cfg.parallel.vocab_divisible_by,
+        sequence=("tp",) if cfg.sequence_parallel else (),
+        tied=frozenset({"embed_tokens.weight", "lm_head.weight"} if cfg.model.tie_embeddings and split else ()),
+    )
+
+
+def _build_optimizer(cfg: Config, ctx: ParallelContext, stages: dict[int, GPTStage], ops: Ops) -> DistributedOptimizer:
+    modules = [module for stage in stages.values() for module in stage.units()]
+    units: list[list[ShardedParameter]] = []
+    seen: set[int] = set()
+    for module in modules:
+        # A parameter with two uses on this rank belongs to the first.
+        units.append([p for p in module.parameters() if isinstance(p, ShardedParameter) and id(p) not in seen])
+        seen.update(map(id, units[-1]))
     buckets = make_buckets(
-        params,  # type: ignore[arg-type]
+        units,
         ctx,
-        tied=tied,
-        sequence_parallel=cfg.sequence_parallel,
-        zero=cfg.parallel.zero == 1,
+        sharded=Sharded.stage(cfg.parallel.zero),
         bucket_size=cfg.parallel.bucket_size,
         reduce_dtype=DTYPES[cfg.train.grad_reduce_dtype],
         overlap=cfg.parallel.overlap_grad_reduce,
     )
     optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, cfg.parallel.overlap_param_gather)
-    optimizer.wait_before(module for stage in stages.values() for module in stage.units())
+    optimizer.wait_before(modules)
     return optimizer

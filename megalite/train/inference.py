@@ -20,9 +20,8 @@ from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
-from megalite.optim.optimizer import StateTensor
 from megalite.pipeline.executor import MicroBatch, Pass
-from megalite.sharding import ShardedParameter
+from megalite.sharding import Layout, ShardedParameter, StateTensor
 from megalite.tensor_parallel.linear import WgradQueue
 
 
@@ -74,7 +73,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
         sequence_parallel=False,
         dtype=torch.float32,
         device=device,
-        vocab_multiple=1,
+        layout=Layout(),
         ops=kernels.resolve(None, device, torch.float32),
         rng=RngStreams(),
         queue=WgradQueue(),
@@ -89,8 +88,8 @@ def _whole(param: torch.nn.Parameter) -> StateTensor:
     """A parameter of an unsharded model as something a checkpoint can be read into."""
     assert isinstance(param, ShardedParameter)
     spec, flat = param.shard.spec, param.data.view(-1)
-    pieces = param.shard.flat_pieces(0, flat.numel())
-    return StateTensor(spec.tied_to or spec.name, "master", spec.shape, flat, pieces, owner=False)
+    slices = param.shard.flat_slices(0, flat.numel())
+    return StateTensor(spec.tied_to or spec.name, "master", spec.shape, flat, slices, primary=False)
 
 
 @torch.no_grad()

@@ -69,8 +69,7 @@ def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]
         engine.scaler.load_scalars(saved["scalars"])
     optimizer.finish_load()
     logger.info(f"resumed from {source} at step {saved['step']}")
-    there, t = read_manifest(source).topology, engine.ctx.topology
-    here = {"world": t.world, "tp": t.tp, "pp": t.pp, "dp": t.dp}
+    there, here = read_manifest(source).topology, engine.ctx.grid.as_dict()
     if there != here:
         layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]
         logger.info(f"saved by {layouts[0]}; goes on with {layouts[1]}: the same samples, each exactly once")

@@ -107,7 +107,7 @@ def sum_over_world(
     """
     ctx = engine.ctx
     # Losses are alike on all tensor-parallel ranks of the last stage, and zero on other stages.
-    speaks = ctx.tp.rank == 0
+    speaks = ctx.grid.is_first(ctx.rank, "tp")
     # Counted on the host: the first wait for a GPU in a step is that for the status, which `collectives.read` times.
     tokens = int((batch[:, 1:] >= 0).sum()) if speaks and _holds_last(engine) else 0
     status = torch.zeros(5, dtype=torch.float64, device=ctx.device)

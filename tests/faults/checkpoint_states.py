@@ -16,16 +16,16 @@ import torch
 from megalite.checkpoint.load import find_good, load_checkpoint
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
-from megalite.optim.optimizer import StateTensor
-from megalite.sharding import ParamSpec, Shard
+from megalite.sharding import ParamSpec, StateTensor
+from tests.shards import tp_shard
 
 INJECT = str(Path(__file__).with_name("inject"))
 SPECS = [
-    ParamSpec("embed_tokens.weight", (50, 16), tp_dim=0, padded=True),
-    ParamSpec("layers.0.qkv_proj.weight", (48, 16), tp_dim=0, parts=(24, 12, 12)),
-    ParamSpec("layers.0.o_proj.weight", (16, 24), tp_dim=1),
+    ParamSpec("embed_tokens.weight", (50, 16), cut=(("tp", 0),), padded=True),
+    ParamSpec("layers.0.qkv_proj.weight", (48, 16), cut=(("tp", 0),), parts=(24, 12, 12)),
+    ParamSpec("layers.0.o_proj.weight", (16, 24), cut=(("tp", 1),)),
     ParamSpec("norm.weight", (16,)),
 ]
 
@@ -40,24 +40,24 @@ def states_at(step: int, tp_rank: int = 0, tp: int = 1, specs: list[ParamSpec] |
     """What a rank holds at a step; NaN where `step` is negative (to be loaded)."""
     out = []
     for spec in specs or SPECS:
-        shard = Shard(spec, tp_rank, tp)
+        shard = tp_shard(spec, tp_rank, tp)
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             full = value(spec, kind, step)
             flat = (shard.take(full) if step >= 0 else torch.full(shard.shape, float("nan"))).view(-1)
-            owner = spec.tp_dim is not None or tp_rank == 0
-            out.append(StateTensor(spec.name, kind, spec.shape, flat, shard.flat_pieces(0, flat.numel()), owner))
+            slices = shard.flat_slices(0, flat.numel())
+            out.append(StateTensor(spec.name, kind, spec.shape, flat, slices, shard.is_primary()))
     return out
 
 
 def assert_states(states: list[StateTensor], step: int, tp_rank: int = 0, tp: int = 1) -> None:
     """Bitwise those of the step."""
     for state, expected in zip(states, states_at(step, tp_rank, tp)):
-        assert torch.equal(state.flat, expected.flat), (state.kind, state.name)
+        assert torch.equal(state.flat, expected.flat), (state.role, state.name)
 
 
 def context(world: int) -> ParallelContext:
     """Tensor parallel over all ranks."""
-    return ParallelContext.create(Topology(world, tp=world), torch.device("cpu"))
+    return ParallelContext.create(Grid.of(world, tp=world), torch.device("cpu"))
 
 
 def digest(folder: Path) -> dict[str, str]:

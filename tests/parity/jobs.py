@@ -66,10 +66,10 @@ def start(rank: int, cfg: Config, world: int) -> Any:
     import torch
 
     from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Topology
+    from megalite.dist.grid import Grid
     from megalite.train.build import build_engine
 
-    topology = Topology(world, cfg.parallel.tp, cfg.parallel.pp)
+    topology = Grid.of(world, cfg.parallel.tp, cfg.parallel.pp)
     engine = build_engine(cfg, ParallelContext.create(topology, torch.device("cpu")))
     engine.optimizer.init_parameters(cfg.train.seed)
     return engine

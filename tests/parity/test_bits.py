@@ -38,12 +38,12 @@ Grads = list[tuple[str, Shard, np.ndarray]]
 def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
     """(global name, shard, main_grad) of every parameter of this rank after one forward and backward, by config."""
     from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Topology
+    from megalite.dist.grid import Grid
     from megalite.train.build import build_engine
 
     # One grid of ranks for all of them: making process groups takes longer than a step.
     (grid,) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
-    ctx = ParallelContext.create(Topology(world, *grid), torch.device("cpu"))
+    ctx = ParallelContext.create(Grid.of(world, *grid), torch.device("cpu"))
     out = []
     for cfg in cfgs:
         engine = build_engine(cfg, ctx)
@@ -84,7 +84,10 @@ def as_bytes(ranks: list[Grads]) -> dict[tuple[str, int], bytes]:
     out: dict[tuple[str, int], bytes] = {}
     for rank in ranks:
         for name, shard, grad in rank:
-            assert out.setdefault((name, shard.rank), grad.tobytes()) == grad.tobytes(), name
+            assert (
+                out.setdefault((name, shard.layout.grid.coords(shard.layout.rank)["tp"]), grad.tobytes())
+                == grad.tobytes()
+            ), name
     return out
 
 
@@ -147,10 +150,8 @@ def whole_gradients(ranks: list[Grads]) -> dict[str, torch.Tensor]:
     for rank in ranks:
         for name, shard, grad in rank:
             whole = out.setdefault(name, torch.full(shard.spec.shape, torch.nan))
-            for piece in shard.pieces:
-                to = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
-                at = tuple(slice(o, o + n) for o, n in zip(piece.local, piece.shape))
-                whole[to] = torch.from_numpy(grad)[at]
+            for piece in shard.slices:
+                whole[piece.index] = torch.from_numpy(grad)[shard.local(piece).index]
     return out
 
 

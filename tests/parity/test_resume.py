@@ -37,18 +37,18 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
 
     from megalite.config import cli
     from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Topology
+    from megalite.dist.grid import Grid
     from megalite.train.loop import fit
     from megalite.train.run import open_run
 
     cfg = cli.parse(arguments).config
-    context = ParallelContext.create(Topology(world, cfg.parallel.tp, cfg.parallel.pp), torch.device("cpu"))
+    context = ParallelContext.create(Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), torch.device("cpu"))
     run = open_run(cfg, context)
     try:
         fit(run)
         digest = hashlib.sha256()
         for state in run.engine.optimizer.states():
-            digest.update(f"{state.name} {state.kind}".encode())
+            digest.update(f"{state.name} {state.role}".encode())
             digest.update(state.flat.numpy().tobytes())
         return [run.step, run.consumed_samples], digest.hexdigest()
     finally:

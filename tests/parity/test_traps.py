@@ -53,11 +53,12 @@ def replicas(rank: int, cfg: Config, world: int) -> tuple[tuple[int, int, int], 
     out = []
     for name, p in weights_of(engine).items():
         real = torch.zeros(p.shape, dtype=torch.bool)
-        for piece in p.shard.pieces:
-            real[tuple(slice(o, o + n) for o, n in zip(piece.local, piece.shape))] = True
+        for piece in p.shard.slices:
+            real[p.shard.local(piece).index] = True
         assert digest(p) != before[name], f"{name} did not move"
         out.append((name, p.shard, digest(p), not p[~real].any()))
-    return tuple(engine.ctx.topology.coords(rank)), out
+    coords = engine.ctx.grid.coords(rank)
+    return (coords["dp"], coords["pp"], coords["tp"]), out
 
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -83,10 +84,10 @@ def test_replicas_stay_bitwise_equal_and_padding_zero(pool: WorkerPool, case: st
     for (_, pp, tp), params in pool.run(world, replicas, cfg, world):
         for name, shard, sha, padding_is_zero in params:
             assert padding_is_zero, f"{name}: padding moved"
-            padded += shard.spec.padded and sum(p.shape[0] for p in shard.pieces) < shard.shape[0]
+            padded += shard.spec.padded and sum(p.shape[0] for p in shard.slices) < shard.shape[0]
             # Over dp and, where a parameter is not cut, over tp; tied copies over the pipeline as well.
             tied = model.tie_embeddings and name in ("embed_tokens.weight", "lm_head.weight")
-            key = ("tied", tp) if tied else (name, pp, tp if shard.spec.tp_dim is not None else None)
+            key = ("tied", tp) if tied else (name, pp, tp if shard.spec.cut else None)
             copies.setdefault(key, set()).add(sha)
     assert padded
     drifted = [key for key, hashes in copies.items() if len(hashes) > 1]
@@ -324,8 +325,8 @@ def initial_loss(rank: int, cfg: Config, world: int, garbage: bool) -> tuple[flo
         shard = p.shard
         if garbage and shard.spec.padded:
             real = torch.zeros(p.shape, dtype=torch.bool)
-            for piece in shard.pieces:
-                real[tuple(slice(o, o + n) for o, n in zip(piece.local, piece.shape))] = True
+            for piece in shard.slices:
+                real[shard.local(piece).index] = True
             p.data[~real] = 1e4
     return jobs.run_steps(engine, 1)[0]
 

@@ -15,7 +15,7 @@ import pytest
 from megalite.config import megatron as aliases
 from megalite.config.cli import Start, parse
 from megalite.config.options import TYPES
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.pipeline.choose import USUAL_COSTS, resolve_schedule, simulate_all
 from megalite.pipeline.schedule import build_schedule
@@ -185,7 +185,7 @@ def rows(table: str) -> Iterator[list[str]]:
 
 def report(world: int, flags: str) -> str:
     config = parse(flags.split()).config
-    return dry_run_report(config, Topology(world, config.parallel.tp, config.parallel.pp))
+    return dry_run_report(config, Grid.of(world, config.parallel.tp, config.parallel.pp))
 
 
 def test_dry_run_on_the_page_is_the_tools() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import cli
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.families import PRESETS
 from megalite.plan.memory import dry_run_report
 
@@ -20,5 +20,5 @@ FLAGS = {"quickstart": ["--tp", "2", "--pp", "2", "--vocab-size", "4096"]}
 def test_recipe(recipe: Path) -> None:
     preset = ["--preset", recipe.stem] if recipe.stem in PRESETS else []
     cfg = cli.parse([*preset, "--config", str(recipe), *FLAGS.get(recipe.stem, [])]).config
-    report = dry_run_report(cfg, Topology(WORLD[recipe.stem], cfg.parallel.tp, cfg.parallel.pp))
+    report = dry_run_report(cfg, Grid.of(WORLD[recipe.stem], cfg.parallel.tp, cfg.parallel.pp))
     assert "parameters" in report

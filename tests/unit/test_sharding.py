@@ -15,7 +15,9 @@ from megalite import sharding as module
 from megalite.config.model import ModelConfig
 from megalite.model.parameters import param_map
 from megalite.optim.bucket import bucket_layout
-from megalite.sharding import ParamSpec, Piece, Shard, ShardedParameter, count_parameters
+from megalite.sharding import ParamSpec, Shard, ShardedParameter, count_parameters
+from megalite.slices import Slice
+from tests.shards import tp_shard
 
 SIZES: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 90, "seq_len": 16}
 MODELS = {
@@ -27,16 +29,13 @@ MODELS = {
 }
 
 
-def box(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offset, shape))
-
-
 def slice_by_hand(full: torch.Tensor, spec: ParamSpec, rank: int, tp: int) -> torch.Tensor:
     """Each packed part cut into tp equal chunks, chunk `rank` of each joined: written with torch alone."""
-    if spec.tp_dim is None:
+    if not spec.cut:
         return full
-    parts = full.split(spec.parts or (spec.shape[spec.tp_dim],), spec.tp_dim)
-    return torch.cat([part.chunk(tp, spec.tp_dim)[rank] for part in parts], spec.tp_dim)
+    ((_, dim),) = spec.cut
+    parts = full.split(spec.parts or (spec.shape[dim],), dim)
+    return torch.cat([part.chunk(tp, dim)[rank] for part in parts], dim)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -47,7 +46,7 @@ def test_shards_are_bitwise_slices_of_the_whole(model: str, tp: int) -> None:
         if spec.padded:
             whole = torch.cat((whole, torch.zeros(-spec.shape[0] % (8 * tp), *spec.shape[1:])))
         for rank in range(tp):
-            shard = Shard(spec, rank, tp, 8)
+            shard = tp_shard(spec, rank, tp, 8)
             expected = whole.chunk(tp)[rank] if spec.padded else slice_by_hand(whole, spec, rank, tp)
             assert shard.shape == tuple(expected.shape), name
             assert torch.equal(shard.initial(1234), expected), name
@@ -79,14 +78,14 @@ def test_values_of_drawn_parameters() -> None:
 def test_values_do_not_depend_on_which_rows_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are drawn in blocks of rows; a rank that needs few blocks gets the same numbers."""
     monkeypatch.setattr(module, "_INIT_BLOCK", 5 * 7)  # blocks of 5 rows of 7
-    rows = ParamSpec("w", (36, 7), tp_dim=0, parts=(12, 24))
-    columns = ParamSpec("w", (36, 8), tp_dim=1)
-    padded = ParamSpec("w", (33, 7), tp_dim=0, padded=True)
+    rows = ParamSpec("w", (36, 7), cut=(("tp", 0),), parts=(12, 24))
+    columns = ParamSpec("w", (36, 8), cut=(("tp", 1),))
+    padded = ParamSpec("w", (33, 7), cut=(("tp", 0),), padded=True)
     for spec in (rows, columns, padded):
         whole = Shard(spec).initial(3)
         assert len(torch.unique(whole)) == whole.numel()
         for rank in range(4):
-            shard = Shard(spec, rank, 4, 4)
+            shard = tp_shard(spec, rank, 4, 4)
             assert torch.equal(shard.initial(3), shard.take(whole)), (spec, rank)
 
 
@@ -100,21 +99,21 @@ def test_rows_nobody_needs_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(module, "_INIT_BLOCK", 8)
     monkeypatch.setattr(module, "philox", counted)
-    Shard(ParamSpec("w", (32, 4), tp_dim=0), 3, 4).initial(0)
+    tp_shard(ParamSpec("w", (32, 4), cut=(("tp", 0),)), 3, 4).initial(0)
     assert drawn == [12, 13, 14, 15]
 
 
 def test_padding_of_the_vocabulary() -> None:
-    spec = ParamSpec("embed_tokens.weight", (90, 4), tp_dim=0, padded=True)
-    assert [Shard(spec, r, 4, 8).shape for r in range(4)] == [(24, 4)] * 4
-    assert Shard(spec, 0, 1, 128).shape == (128, 4)
-    last = Shard(spec, 3, 4, 8)
-    assert last.pieces == [Piece((0, 0), (72, 0), (18, 4))]
+    spec = ParamSpec("embed_tokens.weight", (90, 4), cut=(("tp", 0),), padded=True)
+    assert [tp_shard(spec, r, 4, 8).shape for r in range(4)] == [(24, 4)] * 4
+    assert tp_shard(spec, 0, 1, 128).shape == (128, 4)
+    last = tp_shard(spec, 3, 4, 8)
+    assert last.slices == [Slice((72, 0), (18, 4), 0)]
     value = last.initial(0)
     assert value[:18].ne(0).all()
     assert not value[18:].any()
     # A rank that holds nothing but padding.
-    assert Shard(ParamSpec("e", (10, 4), tp_dim=0, padded=True), 3, 4, 8).pieces == []
+    assert tp_shard(ParamSpec("e", (10, 4), cut=(("tp", 0),), padded=True), 3, 4, 8).slices == []
 
 
 def test_count_leaves_tied_copies_out() -> None:
@@ -131,14 +130,14 @@ def cut(draw: st.DrawFn) -> tuple[ParamSpec, int, int, int]:
     kind = draw(st.sampled_from(["rows", "columns", "padded", "vector", "replicated", "replicated-vector"]))
     n, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     if kind == "padded":
-        return ParamSpec("w", (draw(st.integers(1, 40)), width), tp_dim=0, padded=True), tp, multiple, shares
+        return ParamSpec("w", (draw(st.integers(1, 40)), width), cut=(("tp", 0),), padded=True), tp, multiple, shares
     if kind.startswith("replicated"):
         return ParamSpec("w", (n, width) if kind == "replicated" else (n,)), tp, multiple, shares
     if kind == "columns":
-        return ParamSpec("w", (n, width * tp), tp_dim=1), tp, multiple, shares
+        return ParamSpec("w", (n, width * tp), cut=(("tp", 1),)), tp, multiple, shares
     parts = tuple(p * tp for p in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     shape = (sum(parts), width) if kind == "rows" else (sum(parts),)
-    return ParamSpec("w", shape, tp_dim=0, parts=parts if len(parts) > 1 else ()), tp, multiple, shares
+    return ParamSpec("w", shape, cut=(("tp", 0),), parts=parts if len(parts) > 1 else ()), tp, multiple, shares
 
 
 def zero_slices(shape: tuple[int, ...], before: int, shares: int) -> Iterator[tuple[int, int]]:
@@ -159,35 +158,34 @@ def test_pieces_cover_every_element_once_and_put_the_whole_together(
     whole = torch.arange(1.0, spec.numel + 1).view(spec.shape)
     rebuilt, count = torch.zeros(spec.shape), torch.zeros(spec.shape)
     for rank in range(tp):
-        shard = Shard(spec, rank, tp, multiple)
+        shard = tp_shard(spec, rank, tp, multiple)
         flat = shard.take(whole).view(-1)
         covered = 0
         for low, high in zero_slices(shard.shape, before, shares):
-            for at, piece in shard.flat_pieces(low, high):
-                size = int(np.prod(piece.shape))
+            for piece in shard.flat_slices(low, high):
+                at, size = piece.at, piece.numel
                 assert low <= at
                 assert at + size <= high
-                rebuilt[box(piece.offset, piece.shape)] = flat[at : at + size].view(piece.shape)
-                count[box(piece.offset, piece.shape)] += 1
+                rebuilt[piece.index] = flat[at : at + size].view(piece.shape)
+                count[piece.index] += 1
                 # The rectangle is the same elements of the local tensor.
-                assert torch.equal(
-                    flat.view(shard.shape)[box(piece.local, piece.shape)].flatten(), flat[at : at + size]
-                )
+                local = shard.local(piece).index
+                assert torch.equal(flat.view(shard.shape)[local].flatten(), flat[at : at + size])
                 covered += size
         # Nothing of the padding is in a piece: all elements of `whole` are above zero.
         assert covered == int((flat > 0).sum())
     assert torch.equal(rebuilt, whole)
-    assert torch.equal(count, torch.full(spec.shape, 1.0 if spec.tp_dim is not None else float(tp)))
+    assert torch.equal(count, torch.full(spec.shape, 1.0 if spec.cut else float(tp)))
 
 
 def test_uneven_parts_are_refused() -> None:
-    shard = Shard(ParamSpec("w", (10, 2), tp_dim=0, parts=(4, 6)), 0, 4)
-    with pytest.raises(AssertionError, match="w: part of 6 is not divisible by tp 4"):
+    shard = tp_shard(ParamSpec("w", (10, 2), cut=(("tp", 0),), parts=(4, 6)), 0, 4)
+    with pytest.raises(AssertionError, match="w: part of 6 is not divisible by 4 ranks"):
         _ = shard.shape
 
 
 def test_a_sharded_parameter_is_an_ordinary_one_too() -> None:
-    shard = Shard(ParamSpec("w", (6, 4), tp_dim=0), 1, 2)
+    shard = tp_shard(ParamSpec("w", (6, 4), cut=(("tp", 0),)), 1, 2)
     param = ShardedParameter.empty(shard, torch.bfloat16, torch.device("cpu"), adds_to_main_grad=True)
     assert isinstance(param, torch.nn.Parameter)
     assert (tuple(param.shape), param.dtype, param.requires_grad) == ((3, 4), torch.bfloat16, True)

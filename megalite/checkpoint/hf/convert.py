@@ -24,7 +24,7 @@ from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.tokenizer import export_tokenizer
 from megalite.checkpoint.load import ShardReader, model_config, resolve_checkpoint, weights_of
-from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry, box_key, read_manifest
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer import of_run
@@ -33,6 +33,7 @@ from megalite.families import FAMILIES
 from megalite.log import logger
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
+from megalite.slices import Slice
 
 # Files of an export, and of an imported checkpoint, are at most this large (one larger tensor makes one larger file).
 SHARD_BYTES = 5_000_000_000
@@ -84,8 +85,8 @@ def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTE
             size, crcs = write_file(folder / name, _bytes(header, shard, torch.float32))
             files.append(FileEntry(name, size, len(header), tuple(crcs)))
             for key, dtype, shape in held:
-                box = Box(number, begins[key], (0,) * len(shape), shape)
-                tensors[names[key]] = TensorEntry(dtype, shape, (box,))
+                whole = Slice((0,) * len(shape), shape, begins[key])
+                tensors[names[key]] = TensorEntry(dtype, shape, ((number, whole),))
         meta = {
             "step": 0,
             "consumed_samples": 0,
@@ -172,7 +173,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Pat
 
         def make() -> list[torch.Tensor]:
             whole = torch.empty(spec.shape, dtype=torch.float32)
-            reader.rectangle(tensors[spec.name], (0,) * len(spec.shape), whole)
+            reader.read(tensors[spec.name], Slice((0,) * len(spec.shape), spec.shape), whole)
             return split(where, whole.to(dtype), spec, cfg.num_heads)
 
         return _Group(tuple((n, code, s) for n, s in zip(where.names, file_shapes(where, spec))), make)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.optim.optimizer import StateTensor
+from megalite.sharding import StateTensor
 
 
 def hf_model_config(folder: str | Path) -> ModelConfig:
@@ -45,9 +44,8 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
         places = {spec.name: (spec, where) for spec, where in source.tensors()}
         for state in states:
             flat = state.flat.detach().zero_()
-            for start, piece in state.pieces if state.kind == "master" else ():
-                out = flat[start : start + math.prod(piece.shape)].view(piece.shape)
-                source.read(*places[state.name], piece.offset, out)
+            for box in state.slices if state.role == "master" else ():
+                source.read(*places[state.name], box.offset, flat[box.at : box.at + box.numel].view(box.shape))
 
     agree(ctx, fill)
     logger.info(f"weights from {folder} ({source.dtype}); the optimizer starts at zero")

@@ -27,11 +27,8 @@ class StragglerReport:
 
     def __init__(self, ctx: ParallelContext) -> None:
         self.ctx = ctx
-        t = ctx.topology
-        same_stage = [
-            tuple(sorted(t.rank(dp, pp, tp) for dp in range(t.dp) for tp in range(t.tp))) for pp in range(t.pp)
-        ]
-        self.groups = same_stage if t.dp * t.tp > 1 else [tuple(range(t.world))]
+        same_stage = ctx.grid.groups(*(name for name in ctx.grid.names if name != "pp"))
+        self.groups = same_stage if len(same_stage[0]) > 1 else [ctx.world.ranks]
         self._times: list[float] = []
         self._steps: list[float] = []
         self._named: frozenset[int] = frozenset()

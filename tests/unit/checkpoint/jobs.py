@@ -78,7 +78,7 @@ def load_and_save(rank: int, cfg: Config, world: int, path: str, root: str, more
     return {
         "path": str(saved),
         "after": after,
-        "needed": sum(4 * int(np.prod(piece.shape)) for state in states for _, piece in state.pieces),
+        "needed": sum(4 * int(np.prod(piece.shape)) for state in states for piece in state.slices),
         "read": read[0] - manifest_bytes,
         "loaded": stats.loaded,
     }
@@ -88,9 +88,9 @@ def verified_share(rank: int, world: int, path: str) -> int:
     """Bytes that this rank read to check a checkpoint."""
     from megalite.checkpoint.load import verify_together
     from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Topology
+    from megalite.dist.grid import Grid
 
-    stats: ReadStats = verify_together(Path(path), ParallelContext.create(Topology(world), torch.device("cpu")))
+    stats: ReadStats = verify_together(Path(path), ParallelContext.create(Grid.of(world), torch.device("cpu")))
     return stats.verified
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from megalite.checkpoint.manifest import Box, FileEntry, Manifest, TensorEntry
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, parse_header, write_file
+from megalite.slices import Slice
 
 Rectangle = tuple[int, int, int, int]
 
@@ -35,7 +36,7 @@ def cut(shape: tuple[int, int], choices: list[int]) -> list[Rectangle]:
 def manifest_of(shape: tuple[int, int], parts: list[Rectangle]) -> Manifest:
     boxes, at = [], 100
     for r, c, n, m in parts:
-        boxes.append(Box(0, at, (r, c), (n, m)))
+        boxes.append((0, Slice((r, c), (n, m), at)))
         at += 4 * n * m
     file = FileEntry("rank_00000.safetensors", at, 100, (0,) * -(-at // BLOCK))
     return Manifest("run", 1, {"world": 1}, {}, (file,), {"master": {"w": TensorEntry("F32", shape, tuple(boxes))}})

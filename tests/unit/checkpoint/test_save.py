@@ -153,7 +153,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     states = cs.states_at(-1)
     load_checkpoint(path, states, CTX)
     for state, exact in zip(states, cs.states_at(4)):
-        expected = exact.flat.bfloat16().float() if state.kind == "master" else torch.zeros_like(exact.flat)
+        expected = exact.flat.bfloat16().float() if state.role == "master" else torch.zeros_like(exact.flat)
         assert torch.equal(state.flat, expected)
     size = sum(p.stat().st_size for p in path.glob("*.safetensors"))
     assert size < sum(p.stat().st_size for p in full.glob("*.safetensors")) / 4  # type: ignore[union-attr]

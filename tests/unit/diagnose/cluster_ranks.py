@@ -99,7 +99,7 @@ def check_in_pool(rank: int, folder: str, flip: str, flags: Sequence[str] = ()) 
     import torch.distributed as dist
 
     from megalite.diagnose import cluster
-    from megalite.dist.grid import Topology
+    from megalite.dist.grid import Grid
 
     class NoWatch:
         def stage(self, name: str, grace: float = 0.0) -> contextlib.AbstractContextManager[None]:
@@ -116,7 +116,7 @@ def check_in_pool(rank: int, folder: str, flip: str, flags: Sequence[str] = ()) 
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            code = cluster._check(args, Topology(4, args.tp, args.pp), torch.device("cpu"), NoWatch(), {})  # type: ignore[arg-type]
+            code = cluster._check(args, Grid.of(4, args.tp, args.pp), torch.device("cpu"), NoWatch(), {})  # type: ignore[arg-type]
     finally:
         undo()
         os.environ.pop("RANK")

@@ -50,7 +50,7 @@ def test_a_sound_cluster_passes_and_all_is_measured(pool: WorkerPool, tmp_path: 
     everyone = (0, 1, 2, 3)
     assert groups == {
         *[("tp", (0, 1)), ("tp", (2, 3)), ("pp", (0, 2)), ("pp", (1, 3))],
-        *[("model", everyone), ("world", everyone)],
+        ("world", everyone),
     }
     assert all(g["bandwidth_bps"] > 0 and g["latency_s"] > 0 for g in found["groups"])
     sent = sorted((m["group"], m["sender"], m["receiver"]) for r in found["ranks"] for m in r["links"])
@@ -65,7 +65,7 @@ def test_a_sound_cluster_passes_and_all_is_measured(pool: WorkerPool, tmp_path: 
 def test_a_wrong_sum_names_the_rank(pool: WorkerPool, tmp_path: Path, flip: str) -> None:
     said, found = run_in_pool(pool, tmp_path, flip)
     assert blamed(found, "all-reduce") == {(3,)}
-    assert {p["text"].split(" over ")[1].split(" ")[0] for p in found["problems"]} == {"tp", "dp", "model", "world"}
+    assert {p["text"].split(" over ")[1].split(" ")[0] for p in found["problems"]} == {"tp", "dp", "world"}
     assert "PROBLEM all-reduce: rank 3 on " in said
 
 

@@ -16,7 +16,7 @@ import torch
 
 from megalite.config.cli import parse
 from megalite.diagnose.memory import Known, _pace, is_out_of_memory, page, remedies, usable_bytes
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.model import parameters
 from megalite.pipeline import choose, schedule
 from megalite.plan.memory import memory_per_rank
@@ -28,7 +28,7 @@ BIG = ["--preset", "llama-3-8b", "--global-batch-size", "64", "--mock-data", "--
 def needs(flags: list[str], world: int) -> int:
     """Bytes of the fullest rank."""
     cfg = parse(flags).config
-    return max(m.total for m in memory_per_rank(cfg, Topology(world, cfg.parallel.tp, cfg.parallel.pp)))
+    return max(m.total for m in memory_per_rank(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp)))
 
 
 def pace(flags: list[str], world: int) -> float:
@@ -49,7 +49,7 @@ def test_every_remedy_fits_and_no_part_of_it_would_do_as_fast(flags: list[str], 
     given = [*BIG, *flags]
     cfg, budget = parse(given).config, gib * 2**30
     assert needs(given, world) > budget
-    found = remedies(cfg, Topology(world, cfg.parallel.tp, cfg.parallel.pp), budget)
+    found = remedies(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), budget)
     assert 1 <= len(found) <= 3
     assert [r.slower for r in found] == sorted(r.slower for r in found)
     for remedy in found:
@@ -66,7 +66,7 @@ def test_every_remedy_fits_and_no_part_of_it_would_do_as_fast(flags: list[str], 
 def test_the_cheapest_comes_first() -> None:
     cfg = parse([*BIG, "--micro-batch-size", "2", "--zero", "0"]).config
     total = needs([*BIG, "--micro-batch-size", "2", "--zero", "0"], 32)
-    first = remedies(cfg, Topology(32), total - 1)[0]
+    first = remedies(cfg, Grid.of(32), total - 1)[0]
     assert first.flags == ("--zero 1",)  # costs nothing
     assert first.slower == pytest.approx(1.0)
 
@@ -91,7 +91,7 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(schedule, "lower", counting("lowered", schedule.lower))
     monkeypatch.setattr(choose, "simulate", counting("simulated", choose.simulate))
     monkeypatch.setattr(parameters, "_norm_weight", counting("norms", parameters._norm_weight))
-    topology = Topology(256, 4, 8)
+    topology = Grid.of(256, 4, 8)
     budget = int(0.9 * max(m.total for m in memory_per_rank(cfg, topology)))
     assert remedies(cfg, topology, budget)
     assert counts["norms"] == 2 * 80 + 1  # one table of 80 layers
@@ -102,14 +102,14 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_fits_is_said() -> None:
     cfg = parse(BIG).config
-    assert remedies(cfg, Topology(1), 20 * 2**30) == []
-    text = page(Known(cfg, Topology(1), torch.device("cpu"), 0, 20 * 2**30), "no")
+    assert remedies(cfg, Grid.of(1), 20 * 2**30) == []
+    text = page(Known(cfg, Grid.of(1), torch.device("cpu"), 0, 20 * 2**30), "no")
     assert "no layout, micro-batch or recomputation on 1 rank fits into 17.89 GiB: use more ranks" in text
 
 
 def test_the_account_is_the_planners() -> None:
     cfg = parse([*BIG, "--tp", "2", "--pp", "2"]).config
-    topology = Topology(8, 2, 2)
+    topology = Grid.of(8, 2, 2)
     text = page(Known(cfg, topology, torch.device("cpu"), 6, 2**30), "Tried to allocate 2.00 GiB")
     memory = memory_per_rank(cfg, topology)[1]
     for name in ("weights", "main_grad", "optimizer", "activations", "logits", "total"):

@@ -9,14 +9,14 @@ import torch
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
 
 
 def context(world: int, tp: int = 1, pp: int = 1) -> ParallelContext:
-    return ParallelContext.create(Topology(world, tp, pp), CPU)
+    return ParallelContext.create(Grid.of(world, tp, pp), CPU)
 
 
 def figures(rank: int) -> dict[str, list[float]]:
@@ -164,8 +164,9 @@ def axes(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int, tuple[int, ..
     """(size, rank, members, sum of the members' global ranks over the real group) of every axis."""
     ctx = context(4, tp, pp)
     out = {}
-    for name in ("tp", "dp", "pp", "pp_grad", "embedding", "world"):
-        axis = getattr(ctx, name)
+    extras = {"pp_grad": ctx.pp_grad, "world": ctx.world}
+    for name in ("tp", "dp", "pp", "pp_grad", "ends", "world"):
+        axis = extras.get(name) or ctx.axis(name)
         total = torch.tensor(float(rank))
         collectives.all_reduce(total, axis).wait()
         out[name] = (axis.size, axis.rank, axis.ranks, total.item())
@@ -175,12 +176,33 @@ def axes(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int, tuple[int, ..
 
 def test_axes_of_a_context(pool: WorkerPool) -> None:
     for tp, pp in ((2, 2), (1, 4), (2, 1)):
-        topology = Topology(4, tp, pp)
+        topology = Grid.of(4, tp, pp)
         for rank, got in enumerate(pool.run(4, axes, tp, pp)):
             line = {a: next(g for g in topology.groups(a) if rank in g) for a in ("tp", "dp", "pp")}
             ends = (line["pp"][0], line["pp"][-1])
             line["pp_grad"] = line["pp"]
-            line["embedding"] = ends if pp > 1 and rank in ends else (rank,)
+            line["ends"] = ends if pp > 1 and rank in ends else (rank,)
             line["world"] = (0, 1, 2, 3)
             for name, ranks in line.items():
                 assert got[name] == (len(ranks), ranks.index(rank), ranks, float(sum(ranks))), (tp, pp, rank, name)
+
+
+def products(rank: int) -> list[tuple[tuple[int, ...], float]]:
+    """(members, sum of their ranks over the real group) of a product of axes and of the axes of a second grid."""
+    grid, experts = Grid((("pp", 1), ("dp", 2), ("cp", 2), ("tp", 1))), Grid((("edp", 1), ("ep", 4)))
+    groups = (("tp",), ("dp",), ("dp", "cp"), ("ep",))
+    ctx = ParallelContext.create(grid, CPU, experts, groups=(("pp",), *groups))
+    out = []
+    for names in groups:
+        total = torch.tensor(float(rank))
+        collectives.all_reduce(total, ctx.axis(*names)).wait()
+        out.append((ctx.axis(*names).ranks, total.item()))
+    return out
+
+
+def test_products_of_axes_and_a_second_grid(pool: WorkerPool) -> None:
+    everyone = ((0, 1, 2, 3), 6.0)
+    for rank, (tp, dp, both, experts) in enumerate(pool.run(4, products)):
+        assert tp == ((rank,), rank)
+        assert dp == ((rank % 2, rank % 2 + 2), 2.0 * (rank % 2) + 2)
+        assert both == experts == everyone

@@ -9,42 +9,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.dist.grid import Coords, Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
 
 SIXTEEN = {
     "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
     "dp": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
     "pp": [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]],
-    "model": [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]],
+    "pp tp": [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]],
+    "tp dp": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+    "dp pp tp": [list(range(16))],
 }
 
 
 @pytest.mark.parametrize("axis", SIXTEEN)
 def test_groups_of_sixteen_ranks(axis: str) -> None:
-    assert [list(g) for g in Topology(16, tp=2, pp=4).groups(axis)] == SIXTEEN[axis]
+    assert [list(g) for g in Grid.of(16, tp=2, pp=4).groups(*axis.split())] == SIXTEEN[axis]
 
 
 def test_coordinates_of_sixteen_ranks() -> None:
-    t = Topology(16, tp=2, pp=4)
-    assert t.dp == 2
-    assert t.coords(0) == Coords(dp=0, pp=0, tp=0)
-    assert t.coords(3) == Coords(dp=1, pp=0, tp=1)
-    assert t.coords(13) == Coords(dp=0, pp=3, tp=1)
+    t = Grid.of(16, tp=2, pp=4)
+    assert t["dp"] == 2
+    assert t["cp"] == 1
+    assert t.coords(0) == {"pp": 0, "dp": 0, "tp": 0}
+    assert t.coords(3) == {"pp": 0, "dp": 1, "tp": 1}
+    assert t.coords(13) == {"pp": 3, "dp": 0, "tp": 1}
     assert t.rank(dp=1, pp=3, tp=1) == 15
 
 
-def check_partition(topology: Topology) -> None:
+def check_partition(topology: Grid) -> None:
     """Groups of every axis cover each rank once, in the axis's order, and are an independent grid's lines."""
-    grid = np.arange(topology.world).reshape(topology.pp, topology.dp, topology.tp)
+    grid = np.arange(topology.world).reshape(topology["pp"], topology["dp"], topology["tp"])
     lines = {
-        "tp": grid.reshape(-1, topology.tp),
-        "dp": grid.transpose(0, 2, 1).reshape(-1, topology.dp),
-        "pp": grid.transpose(1, 2, 0).reshape(-1, topology.pp),
-        "model": grid.transpose(1, 0, 2).reshape(topology.dp, -1),
+        "tp": grid.reshape(-1, topology["tp"]),
+        "dp": grid.transpose(0, 2, 1).reshape(-1, topology["dp"]),
+        "pp": grid.transpose(1, 2, 0).reshape(-1, topology["pp"]),
+        "pp tp": grid.transpose(1, 0, 2).reshape(topology["dp"], -1),
     }
     for axis, expected in lines.items():
-        groups = np.array(topology.groups(axis))
+        groups = np.array(topology.groups(*axis.split()))
         assert np.array_equal(groups, expected), axis
         assert np.array_equal(np.sort(groups, axis=None), np.arange(topology.world)), axis
 
@@ -54,26 +57,26 @@ def check_partition(topology: Topology) -> None:
 def test_powers_of_two_up_to_16384_ranks(exponents: tuple[int, int, int]) -> None:
     tp, pp, world = exponents
     if tp + pp <= world:
-        topology = Topology(2**world, 2**tp, 2**pp)
+        topology = Grid.of(2**world, 2**tp, 2**pp)
         check_partition(topology)
         for rank in {0, 1 % topology.world, topology.world // 3, topology.world - 1}:
-            assert topology.rank(**topology.coords(rank)._asdict()) == rank
+            assert topology.rank(**topology.coords(rank)) == rank
 
 
 @settings(max_examples=25, deadline=None)
 @given(tp=st.integers(1, 12), pp=st.integers(1, 24), dp=st.integers(1, 56))
 def test_any_factors(tp: int, pp: int, dp: int) -> None:
-    topology = Topology(tp * pp * dp, tp, pp)
-    assert topology.dp == dp
+    topology = Grid.of(tp * pp * dp, tp, pp)
+    assert topology["dp"] == dp
     check_partition(topology)
     # Rank -> place -> rank, for every rank of the world.
-    assert [topology.rank(**topology.coords(r)._asdict()) for r in range(topology.world)] == list(range(topology.world))
+    assert [topology.rank(**topology.coords(r)) for r in range(topology.world)] == list(range(topology.world))
 
 
 def test_every_factorisation_of_a_world() -> None:
     for tp, pp in product(range(1, 49), repeat=2):
         if 48 % (tp * pp) == 0:
-            check_partition(Topology(48, tp, pp))
+            check_partition(Grid.of(48, tp, pp))
 
 
 @pytest.mark.parametrize(
@@ -89,15 +92,29 @@ def test_every_factorisation_of_a_world() -> None:
 )
 def test_what_does_not_divide_is_refused(world: int, tp: int, pp: int, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        Topology(world, tp, pp)
+        Grid.of(world, tp, pp)
     for word in words:
         assert word in str(error.value)
 
 
 def test_places_outside_the_world() -> None:
-    topology = Topology(4, 2, 2)
+    topology = Grid.of(4, 2, 2)
     for rank in (-1, 4):
         with pytest.raises(ValueError, match="outside a world of 4"):
             topology.coords(rank)
     with pytest.raises(ValueError, match="unknown axis 'cp'"):
         topology.groups("cp")
+
+
+def test_a_second_grid_over_the_same_ranks() -> None:
+    """Experts: four data-parallel ranks are two expert-parallel ones, twice."""
+    experts = Grid((("pp", 2), ("edp", 2), ("ep", 2), ("tp", 1)))
+    assert experts.groups("ep") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert experts.groups("edp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert experts.groups("ep", "edp") == Grid.of(8, pp=2).groups("dp")
+
+
+def test_products_of_axes_in_any_order() -> None:
+    grid = Grid((("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2)))
+    assert grid.groups("dp", "cp") == grid.groups("cp", "dp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert [r for r in range(16) if grid.is_first(r, "cp", "tp")] == [0, 4, 8, 12]

@@ -11,11 +11,13 @@ import torch
 from megalite import ops as kernels
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
+from megalite.dist.grid import Grid
 from megalite.dist.seeding import RngStreams
 from megalite.model.attention import Attention
 from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
 from megalite.pipeline.executor import Pass
+from megalite.sharding import Layout
 from megalite.tensor_parallel.linear import WgradQueue
 
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ def layers_of(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool 
         sequence_parallel=sequence_parallel,
         dtype=torch.float32,
         device=CPU,
-        vocab_multiple=8,
+        layout=Layout(Grid.of(tp.size, tp.size), tp.rank, multiple=8),
         ops=kernels.resolve("torch", CPU, torch.float32),
         rng=RngStreams.for_rank(seed, tp.rank),
         queue=WgradQueue(),
@@ -162,9 +164,9 @@ def test_weight_decay_and_partial_gradients_are_declared(arch: str) -> None:
         assert spec.weight_decay == (len(spec.shape) == 2), name
         head_norm = arch == "qwen3" and name.endswith(("q_norm.weight", "k_norm.weight"))
         if head_norm:
-            assert spec.partial_grad == "always"
-        elif spec.tp_dim is None:
+            assert spec.partial == ("tp",)
+        elif not spec.cut:
             # Whatever lies on the residual stream sees one part of the sequence a rank.
-            assert spec.partial_grad == "sequence_parallel", name
+            assert spec.partial == ("sequence",), name
         else:
-            assert spec.partial_grad == "never", name
+            assert spec.partial == (), name

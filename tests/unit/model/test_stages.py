@@ -13,14 +13,16 @@ from megalite import ops as kernels
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from megalite.dist.context import Axis, ParallelContext
+from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
-from megalite.optim.bucket import make_buckets
+from megalite.optim.bucket import Sharded, make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.sharding import Shard, ShardedParameter
 from megalite.train.build import build_stages
 from tests.parity import jobs
+from tests.shards import tp_shard
 
 CPU = torch.device("cpu")
 EVALUATION = Pass(0, 0, 0, training=False)
@@ -40,11 +42,12 @@ LAYOUTS = [
 
 def rank_context(tp: int, tp_rank: int, pp: int, pp_rank: int) -> ParallelContext:
     """A rank's view of a layout; enough to build stages, which do not communicate."""
-    return dataclasses.replace(
-        ParallelContext.single(),
-        tp=Axis("tp", tp, tp_rank, tuple(range(tp))),
-        pp=Axis("pp", pp, pp_rank, tuple(range(pp))),
-    )
+    grid, single = Grid.of(tp * pp, tp, pp), ParallelContext.single()
+    axes = {
+        ("tp",): Axis("tp", tp, tp_rank, tuple(range(tp))),
+        ("pp",): Axis("pp", pp, pp_rank, tuple(range(pp))),
+    }
+    return dataclasses.replace(single, grid=grid, rank=grid.rank(pp=pp_rank, tp=tp_rank), axes={**single.axes, **axes})
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
@@ -93,7 +96,7 @@ def test_stages_hold_slices_of_the_same_values(model: str, layout: dict[str, Any
                     assert param.uses == (
                         2 if param.shard.spec.name == "embed_tokens.weight" and is_shared(stages) else 1
                     )
-                    shard = Shard(specs[name], tp_rank, parallel.tp, 8)
+                    shard = tp_shard(specs[name], tp_rank, parallel.tp, 8)
                     assert torch.equal(param, shard.take(whole[name])), name
                     seen.append(name)
         assert sorted(layers) == list(range(8))
@@ -121,24 +124,20 @@ def test_masters_are_not_rounded_and_weights_are(zero: bool) -> None:
     stages = build_stages(cfg, ctx, schedule_of(cfg, 1).placement, torch.bfloat16, ops)
     params: list[Any] = list(stages[0].parameters())
     buckets = make_buckets(
-        params,
+        [params],
         ctx,
-        tied=frozenset(),
-        sequence_parallel=False,
-        zero=zero,
+        sharded=Sharded.stage(int(zero)),
         bucket_size=5000,
-        reduce_dtype=torch.float32,
-        overlap=True,
     )
     optimizer = DistributedOptimizer(buckets, OptimConfig(), ctx, ops, overlap_gather=True)
     optimizer.init_parameters(5)
-    masters = {s.name: s for s in optimizer.states() if s.kind == "master"}
-    assert {name: s.global_shape for name, s in masters.items()} == {
+    masters = {s.name: s for s in optimizer.states() if s.role == "master"}
+    assert {name: s.shape for name, s in masters.items()} == {
         n: s.shape for n, s in param_map(cfg.model).items() if s.tied_to is None
     }
     for param in params:
         spec = param.shard.spec
-        expected = Shard(spec, 0, 1, 8).initial(5)
+        expected = tp_shard(spec, multiple=8).initial(5)
         assert torch.equal(masters[spec.name].flat, expected.flatten())
         assert torch.equal(param, expected.bfloat16())
 

@@ -11,25 +11,26 @@ from hypothesis import strategies as st
 
 from megalite import ops as kernels
 from megalite.config.run import OptimConfig
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Topology
-from megalite.optim.bucket import Bucket, GradKind, bucket_layout, kind_of, make_buckets, plan_buckets
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
+from megalite.optim.bucket import Bucket, GradKind, Sharded, bucket_layout, make_buckets, plan_buckets
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.sharding import ParamSpec, Shard, ShardedParameter
+from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
-KIND = GradKind(weight_decay=True, sum_axis=None, counted=True)
+SINGLE = ParallelContext.single()
+KIND = GradKind(weight_decay=True, reduce=("dp",), primary=True)
 
 
 @pytest.mark.parametrize(
     ("size", "buckets"), [(None, 1), (9000, 10), (9025, 10), (9050, 5), (18000, 5), (18050, 5), (20000, 4)]
 )
 def test_buckets_of_ten_parameters(size: int | None, buckets: int) -> None:
-    plan = plan_buckets([9025] * 10, size)
+    plan = plan_buckets([[9025] * 10], size)
     assert len(plan) == buckets
     # Last parameter first: that is the order in which gradients are ready.
-    assert [i for bucket in plan for i in bucket] == list(reversed(range(10)))
+    assert [i for bucket in plan for _, i in bucket] == list(reversed(range(10)))
 
 
 @pytest.mark.parametrize(
@@ -53,10 +54,10 @@ def test_every_share_starts_where_vectors_do(shards: int) -> None:
 
 @given(st.lists(st.integers(1, 500), max_size=30), st.integers(1, 1200) | st.none(), st.integers(1, 7))
 def test_no_parameter_is_lost_or_moved_onto_another(sizes: list[int], limit: int | None, shards: int) -> None:
-    plan = plan_buckets(sizes, limit)
-    assert sorted(i for bucket in plan for i in bucket) == list(range(len(sizes)))
+    plan = plan_buckets([sizes], limit)
+    assert sorted(i for bucket in plan for _, i in bucket) == list(range(len(sizes)))
     for bucket in plan:
-        mine = [sizes[i] for i in bucket]
+        mine = [sizes[i] for _, i in bucket]
         # Closed as soon as it is full, and never before (but for the last).
         assert limit is None or sum(mine[:-1]) < limit
         assert limit is None or bucket is plan[-1] or sum(mine) >= limit
@@ -66,11 +67,27 @@ def test_no_parameter_is_lost_or_moved_onto_another(sizes: list[int], limit: int
         assert all(end <= start for end, start in zip(ends, [*starts[1:], numel]))
 
 
-def parameters(count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[ShardedParameter]:
+@given(st.lists(st.lists(st.integers(1, 300), max_size=6), max_size=12), st.integers(1, 900))
+def test_large_units_have_buckets_of_their_own(units: list[list[int]], limit: int) -> None:
+    plan = plan_buckets(units, limit)
+    every = [(unit, i) for unit, sizes in enumerate(units) for i in range(len(sizes))]
+    assert [key for bucket in plan for key in bucket] == every[::-1]
+    for bucket in plan:
+        held = {unit for unit, _ in bucket}
+        if len(held) > 1:
+            # Neighbors share a bucket only if all but the one it began with are in it as a whole, and they fit.
+            joined = sorted(held)[:-1]
+            assert all((unit, i) in bucket for unit in joined for i in range(len(units[unit])))
+            assert sum(units[unit][i] for unit, i in bucket) <= limit
+
+
+def parameters(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, layout: Layout | None = None
+) -> list[ShardedParameter]:
     out = []
     for i in range(count):
         spec = ParamSpec(f"w{i}", shape, weight_decay=len(shape) > 1)
-        param = ShardedParameter.empty(Shard(spec), dtype, CPU, adds_to_main_grad=True)
+        param = ShardedParameter.empty(Shard(spec, layout or Layout()), dtype, CPU, adds_to_main_grad=True)
         param.data.fill_(float(i + 1))
         out.append(param)
     return out
@@ -78,7 +95,7 @@ def parameters(count: int, shape: tuple[int, ...], dtype: torch.dtype = torch.fl
 
 def test_parameters_and_gradients_become_views() -> None:
     params = parameters(3, (5, 3))
-    bucket = Bucket(list(reversed(params)), KIND, Axis("dp"), True, torch.float32, True)
+    bucket = Bucket(list(reversed(params)), KIND, SINGLE, sharded=Sharded(state=True))
     assert bucket.weights.tolist() == [3.0] * 15 + [2.0] * 15 + [1.0] * 15
     bucket.weights.mul_(2)
     bucket.grad.copy_(torch.arange(45.0))
@@ -90,7 +107,7 @@ def test_parameters_and_gradients_become_views() -> None:
 def test_the_reduction_starts_with_the_last_contribution() -> None:
     params = parameters(2, (4,))
     params[1].uses = 2
-    bucket = Bucket(params, KIND, Axis("dp"), False, torch.float32, True)
+    bucket = Bucket(params, KIND, SINGLE, sharded=Sharded())
     bucket.start_step(3)
     names = [p.shard.spec.name for p in params]
     assert bucket.missing == names
@@ -106,9 +123,9 @@ def test_the_reduction_starts_with_the_last_contribution() -> None:
 
 def reduced(rank: int, world: int, zero: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Two steps of a bucket whose gradient is (rank + 1) / sum of ranks + 1, so that the sum over dp is 1."""
-    dp = ParallelContext.create(Topology(world), CPU).dp
+    ctx = ParallelContext.create(Grid.of(world), CPU)
     params = parameters(3, (95, 95))
-    bucket = Bucket(params, KIND, dp, zero, dtype, overlap=True)
+    bucket = Bucket(params, KIND, ctx, sharded=Sharded(state=zero), reduce_dtype=dtype)
     share = None
     for _ in range(2):
         bucket.start_step(1)
@@ -144,9 +161,9 @@ def test_the_mean_of_ones_is_one(pool: WorkerPool, zero: bool, dtype: torch.dtyp
 
 def unread(rank: int) -> tuple[torch.Tensor, float]:
     """Weights after a ZeRO-1 step when everything outside the own share of the gradient is poisoned."""
-    ctx = ParallelContext.create(Topology(2), CPU)
+    ctx = ParallelContext.create(Grid.of(2), CPU)
     params = parameters(3, (20, 20))
-    bucket = Bucket(params, KIND, ctx.dp, True, torch.float32, True)
+    bucket = Bucket(params, KIND, ctx, sharded=Sharded(state=True))
     optimizer = DistributedOptimizer([bucket], OptimConfig(), ctx, kernels.resolve(None, CPU, torch.float32), False)
     optimizer.start_step(1)
     for param in params:
@@ -171,17 +188,13 @@ def test_nothing_but_the_own_share_is_read(pool: WorkerPool) -> None:
 
 def state_bytes(rank: int) -> tuple[int, int]:
     """(bytes of weights, gradients and optimizer states, parameters) of a bf16 model under ZeRO-1."""
-    ctx = ParallelContext.create(Topology(4), CPU)
+    ctx = ParallelContext.create(Grid.of(4), CPU)
     params = parameters(12, (256, 200), torch.bfloat16) + parameters(6, (256,), torch.bfloat16)
     buckets = make_buckets(
-        params,
+        [params],
         ctx,
-        tied=frozenset(),
-        sequence_parallel=False,
-        zero=True,
+        sharded=Sharded.stage(1),
         bucket_size=100_000,
-        reduce_dtype=torch.float32,
-        overlap=True,
     )
     optimizer = DistributedOptimizer(buckets, OptimConfig(), ctx, kernels.resolve(None, CPU, torch.bfloat16), True)
     tensors = [t for b in buckets for t in (b.weights, b.grad)]
@@ -198,41 +211,77 @@ def test_nine_bytes_a_parameter_at_dp_4(pool: WorkerPool) -> None:
 
 
 def test_kinds() -> None:
-    """Which axis sums a gradient, and on which rank it counts in the norm."""
-    tp, pair = Axis("tp", 2, 1, (0, 1)), Axis("embedding", 2, 1, (0, 3))
-    base = ParallelContext.single()
-    ctx = ParallelContext(**{**base.__dict__, "tp": tp, "embedding": pair})
+    """Which axes sum a gradient, and on which rank it counts in the norm."""
+    grid = Grid.of(8, tp=2, pp=2)
 
-    def kind(sequence_parallel: bool, tied: bool = False, **spec: Any) -> GradKind:
-        shard = Shard(ParamSpec("w", (4, 4), **spec), tp.rank, tp.size)
-        param = ShardedParameter.empty(shard, torch.float32, CPU)
-        return kind_of(param, ctx, sequence_parallel, tied)
+    def kind(sequence_parallel: bool, tied: bool = False, zero: int = 1, dp: int = 0, **spec: Any) -> GradKind:
+        layout = Layout(
+            grid,
+            grid.rank(pp=1, dp=dp, tp=1),
+            sequence=("tp",) if sequence_parallel else (),
+            tied=frozenset({"w"} if tied else ()),
+        )
+        param = ShardedParameter.empty(Shard(ParamSpec("w", (4, 4), **spec), layout), torch.float32, CPU)
+        return GradKind.of(param, Sharded.stage(zero))
 
-    assert kind(True, tp_dim=0) == GradKind(True, None, counted=True)
-    assert kind(True) == GradKind(True, None, counted=False)
-    norm: dict[str, Any] = {"weight_decay": False, "partial_grad": "sequence_parallel"}
-    assert kind(True, **norm) == GradKind(False, tp, counted=False)
-    assert kind(False, **norm) == GradKind(False, None, counted=False)
-    assert kind(False, partial_grad="always") == GradKind(True, tp, counted=False)
-    assert kind(False, tied=True, tp_dim=0) == GradKind(True, pair, counted=True)
-    assert kind(False, tied=True, tp_dim=0, tied_to="embed_tokens.weight") == GradKind(True, pair, counted=False)
-    with pytest.raises(AssertionError, match="a tied embedding is cut over tp"):
-        kind(True, tied=True, partial_grad="always")
+    cut = (("tp", 0),)
+    assert kind(True, cut=cut) == GradKind(True, ("dp",), primary=True)
+    assert kind(True) == GradKind(True, ("dp",), primary=False)
+    norm: dict[str, Any] = {"weight_decay": False, "partial": ("sequence",)}
+    assert kind(True, **norm) == GradKind(False, ("dp", "tp"), primary=False)
+    assert kind(False, **norm) == GradKind(False, ("dp",), primary=False)
+    assert kind(False, partial=("tp",)) == GradKind(True, ("dp", "tp"), primary=False)
+    assert kind(False, tied=True, cut=cut) == GradKind(True, ("dp", "ends"), primary=True)
+    assert kind(False, tied=True, cut=cut, tied_to="embed_tokens.weight") == GradKind(True, ("dp", "ends"), False)
+    # Under ZeRO every data-parallel rank speaks for its share, else the first speaks for all of it.
+    assert kind(True, cut=cut, dp=1) == GradKind(True, ("dp",), primary=True)
+    assert kind(True, cut=cut, dp=1, zero=0) == GradKind(True, ("dp",), primary=False)
 
 
 def test_kinds_do_not_share_a_bucket() -> None:
     matrices, norms = parameters(4, (5, 5)), parameters(3, (7,))
     mixed = [matrices[0], norms[0], matrices[1], norms[1], matrices[2], norms[2], matrices[3]]
     buckets = make_buckets(
-        mixed,
-        ParallelContext.single(),
-        tied=frozenset(),
-        sequence_parallel=False,
-        zero=True,
+        [mixed],
+        SINGLE,
+        sharded=Sharded.stage(1),
         bucket_size=40,
-        reduce_dtype=torch.float32,
-        overlap=True,
     )
     held = [[tuple(p.shape) for p in b.params] for b in buckets]
     assert held == [[(5, 5), (5, 5)], [(5, 5), (5, 5)], [(7,), (7,), (7,)]]
     assert [b.kind.weight_decay for b in buckets] == [True, True, False]
+
+
+def trained(rank: int, zero: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """Weights after two Adam steps of one bucket, its bytes while released, and the squared norms of both steps."""
+    ctx = ParallelContext.create(Grid.of(2), CPU)
+    params = parameters(3, (20, 20), dtype, Layout(ctx.grid, ctx.rank))
+    bucket = Bucket(params, GradKind.of(params[0], Sharded.stage(zero)), ctx, sharded=Sharded.stage(zero))
+    optimizer = DistributedOptimizer([bucket], OptimConfig(), ctx, kernels.resolve(None, CPU, dtype), False)
+    sizes, norms = [], []
+    for step in (1, 2):
+        optimizer.start_step(2)
+        for _ in range(2):
+            for i, param in enumerate(params):
+                param.main_grad.add_(torch.arange(400.0).view(20, 20).sin() * (i + rank + step))
+                param.grad_added()
+        norms.append(optimizer.finish_grads())
+        bucket.release()
+        sizes = [t.untyped_storage().nbytes() for t in (bucket.weights, bucket.grad)]
+        optimizer.step(0.1, torch.tensor(1.0))
+    return torch.cat([p.detach().flatten() for p in params]), sizes, torch.stack(norms)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_and_sharded_storage_train_alike(pool: WorkerPool, dtype: torch.dtype) -> None:
+    """All four stages: the same bits, and while released what is sharded takes no memory."""
+    whole = pool.run(2, trained, 0, dtype)
+    size = torch.finfo(dtype).bits // 8
+    held = {0: (1200 * size, 4800), 1: (1408 * size, 5632), 2: (1408 * size, 0), 3: (0, 0)}
+    for zero, expected in held.items():
+        for (weights, sizes, _), (same, _, _) in zip(ranks := pool.run(2, trained, zero, dtype), whole):
+            assert torch.equal(weights, same)
+            assert tuple(sizes) == expected
+        # Every rank's part of the squared norm: together they count every element once.
+        total = sum(norms for _, _, norms in ranks)
+        torch.testing.assert_close(total, sum(norms for _, _, norms in whole), rtol=1e-6, atol=0)

@@ -10,10 +10,10 @@ import torch
 from megalite import ops as kernels
 from megalite.config.run import OptimConfig
 from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Topology
-from megalite.optim.bucket import make_buckets
-from megalite.optim.optimizer import DistributedOptimizer, StateTensor
-from megalite.sharding import ParamSpec, Shard, ShardedParameter
+from megalite.dist.grid import Grid
+from megalite.optim.bucket import Sharded, make_buckets
+from megalite.optim.optimizer import DistributedOptimizer
+from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter, StateTensor
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
@@ -32,20 +32,18 @@ def optimizer_of(
     params = {}
     for name, shape in SHAPES.items():
         spec = ParamSpec(name, shape, weight_decay=len(shape) == 2)
-        params[name] = ShardedParameter.empty(Shard(spec), dtype, CPU, adds_to_main_grad=True)
+        params[name] = ShardedParameter.empty(
+            Shard(spec, Layout(ctx.grid, ctx.rank)), dtype, CPU, adds_to_main_grad=True
+        )
     buckets = make_buckets(
-        list(params.values()),
+        [list(params.values())],
         ctx,
-        tied=frozenset(),
-        sequence_parallel=False,
-        zero=zero,
+        sharded=Sharded.stage(int(zero)),
         bucket_size=300,
-        reduce_dtype=torch.float32,
-        overlap=True,
     )
     optimizer = DistributedOptimizer(buckets, cfg, ctx, kernels.resolve(None, CPU, dtype), overlap_gather=False)
     for state in optimizer.states():
-        if state.kind == "master":
+        if state.role == "master":
             fill(state, value(state.name))
     optimizer.finish_load()
     return params, optimizer
@@ -53,9 +51,8 @@ def optimizer_of(
 
 def fill(state: StateTensor, whole: torch.Tensor) -> None:
     """Load a state tensor the way a checkpoint does: rectangle by rectangle."""
-    for at, piece in state.pieces:
-        box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))
-        state.flat[at : at + whole[box].numel()] = whole[box].flatten()
+    for box in state.slices:
+        state.flat[box.at : box.at + box.numel] = whole[box.index].flatten()
 
 
 def one_step(
@@ -73,11 +70,11 @@ def one_step(
 
 
 def train(rank: int, world: int, name: str, dtype: torch.dtype, zero: bool) -> tuple[Any, list[float], Any]:
-    ctx = ParallelContext.create(Topology(world), CPU)
+    ctx = ParallelContext.create(Grid.of(world), CPU)
     cfg = OptimConfig(optimizer=name, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)  # type: ignore[arg-type]
     params, optimizer = optimizer_of(ctx, cfg, dtype, zero)
     norms = [one_step(params, optimizer, step, world, rank) for step in range(1, STEPS + 1)]
-    states = [(s.name, s.kind, s.global_shape, s.flat.clone(), s.pieces, s.owner) for s in optimizer.states()]
+    states = [(s.name, s.role, s.shape, s.flat.clone(), s.slices, s.primary) for s in optimizer.states()]
     return {n: p.detach().clone() for n, p in params.items()}, norms, states
 
 
@@ -141,16 +138,15 @@ def test_equals_torch(pool: WorkerPool, world: int, name: str, dtype: torch.dtyp
     rebuilt = {kind: {n: torch.full(s, torch.nan) for n, s in SHAPES.items()} for kind in kinds}
     owners = {kind: {n: torch.zeros(s) for n, s in SHAPES.items()} for kind in kinds}
     for _, _, states in ranks:
-        for n, kind, shape, flat, pieces, owner in states:
+        for n, kind, shape, flat, slices, primary in states:
             assert (shape, flat.dtype) == (SHAPES[n], torch.float32)
-            for at, piece in pieces:
-                box = tuple(slice(o, o + k) for o, k in zip(piece.offset, piece.shape))
-                rebuilt[kind][n][box] = flat[at : at + rebuilt[kind][n][box].numel()].view(piece.shape)
-                owners[kind][n][box] += float(owner)
+            for box in slices:
+                rebuilt[kind][n][box.index] = flat[box.at : box.at + box.numel].view(box.shape)
+                owners[kind][n][box.index] += float(primary)
     for kind, tensors in kinds.items():
         for n, expected in tensors.items():
             torch.testing.assert_close(rebuilt[kind][n], expected, rtol=1e-5, atol=1e-6, msg=f"{kind} of {n}")
-            assert torch.equal(owners[kind][n], torch.ones(SHAPES[n])), f"{kind} of {n}: one owner an element"
+            assert torch.equal(owners[kind][n], torch.ones(SHAPES[n])), f"{kind} of {n}: one primary copy per element"
 
 
 def test_a_parameter_without_gradient_is_named() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.pipeline.executor import Executor, MicroBatch, Pass, _Run, forward_program
 from megalite.pipeline.p2p import Channel, Message
 from megalite.pipeline.schedule import build_schedule
@@ -70,7 +70,7 @@ def by_hand(num_stages: int) -> tuple[float, list[torch.Tensor]]:
 
 
 def toy(rank: int, pp: int, name: str, vp: int) -> dict[str, Any]:
-    ctx = ParallelContext.create(Topology(pp, pp=pp), CPU)
+    ctx = ParallelContext.create(Grid.of(pp, pp=pp), CPU)
     schedule = build_schedule(name, pp, vp, M)
     last = schedule.placement.num_stages - 1
     stages = {i: ToyStage(i, i == 0, i == last) for i in schedule.placement.stages_of(ctx.pp.rank)}
@@ -155,7 +155,7 @@ def test_a_message_of_another_shape_or_type_is_refused(tensor: torch.Tensor, wor
 
 def cross(rank: int) -> tuple[list[float], list[float]]:
     """Both directions at once between two ranks, several messages each: all arrive, in order."""
-    ctx = ParallelContext.create(Topology(2, pp=2), CPU)
+    ctx = ParallelContext.create(Grid.of(2, pp=2), CPU)
     forward, back = (Channel(axis, Message((1,), torch.float32), CPU) for axis in (ctx.pp, ctx.pp_grad))
     out, into = (forward, back) if rank == 0 else (back, forward)
     sends = [out.send(torch.tensor([rank * 100.0 + i]), 1 - rank) for i in range(4)]

@@ -13,7 +13,7 @@ from megalite import ops as kernels
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.partition import layer_split
@@ -47,15 +47,15 @@ def config(
     )
 
 
-def rank_context(topology: Topology, rank: int) -> ParallelContext:
+def rank_context(topology: Grid, rank: int) -> ParallelContext:
     """A rank's view of the grid without processes: enough to make tensors, not to communicate."""
     here = topology.coords(rank)
-    axes = {n: Axis(n, getattr(topology, n), getattr(here, n)) for n in ("tp", "dp", "pp")}
-    alone = {n: Axis(n) for n in ("model", "world", "embedding")}
-    return ParallelContext(topology, rank, CPU, pp_grad=Axis("pp_grad", topology.pp, here.pp), **axes, **alone)
+    axes = {(n,): Axis(n, topology[n], here[n]) for n in ("tp", "dp", "pp")} | {("ends",): Axis("ends")}
+    pp_grad = Axis("pp_grad", topology["pp"], here["pp"])
+    return ParallelContext(topology, rank, CPU, axes, world=Axis("world"), pp_grad=pp_grad)
 
 
-def stages_of(cfg: Config, topology: Topology, rank: int, placement: Placement) -> dict[int, GPTStage]:
+def stages_of(cfg: Config, topology: Grid, rank: int, placement: Placement) -> dict[int, GPTStage]:
     ctx, dtype = rank_context(topology, rank), DTYPES[cfg.train.precision]
     return build_stages(cfg, ctx, placement, dtype, kernels.resolve(None, CPU, dtype))
 
@@ -72,7 +72,7 @@ def test_parameters_on_a_rank_are_those_of_its_modules(arch: str, tied: bool, pl
     cfg = config(arch, {"tie_embeddings": tied})
     layers = layer_split(cfg.model, placement.num_stages)
     for tp in (1, 2):
-        topology = Topology(tp * placement.pp, tp, placement.pp)
+        topology = Grid.of(tp * placement.pp, tp, placement.pp)
         for pp_rank in range(placement.pp):
             stages = stages_of(cfg, topology, topology.rank(pp=pp_rank, tp=tp - 1), placement)
             held = {id(p): p.numel() for stage in stages.values() for p in stage.parameters()}
@@ -94,7 +94,7 @@ def test_bytes_of_states_counted_on_tensors(precision: str, zero: int, optimizer
     shape = {"hidden_size": 256, "num_layers": 2}
     parallel, optim = {"zero": zero, "bucket_size": 200_000}, {"optimizer": optimizer}
     cfg = config("llama", shape, parallel, optim, precision=precision)
-    topology = Topology(4)
+    topology = Grid.of(4)
     engine = build_engine(cfg, rank_context(topology, 3))
     params = [p for stage in engine.stages.values() for p in stage.parameters()]
     count = sum(p.numel() for p in params)
@@ -118,7 +118,7 @@ def _state_bytes(optimizer: DistributedOptimizer, params: list[torch.nn.Paramete
 def test_gradients_that_travel_in_bf16_are_a_copy() -> None:
     cfg = config(precision="bf16")
     both = replace(cfg, train=replace(cfg.train, grad_reduce_dtype="bf16"))
-    plain, copied = (memory_per_rank(c, Topology(4))[0] for c in (cfg, both))
+    plain, copied = (memory_per_rank(c, Grid.of(4))[0] for c in (cfg, both))
     assert (plain.main_grad, copied.main_grad) == (4 * plain.parameters, 6 * plain.parameters)
 
 
@@ -141,7 +141,7 @@ def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, prec
     shape = {"num_layers": 1, "hidden_dropout": 0.1 if arch == "dropout" else 0.0}
     arch = "gpt2" if arch == "dropout" else arch
     cfg = config(arch, shape, recompute=recompute, precision=precision, micro_batch_size=2)
-    stage = stages_of(cfg, Topology(1), 0, Placement(1, 1))[0]
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
     stage.first = stage.last = False  # its one block alone
     jobs.init_parameters(stage, 1)
     x = torch.randn(32, 2, 64).to(DTYPES[precision]).requires_grad_()
@@ -155,12 +155,12 @@ def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, prec
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_whole_stage_keeps_layers_final_norm_and_logits(precision: str) -> None:
     cfg = config("llama", {"seq_len": 256, "vocab_size": 2000}, precision=precision, global_batch_size=1)
-    stage = stages_of(cfg, Topology(1), 0, Placement(1, 1))[0]
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
     jobs.init_parameters(stage, 1)
     tokens = torch.randint(0, 2000, (256, 1))
     batch = MicroBatch(tokens, tokens)
     stage(tokens, batch, TRAINING)
-    planned = memory_per_rank(cfg, Topology(1))[0]
+    planned = memory_per_rank(cfg, Grid.of(1))[0]
     assert planned.logits == 2000 * 256 * DTYPES[precision].itemsize
     # Token ids, masks and a few numbers a token are left out of the plan: 64 bytes of 10,000 a token.
     assert net_bytes(lambda: stage(tokens, batch, TRAINING)) == pytest.approx(
@@ -182,7 +182,7 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole() -> 
 @pytest.mark.parametrize("m", [2, 8])
 def test_1f1b_holds_one_micro_batch_less_on_every_next_rank(m: int) -> None:
     cfg = config("llama", {"num_layers": 8, "vocab_size": 8}, {"pp": 4}, global_batch_size=m)
-    ranks = memory_per_rank(cfg, Topology(4, 1, 4))
+    ranks = memory_per_rank(cfg, Grid.of(4, 1, 4))
     layers = [len(r) for r in layer_split(cfg.model, 4)]
     assert layers == [2, 2, 2, 2]
     one = layer_activations(cfg)
@@ -208,20 +208,20 @@ def test_few_micro_batches_give_the_figures_of_many(
         layout = {"pp": pp, "vp": vp, "schedule": schedule}
         for m in (4 * pp, 7 * pp, 7 * pp + (0 if schedule == "interleaved" else 1)):
             cfg = config("llama", shape, layout, recompute=recompute, global_batch_size=m)
-            extended = memory_per_rank(cfg, Topology(pp, 1, pp))
+            extended = memory_per_rank(cfg, Grid.of(pp, 1, pp))
             with monkeypatch.context() as patch:
                 patch.setattr("megalite.plan.memory.sample_sizes", lambda _pp, m: (m,))
-                assert memory_per_rank(cfg, Topology(pp, 1, pp)) == extended
+                assert memory_per_rank(cfg, Grid.of(pp, 1, pp)) == extended
 
 
 def test_interleaving_holds_its_closed_form_and_gpipe_all_logits() -> None:
     shape = {"num_layers": 8, "vocab_size": 8}
     interleaved = config("llama", shape, {"pp": 4, "vp": 2, "schedule": "interleaved"}, global_batch_size=8)
     one = layer_activations(interleaved)
-    chunks = [rank.activations // one for rank in memory_per_rank(interleaved, Topology(4, 1, 4))]
+    chunks = [rank.activations // one for rank in memory_per_rank(interleaved, Grid.of(4, 1, 4))]
     assert chunks[:3] == [min(8 * 2, 4 * 2 + 4 - 1 - 2 * i) for i in range(3)]  # p v + p - 1 - 2 i
     gpipe = config("llama", shape, {"pp": 2, "schedule": "gpipe"}, global_batch_size=8)
-    last = memory_per_rank(gpipe, Topology(2, 1, 2))[1]
+    last = memory_per_rank(gpipe, Grid.of(2, 1, 2))[1]
     assert last.logits == 8 * 4 * 32 * 8
     assert last.activations // one == 8 * 4 + 8 * 2 * 4 * 32 * 64 // one
 
@@ -230,7 +230,7 @@ def test_recomputing_brings_one_layer_back() -> None:
     none, full = (config("llama", {"vocab_size": 8}, recompute=r, global_batch_size=1) for r in ("none", "full"))
     kept, boundary = layer_activations(none), 4 * 32 * 64
     assert layer_activations(full) == boundary
-    assert memory_per_rank(full, Topology(1))[0].activations == 6 * boundary + 2 * boundary + kept
+    assert memory_per_rank(full, Grid.of(1))[0].activations == 6 * boundary + 2 * boundary + kept
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_recomputing_brings_one_layer_back() -> None:
 def test_the_torch_loss_makes_fp32_copies_of_the_logits(ops: str, bytes_a_logit: int) -> None:
     cfg = config(precision="bf16", global_batch_size=1, ops=ops)
     cfg, on_cpu = (replace(cfg, parallel=replace(cfg.parallel, device=device)) for device in ("cuda", "cpu"))
-    assert memory_per_rank(cfg, Topology(1))[0].logits == bytes_a_logit * 32 * 304
-    assert memory_per_rank(on_cpu, Topology(1))[0].logits == 2 * 32 * 304
+    assert memory_per_rank(cfg, Grid.of(1))[0].logits == bytes_a_logit * 32 * 304
+    assert memory_per_rank(on_cpu, Grid.of(1))[0].logits == 2 * 32 * 304
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_the_page_of_llama_3_8b() -> None:
     )
     parallel = ParallelConfig(tp=2, pp=4, schedule="1f1b")
     cfg = Config(model, parallel, train=TrainConfig(precision="bf16", global_batch_size=64))
-    topology = Topology(32, 2, 4)
+    topology = Grid.of(32, 2, 4)
     page = dry_run_report(cfg, topology)
     ranks = memory_per_rank(cfg, topology)
     for text in (
@@ -281,11 +281,11 @@ def test_the_page_of_llama_3_8b() -> None:
 
 
 def test_a_small_model_is_told_in_mib() -> None:
-    page = dry_run_report(config(), Topology(1))
+    page = dry_run_report(config(), Grid.of(1))
     assert "(MiB)" in page
     assert page.splitlines()[-2].endswith(" MiB on rank 0")
 
 
 def test_without_a_vocabulary_there_is_no_plan() -> None:
     with pytest.raises(UserError, match="--dry-run: needs the vocabulary's size; give --vocab-size"):
-        dry_run_report(Config(), Topology(1))
+        dry_run_report(Config(), Grid.of(1))

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from megalite import ops as kernels
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Topology
-from megalite.sharding import ParamSpec, Shard, ShardedParameter
+from megalite.dist.grid import Grid
+from megalite.sharding import ParamSpec, ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
+from tests.shards import tp_shard
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ S, B, IN, OUT, VOCAB = 8, 3, 12, 16, 20
 
 def sharded(spec: ParamSpec, whole: torch.Tensor, tp: Axis, dtype: torch.dtype) -> ShardedParameter:
     """This rank's shard with a gradient buffer and a count of contributions."""
-    shard = Shard(spec, tp.rank, tp.size)
+    shard = tp_shard(spec, tp.rank, tp.size)
     param = ShardedParameter.empty(shard, dtype, CPU, adds_to_main_grad=True)
     param.data.copy_(shard.take(whole))
     param.main_grad = torch.zeros(shard.shape)
@@ -47,8 +48,8 @@ def part(t: torch.Tensor, tp: Axis, dim: int) -> torch.Tensor:
 def layer_of(kind: str, tp: Axis, sequence_parallel: bool, queue: WgradQueue, dtype: torch.dtype) -> Any:
     t = tensors(dtype)
     dim = 0 if kind == "column" else 1
-    weight = sharded(ParamSpec("w", (OUT, IN), tp_dim=dim), t["weight"], tp, dtype)
-    bias = sharded(ParamSpec("b", (OUT,), tp_dim=0 if kind == "column" else None), t["bias"], tp, dtype)
+    weight = sharded(ParamSpec("w", (OUT, IN), (("tp", dim),)), t["weight"], tp, dtype)
+    bias = sharded(ParamSpec("b", (OUT,), cut=(("tp", 0),) if kind == "column" else ()), t["bias"], tp, dtype)
     make = ColumnParallelLinear if kind == "column" else RowParallelLinear
     return make(weight, bias, tp, sequence_parallel, queue, kernels.resolve("torch", CPU, dtype))
 
@@ -63,7 +64,7 @@ def kept(work: Any) -> dict[int, int]:
 
 
 def kept_for_w(rank: int, kind: str, sequence_parallel: bool) -> int:
-    tp = ParallelContext.create(Topology(2, tp=2), CPU).tp
+    tp = ParallelContext.create(Grid.of(2, tp=2), CPU).tp
     queue = WgradQueue()
     layer = layer_of(kind, tp, sequence_parallel, queue, torch.float32)
     rows = S // 2 if sequence_parallel else S
@@ -86,7 +87,7 @@ def test_what_is_kept_until_w_is_cut_over_ranks(pool: WorkerPool, kind: str) -> 
 
 def run_layer(rank: int, world: int, kind: str, sequence_parallel: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Output and gradients of two micro-batches, fused and (in the second run) with the weight gradient kept back."""
-    tp = ParallelContext.create(Topology(world, tp=world), CPU).tp if world > 1 else Axis("tp")
+    tp = ParallelContext.create(Grid.of(world, tp=world), CPU).tp if world > 1 else Axis("tp")
     t = tensors(dtype)
     queue = WgradQueue()
     results = []
@@ -183,12 +184,12 @@ def test_kept_work_runs_by_micro_batch_and_once() -> None:
 
 
 def embedding(rank: int, world: int, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    tp = ParallelContext.create(Topology(world, tp=world), CPU).tp if world > 1 else Axis("tp")
+    tp = ParallelContext.create(Grid.of(world, tp=world), CPU).tp if world > 1 else Axis("tp")
     g = torch.Generator().manual_seed(2)
     whole = torch.randn(VOCAB, IN, generator=g)
     tokens = torch.randint(0, VOCAB, (S, B), generator=g)
     dy = torch.randn(S, B, IN, generator=g)
-    weight = sharded(ParamSpec("e", (VOCAB, IN), tp_dim=0), whole, tp, torch.float32)
+    weight = sharded(ParamSpec("e", (VOCAB, IN), cut=(("tp", 0),)), whole, tp, torch.float32)
     before = tokens.clone()
     y = VocabParallelEmbedding(weight, tp, sequence_parallel)(tokens)
     y.backward(part(dy, tp, 0) if sequence_parallel else dy)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from megalite import ops as kernels
 from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.grid import Grid
 from megalite.tensor_parallel.loss import vocab_parallel_cross_entropy
 from tests.workers import WorkerPool
 
@@ -40,7 +40,7 @@ def case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor
 
 
 def figures(rank: int) -> list[float]:
-    tp = ParallelContext.create(Topology(4, tp=4), CPU).tp
+    tp = ParallelContext.create(Grid.of(4, tp=4), CPU).tp
     logits = torch.arange(8.0).repeat(16).expand(16, 128)
     loss, _ = loss_of(logits, torch.arange(0, 32, 2), tp, 128, 0.0, torch.ones(16))
     return loss.tolist()
@@ -53,7 +53,7 @@ def test_figures(pool: WorkerPool) -> None:
 
 def with_padding(rank: int, dtype: torch.dtype) -> dict[float, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Per smoothing: (loss, gradient) with 120 true columns, and the loss with garbage in the others."""
-    tp = ParallelContext.create(Topology(4, tp=4), CPU).tp
+    tp = ParallelContext.create(Grid.of(4, tp=4), CPU).tp
     logits, targets, scale = case(dtype)
     garbage = logits.clone()
     garbage[:, 120:] = torch.tensor([float("inf"), float("nan"), 6e4, -6e4]).repeat(2)

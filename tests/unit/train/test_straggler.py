@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Topology
+from megalite.dist.context import Axis, ParallelContext
+from megalite.dist.grid import Grid
 from megalite.train.watch.straggler import INTERVAL, StragglerReport, slow_ranks
 from tests.workers import WorkerPool
 
@@ -29,7 +29,7 @@ def own_times(rank: int) -> tuple[list[list[tuple[int, float, float]]], list[tup
     """Rank 2 sleeps before a collective that all wait in; both of tp and dp are 2."""
     from megalite.dist.collectives import all_reduce
 
-    ctx = ParallelContext.create(Topology(4, 2, 1), torch.device("cpu"))
+    ctx = ParallelContext.create(Grid.of(4, 2, 1), torch.device("cpu"))
     report, told = StragglerReport(ctx), []
     for _ in range(2 * INTERVAL):
         started = time.perf_counter()
@@ -52,9 +52,14 @@ def test_waiting_is_not_own_time(pool: WorkerPool) -> None:
 
 def test_stages_are_compared_where_each_has_one_rank() -> None:
     single = ParallelContext.single()
-    for topology, groups in (
-        (Topology(4, 1, 4), [(0, 1, 2, 3)]),
-        (Topology(4, 2, 2), [(0, 1), (2, 3)]),
-        (Topology(8, 2, 2), [(0, 1, 2, 3), (4, 5, 6, 7)]),
+    for grid, groups in (
+        (Grid.of(4, 1, 4), [(0, 1, 2, 3)]),
+        (Grid.of(4, 2, 2), [(0, 1), (2, 3)]),
+        (Grid.of(8, 2, 2), [(0, 1, 2, 3), (4, 5, 6, 7)]),
     ):
-        assert StragglerReport(dataclasses.replace(single, topology=topology)).groups == groups
+        assert (
+            StragglerReport(
+                dataclasses.replace(single, grid=grid, world=Axis("world", ranks=tuple(range(grid.world))))
+            ).groups
+            == groups
+        )

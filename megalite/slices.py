@@ -1,0 +1,98 @@
+"""A box of a tensor: the one rectangle type, from a parameter's shard to a checkpoint's manifest. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a tensor in any number of dimensions, and where its elements lie.
+
+    Attributes:
+        offset: first element in the (global) tensor.
+        shape: extents of the box.
+        at: where its first element lies in what holds it: an element of a flat tensor, a byte of a file.
+    """
+
+    offset: Index
+    shape: Index
+    at: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Subscript of the box in its tensor."""
+        return box_index(self.offset, self.shape)
+
+    def meet(self, other: Slice) -> tuple[Index, Index] | None:
+        """(offset, shape) of the elements in both boxes; None where there are none."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape))
+        shape = tuple(h - l for l, h in zip(low, high))
+        return (low, shape) if all(n > 0 for n in shape) else None
+
+    def to_json(self) -> list[object]:
+        """The form it takes in manifests: [at, offset, shape]."""
+        return [self.at, self.offset, self.shape]
+
+
+def box_index(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Subscript of the box of `shape` at `offset`."""
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape))
+
+
+def flat_index(shape: Sequence[int], index: Sequence[int]) -> int:
+    """Position of an element in the flattened tensor of `shape`."""
+    flat = 0
+    for n, i in zip(shape, index):
+        flat = flat * n + i
+    return flat
+
+
+def unravel(shape: Sequence[int], flat: int) -> Index:
+    """Index of the element at position `flat` of a flattened tensor: the inverse of `flat_index`."""
+    index = []
+    for n in reversed(shape):
+        flat, i = divmod(flat, n)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+def flat_range(shape: Index, start: int, stop: int) -> Iterator[Slice]:
+    """Cover elements [start, stop) of a flattened tensor of `shape` with boxes, each contiguous, in order."""
+    if len(shape) == 1:
+        if stop > start:
+            yield Slice((start,), (stop - start,), start)
+        return
+    width = math.prod(shape[1:])
+    while start < stop:
+        row, column = divmod(start, width)
+        if column == 0 and stop - start >= width:
+            rows = (stop - start) // width
+            yield Slice((row, *(0 for _ in shape[1:])), (rows, *shape[1:]), start)
+            start += rows * width
+            continue
+        end = min(width - column, stop - start)
+        for inner in flat_range(shape[1:], column, column + end):
+            yield Slice((row, *inner.offset), (1, *inner.shape), row * width + inner.at)
+        start += end
+
+
+def contiguous_parts(shape: Index, offset: Index, extent: Index) -> Iterator[Slice]:
+    """Cut the box `extent` at `offset` into boxes that are contiguous in the flattened tensor of `shape`."""
+    partial = [d for d, (n, m) in enumerate(zip(extent, shape)) if n != m]
+    # Everything before the last dimension that is not whole has to be walked through.
+    depth = partial[-1] if partial else 0
+    for lead in product(*(range(o, o + n) for o, n in zip(offset[:depth], extent[:depth]))):
+        begin = (*lead, *offset[depth:])
+        yield Slice(begin, (*(1 for _ in lead), *extent[depth:]), flat_index(shape, begin))

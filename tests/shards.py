@@ -1,0 +1,11 @@
+"""Shards for tests: a parameter as one tensor-parallel rank holds it."""
+
+from __future__ import annotations
+
+from megalite.dist.grid import Grid
+from megalite.sharding import Layout, ParamSpec, Shard
+
+
+def tp_shard(spec: ParamSpec, rank: int = 0, tp: int = 1, multiple: int = 1) -> Shard:
+    """The shard of `rank` of `tp` tensor-parallel ranks."""
+    return Shard(spec, Layout(Grid.of(tp, tp), rank, multiple))
