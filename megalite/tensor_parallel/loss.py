@@ -14,8 +14,14 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
 from megalite.ops.cross_entropy import combine_stats
-from megalite.ops.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
+from megalite.ops.linear_cross_entropy import LinearCrossEntropy
 from megalite.tensor_parallel.linear import ParallelLinear
+
+
+def _columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
+    """Return (first token id of this rank's columns, how many are real): the rest pads and is not in the softmax."""
+    first = tp.rank * width
+    return first, max(0, min(width, vocab_size - first))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -29,10 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         ops: Ops,
     ) -> torch.Tensor:
-        width = logits.shape[1]
-        first = tp.rank * width
-        # Columns beyond the true vocabulary are padding and take no part in the softmax.
-        real = max(0, min(width, vocab_size - first))
+        first, real = _columns(logits.shape[1], tp, vocab_size)
         stats = ops.cross_entropy_stats(logits, targets, first, real)
         lse, target_logit = combine_stats(_gather_stats(stats, tp))
         loss = lse - target_logit
@@ -100,20 +103,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         chunk: int,
     ) -> torch.Tensor:
-        width = layer.weight.shape[0]
-        ctx.first, ctx.layer, ctx.chunk = layer.tp.rank * width, layer, chunk
-        ctx.real = max(0, min(width, vocab_size - ctx.first))
         flat = targets.reshape(-1)
-        loss, lse = linear_cross_entropy_forward(
-            layer.ops,
-            _whole_rows(x, layer),
-            weight,
-            flat,
-            ctx.first,
-            ctx.real,
-            lambda s: _gather_stats(s, layer.tp),
-            chunk,
-        )
+        first, real = _columns(len(weight), layer.tp, vocab_size)
+        ctx.layer, ctx.output = layer, LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk)
+        loss, lse = ctx.output.forward(_whole_rows(x, layer), lambda stats: _gather_stats(stats, layer.tp))
         ctx.save_for_backward(x, flat, lse)
         return loss.masked_fill_(flat < 0, 0.0).view(targets.shape)
 
@@ -122,20 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x, targets, lse = ctx.saved_tensors
         layer = ctx.layer
         scale = dloss.reshape(-1).masked_fill(targets < 0, 0.0)
-        weight = layer.weight
-        dx = linear_cross_entropy_backward(
-            layer.ops,
-            _whole_rows(x, layer),
-            weight,
-            targets,
-            ctx.first,
-            ctx.real,
-            lse,
-            scale,
-            weight.main_grad,
-            ctx.chunk,
-        )
-        weight.grad_added()
+        dx = ctx.output.backward(_whole_rows(x, layer), lse, scale, layer.weight.main_grad)
+        layer.weight.grad_added()
         dx, work = layer.reduce(dx.view(-1, *x.shape[1:]))
         work.wait()
         return dx.view(x.shape), None, None, None, None, None

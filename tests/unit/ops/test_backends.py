@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.ops import Ops, resolve
 from megalite.ops.cross_entropy import combine_stats
-from megalite.ops.linear_cross_entropy import linear_cross_entropy_backward, linear_cross_entropy_forward
+from megalite.ops.linear_cross_entropy import LinearCrossEntropy
 from megalite.ops.native import CPU_OPS, CUDA_OPS
 from tests.ops_contract import check
 
@@ -217,8 +217,9 @@ def test_linear_cross_entropy_is_cross_entropy_without_the_logits(ops: Ops, devi
 
         main_grads.append(torch.ones_like(w))
         with _LargestTensor() as largest:
-            loss, lse = linear_cross_entropy_forward(ops, x, w, target, first, valid, gather, chunk)
-            dx += linear_cross_entropy_backward(ops, x, w, target, first, valid, lse, scale, main_grads[-1], chunk)
+            output = LinearCrossEntropy(ops, w, target, first, valid, chunk)
+            loss, lse = output.forward(x, gather)
+            dx += output.backward(x, lse, scale, main_grads[-1])
         assert largest.numel <= max(min(chunk, n) * half, half * hidden, n * hidden)
         torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dx.double(), want_dx, rtol=1e-4, atol=1e-5)
