@@ -1,8 +1,9 @@
-"""Machine code of every kernel, judged without a GPU: `python benchmarks/aot.py [--cuda-library FILE] [--json FILE]`.
+"""Check every kernel's machine code without a GPU: `python benchmarks/aot.py [--cuda-library FILE] [--json FILE]`.
 
 Compiles every Triton kernel ahead of time for sm_80, sm_90 and sm_100 (and reads the CUDA kernels out of a built
-library), disassembles, and holds each to the table below: no spills (local loads or stores), 128-bit global loads where
-promised, registers under a cap. Exit 1 with a line per breach. Needs the triton wheel: its cuobjdump and nvdisasm.
+library), disassembles, and checks each against the table below: no spills (local loads or stores), 128-bit global loads
+where required, registers under a cap. Exit 1 with a line per breach. Needs the triton wheel: its cuobjdump and
+nvdisasm.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a kernel promises: registers at most, global loads of 128 bits at least, narrower loads at most."""
+    """Requirements of a kernel: registers at most, global loads of 128 bits at least, narrower loads at most."""
 
     registers: int
     wide_loads: int
@@ -44,7 +45,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Case:
-    """A Triton kernel as it is launched: its constexprs and warps, and what it promises."""
+    """A Triton kernel as it is launched: its constexprs, warps and requirements."""
 
     name: str
     kernel: Any
@@ -100,7 +101,7 @@ def triton_cases() -> list[Case]:
 
 
 # Kernels of the CUDA library by a pattern of their demangled names; the first match counts. A kernel that takes its
-# operands one element at a time (kVec = 1: unaligned buffers) promises no wide loads.
+# operands one element at a time (kVec = 1: unaligned buffers) needs no wide loads.
 CUDA_LIMITS: tuple[tuple[str, Limit], ...] = (
     (r"adamw_kernel<.*, 1>", Limit(40, 0, 99)),
     (r"adamw_kernel<float, .*, 4>", Limit(56, 4, 99)),
@@ -191,28 +192,28 @@ def compile_triton(case: Case, arch: int) -> Code:
 
 
 def read_cuda(library: Path) -> list[tuple[Code, Limit]]:
-    """Every kernel of a CUDA library with its limit; a kernel that the table does not know is an error."""
+    """Every kernel of a CUDA library with its limit; a kernel without a limit in the table is an error."""
     found = list(disassemble(library))
     mangled = "\n".join(name for _, name, _, _ in found)
     names = subprocess.run(["c++filt"], input=mangled, check=True, capture_output=True, text=True).stdout.splitlines()
-    judged = []
+    checked = []
     for (arch, _, registers, opcodes), name in zip(found, names):
         short = name.replace("megalite::(anonymous namespace)::", "").removeprefix("void ").split("(")[0]
         limits = [limit for pattern, limit in CUDA_LIMITS if re.search(pattern, short)]
         if not limits:
             raise RuntimeError(f"{short} has no line in CUDA_LIMITS")
-        judged.append((to_code(short, arch, registers, opcodes), limits[0]))
-    return judged
+        checked.append((to_code(short, arch, registers, opcodes), limits[0]))
+    return checked
 
 
 def breaches(code: Code, limit: Limit) -> list[str]:
-    """One line per broken promise."""
+    """Return one line per broken requirement."""
     where = f"{code.kernel} sm_{code.arch}"
     narrow = code.all_loads - code.wide_loads
     rules: tuple[tuple[bool, Callable[[], str]], ...] = (
         (code.spills == 0, lambda: f"{code.spills} spill instructions"),
         (code.registers <= limit.registers, lambda: f"{code.registers} registers, cap {limit.registers}"),
-        (code.wide_loads >= limit.wide_loads, lambda: f"{code.wide_loads} 128-bit loads, promised {limit.wide_loads}"),
+        (code.wide_loads >= limit.wide_loads, lambda: f"{code.wide_loads} 128-bit loads, required {limit.wide_loads}"),
         (narrow <= limit.narrow_loads, lambda: f"{narrow} loads below 128 bits, allowed {limit.narrow_loads}"),
     )
     return [f"{where}: {message()}" for kept, message in rules if not kept]
@@ -220,25 +221,25 @@ def breaches(code: Code, limit: Limit) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cuda-library", type=Path, help="a built _native_cuda.so to judge as well")
+    parser.add_argument("--cuda-library", type=Path, help="a built _native_cuda.so to check as well")
     parser.add_argument("--json", type=Path, help="write the table there")
     parser.add_argument("--only", default="", help="only Triton kernels whose name contains this")
     args = parser.parse_args()
-    judged = [(compile_triton(c, a), c.limit) for c in triton_cases() if args.only in c.name for a in ARCHS]
+    checked = [(compile_triton(c, a), c.limit) for c in triton_cases() if args.only in c.name for a in ARCHS]
     if args.cuda_library:
-        judged += read_cuda(args.cuda_library)
+        checked += read_cuda(args.cuda_library)
     print(f"{'kernel':44} {'arch':>6} {'regs':>5} {'cap':>4} {'spills':>6} {'128-bit':>7} {'loads':>5}")
-    for code, limit in judged:
+    for code, limit in checked:
         print(
             f"{code.kernel:44.44} {f'sm_{code.arch}':>6} {code.registers:5} {limit.registers:4} "
             f"{code.spills:6} {code.wide_loads:7} {code.all_loads:5}"
         )
     if args.json:
-        args.json.write_text(json.dumps([asdict(code) for code, _ in judged], indent=1))
-    broken = [line for code, limit in judged for line in breaches(code, limit)]
+        args.json.write_text(json.dumps([asdict(code) for code, _ in checked], indent=1))
+    broken = [line for code, limit in checked for line in breaches(code, limit)]
     for line in broken:
         print(f"error: {line}", file=sys.stderr)
-    print(f"{len(judged)} kernels, {len(broken)} broken promises")
+    print(f"{len(checked)} kernels, {len(broken)} broken requirements")
     return 1 if broken else 0
 
 

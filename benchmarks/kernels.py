@@ -2,8 +2,8 @@
 
 First the rate of a plain copy; then, per op, median time, GB/s over the bytes the op cannot avoid, share of the copy
 rate, and the ratio to the torch backend. Variants of an op are timed in turn, sample by sample, so that a machine that
-slows down slows all of them. On a GPU buffers are larger than its L2 cache. torch.compile, Liger and apex take part
-where they are installed; --check-goals makes a missed goal exit 1.
+slows down affects all of them. On a GPU buffers are larger than its L2 cache. torch.compile, Liger and apex are
+included where they are installed; --check-goals makes a missed goal exit 1.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Row:
 
 
 def timed(run: Run, device: torch.device) -> float:
-    """Seconds of one call; on CPU of processor time a thread, which neighbours on the machine do not lengthen."""
+    """Seconds of one call; on CPU, processor time per thread, which other processes on the machine do not lengthen."""
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -249,7 +249,7 @@ def flat(device: torch.device, dtype: torch.dtype, size: Sizes, compiled: bool) 
 
 
 def wgrad(device: torch.device, dtype: torch.dtype, size: Sizes, compiled: bool) -> Iterator[Bench]:
-    """Compute-bound: no share of the copy rate is asked, the ratio is to a GEMM and a separate fp32 addition."""
+    """Compute-bound: no goal as a share of the copy rate; the ratio is to a GEMM and a separate fp32 addition."""
     tokens = size.tokens // 4
     dy = torch.randn(tokens, size.ffn, device=device, dtype=dtype)
     x = torch.randn(tokens, size.hidden, device=device, dtype=dtype)
@@ -278,7 +278,7 @@ def device_name(device: torch.device) -> str:
 
 
 def copy_rate(device: torch.device, samples: int) -> float:
-    """Bytes a second of a plain copy, reads and writes counted."""
+    """Bytes per second of a plain copy, reads and writes counted."""
     source = torch.randn(COPY_ELEMENTS[device.type], device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, device, samples)["copy"]

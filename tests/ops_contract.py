@@ -1,6 +1,6 @@
 """Numerical contract of every op against plain float64 formulas, on whatever backends are chosen.
 
-Besides the error: memory that an op leaves unwritten is NaN (deterministic mode fills it), memory next to what an
+Besides the error: memory that an op fails to write is NaN (deterministic mode fills it), memory next to what an
 in-place op may write must not change, and a second call must give the same bits.
 """
 
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Largest relative error over a case's outputs and gradients; `fault` names a broken promise of another kind."""
+    """Largest relative error over a case's outputs and gradients; `fault` names another broken rule."""
 
     case: str
     error: float
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Within the limit (NaN is not) and without fault."""
+        """Whether the error is within the limit (NaN is not) and there is no fault."""
         return self.error <= self.limit and not self.fault
 
 
@@ -63,8 +63,8 @@ def _rms(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w + b
+    centered = x - x.mean(-1, keepdim=True)
+    return centered * (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w + b
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

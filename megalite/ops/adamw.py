@@ -4,14 +4,15 @@ adamw(param, grad, exp_avg, exp_avg_sq, out_param, *, lr, beta1, beta2, eps, wei
     param, exp_avg, exp_avg_sq [n] fp32, updated in place; grad [n] fp32 / bf16 / fp16; out_param None or [n] bf16 /
     fp16 / fp32, overwritten with the new param (rounded to nearest even). All contiguous, one device.
     grad_multiplier: 0-dim fp32 tensor on the same device (1 / loss scale times the clip factor), read by the
-    kernel, so that nobody waits for the host; None is 1. step counts from 1.
+    kernel, so that the host never waits for the device; None is 1. step counts from 1.
 
         g = grad * grad_multiplier
         param *= 1 - lr * weight_decay
         exp_avg = beta1 exp_avg + (1 - beta1) g;  exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) g^2
         param -= lr / (1 - beta1^step) * exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^step) + eps)
 
-    **grad is consumed**: its contents are undefined afterwards. Non-finite gradients are not looked for: `l2_norm` is.
+    **grad is consumed**: its contents are undefined afterwards. Non-finite gradients are not detected here: the caller
+    checks `l2_norm`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def adamw(
     step: int,
     grad_multiplier: Tensor | None,
 ) -> None:
-    """Torch reference of `adamw` (torch's fused kernel, a multiply before and a copy after); see the contract."""
+    """Run torch's fused AdamW, with a multiply before and a copy after; see the module's contract."""
     grad = grad.to(param.dtype)
     if grad_multiplier is not None:
         grad.mul_(grad_multiplier)
-    # torch's kernel adds one to its step tensor's owner, not itself: it takes the step that is being made.
+    # torch's optimizer increments the step before it calls this kernel: the kernel takes the current step.
     steps = [torch.tensor(float(step), device=param.device)]
     torch._fused_adamw_(
         [param], [grad], [exp_avg], [exp_avg_sq], [], steps,

@@ -6,10 +6,10 @@ attention(q, k, v, mask, *, dropout=0.0, scale=None, softcap=None) -> out
 
         scores = q k^T * scale                        scale: 1 / sqrt(D) unless given
         scores = softcap * tanh(scores / softcap)     with softcap only (Gemma 2, arXiv:2408.00118, section 2)
-        out = dropout(softmax(scores where the mask lets through)) v
+        out = dropout(softmax(scores, -inf where masked)) v
 
-    Dropout draws from the current generator of q's device, which the caller sets. The softmax is fp32. With softcap the
-    scores [B, N, S, S] are kept for backward, because no fused kernel of torch's has it; without it they never exist.
+    Dropout draws from the default generator of q's device, which the caller seeds. The softmax is fp32. With softcap
+    the scores [B, N, S, S] are kept for backward, because none of torch's fused kernels supports it.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def _band(seq: int, window: int, device: torch.device) -> Tensor:
 
 def _visible(seq: int, window: int, device: torch.device) -> Tensor:
     """Return [seq, seq] bool, True where a query (row) sees a key (column)."""
-    # A traced graph makes its own: the tensor of a cache would be a constant that it has to guard.
+    # A traced graph builds its own mask: a cached tensor would be a constant that it has to guard.
     return (_band.__wrapped__ if torch.compiler.is_compiling() else _band)(seq, window, device)
 
 
 def _capped(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float, scale: float | None, softcap: float
 ) -> Tensor:
-    """Attention in plain torch, scores and all."""
+    """Compute soft-capped attention in plain torch; the scores exist."""
     batch, heads, seq, width = q.shape
     scale = width**-0.5 if scale is None else scale
-    # The query heads of a group stand below each other: one product serves them, and k and v are not repeated.
+    # The query heads of a group are stacked along the sequence, so that k and v need not be repeated.
     scores = (q.reshape(batch, k.shape[1], -1, width) @ k.transpose(2, 3)).view(batch, heads, seq, seq)
     wide = scores.to(torch.promote_types(q.dtype, torch.float32)) * (scale / softcap)
     p = (wide.tanh() * softcap).masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
@@ -72,7 +72,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Torch implementation of `attention` (SDPA's fused kernels, plain torch with softcap); see the contract."""
+    """Run SDPA, or plain torch with softcap; see the module's contract."""
     seq, group = q.shape[2], q.shape[1] // k.shape[1]
     window = seq if mask.window is None else min(mask.window, seq)
     if softcap is not None:

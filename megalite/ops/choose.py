@@ -1,7 +1,7 @@
-"""The list of ops, and which backend each is given: `resolve` makes one choice per op.
+"""The list of ops, and the choice of a backend for each.
 
-The choice is explicit and passed on as an `Ops` object: nothing is chosen at import, there is no module-level state.
-A backend asked for by name that cannot run here is an error, never a silent fallback.
+The choice is explicit and passed along as an `Ops` object: nothing is chosen at import, there is no module-level state.
+A backend requested by name that cannot run here is an error, never a silent fallback.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Ops:
 
 
 def parse_spec(spec: str | None) -> dict[str, str]:
-    """Read `"triton,adamw=cuda"` as {op: backend} for every op; a bare backend is the default of the ops not named.
+    """Parse `"triton,adamw=cuda"` into {op: backend} for every op; a bare backend is the default for ops not named.
 
     Raises:
         UserError: an unknown op or backend, or an op that has no such backend.
@@ -107,8 +107,8 @@ def parse_spec(spec: str | None) -> dict[str, str]:
 def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: str | None) -> tuple[Choice, Backend]:
     """Pick an op's backend.
 
-    "auto" takes the first that can run. A backend wanted by name for every op ("triton") leaves an op that does not
-    have it (matmul, say) to the automatic choice and the reason records it; wanted and unable to run is an error.
+    "auto" takes the first that can run. A backend requested for every op ("triton") leaves an op that lacks it (such as
+    matmul) to the automatic choice, and the reason records it. A requested backend that cannot run is an error.
     """
     rejected: list[tuple[str, str]] = []
     has_it = wanted in {b.name for b in op.backends}
@@ -117,10 +117,10 @@ def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: 
             continue
         reason = backend.why_not(device, dtype)
         if reason is None and not has_it and backend.name == "triton" and device.type == "cpu":
-            reason = "the interpreter is slow: only when asked for by name"
+            reason = "the interpreter is slow: only when requested by name"
         if reason is None:
             if has_it:
-                why = "asked for"
+                why = "requested"
             elif wanted == "auto":
                 why = "first of " + " > ".join(b.name for b in op.backends) + " that can run here"
             else:
@@ -140,12 +140,12 @@ def resolve(spec: str | None, device: torch.device | str, dtype: torch.dtype) ->
     """Choose a backend for every op.
 
     Args:
-        spec: None or "auto"; "torch"; "rmsnorm=triton,adamw=cuda"; "triton,adamw=torch" (bare name: for all others).
+        spec: None or "auto"; "torch"; "rmsnorm=triton,adamw=cuda"; "triton,adamw=torch" (bare name: all others).
         device: where the tensors will live.
         dtype: dtype of the activations (parameters of the model).
 
     Raises:
-        UserError: an unknown name, or a backend asked for by name that cannot run here.
+        UserError: an unknown name, or a backend requested by name that cannot run here.
     """
     device = torch.device(device)
     functions: dict[str, Callable[..., Any]] = {}

@@ -1,11 +1,11 @@
 """Keep freed memory in the process: on CPU, several times the speed of every operation with a large temporary.
 
-glibc maps each allocation above a threshold (32 MB at most, 128 KB at first) afresh and gives it back when it is freed,
-so that every temporary of a training step is zeroed page by page by the kernel, again and again. Measured on the
-backward of RMSNorm over 1M elements (torch 2.13, one thread): 7.3 ms with those page faults, 1.1 ms without.
+glibc maps each allocation above a threshold (32 MB at most, 128 KB at first) anew and unmaps it when it is freed, so
+that the kernel zeroes every temporary of a training step page by page, again and again. Measured on the backward of
+RMSNorm over 1M elements (torch 2.13, one thread): 7.3 ms with those page faults, 1.1 ms without.
 
-Allocations of 32 MB and more are still mapped: kept ones would be cut up for small tensors, so that the next large one
-finds no room in them, and the process grows by a multiple of its largest tensors.
+Allocations of 32 MB and more are still mapped: kept blocks would be split for small tensors, so that the next large
+tensor would not fit into them and the process would grow by a multiple of its largest tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGE = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory for the next allocation; call once, before the first large allocation.
+    """Make glibc keep freed memory for the next allocation; call once, before the first large allocation.
 
     The process then holds its peak of allocations below 32 MB until it ends.
 

@@ -1,20 +1,20 @@
 """The per-rank pieces of vocab-parallel cross-entropy (Megatron-LM section 3; online softmax: Milakov and Gimelshein).
 
 Every rank holds logits [N, V] for the vocabulary slice [vocab_start, vocab_start + V). The exchange between ranks is
-ONE all-gather of 12 bytes a row and belongs to the caller; these functions hold no collective.
+ONE all-gather of 12 bytes per row and belongs to the caller; these functions call no collective.
 
 cross_entropy_stats(logits, target, vocab_start, valid=None) -> stats [N, 3] fp32
     columns (max, sum exp(logit - max), target logit) of the local slice; the target logit is 0 on ranks that do not
-    hold it. target [N] int64 holds global token ids; an id that no rank holds (-100, say) is allowed.
-    valid: number of leading columns that are real vocabulary, the others being padding (default: all). A slice without
-    a real column gives (-inf, 0, 0).
+    hold it. target [N] int64 holds global token ids; ids outside the vocabulary (such as -100) are allowed.
+    valid: number of leading columns that are real vocabulary, the rest is padding (default: all are real). A slice
+    without real columns gives (-inf, 0, 0).
 
 combine_stats(stats [ranks, N, 3]) -> (lse [N], target_logit [N]), fp32; loss = lse - target_logit.
 
 cross_entropy_grad_(logits, target, vocab_start, lse, scale, valid=None) -> logits
     overwrites logits with (softmax - onehot(target)) * scale, 0 in padding columns. lse [N] fp32 is the global one;
-    scale [N] fp32 holds the gradient of each row's loss (0 for rows that do not count, whatever their target is;
-    a target that no rank holds with a scale other than 0 leaves the softmax part).
+    scale [N] fp32 holds the gradient of each row's loss (0 for ignored rows, whatever their target is; a target
+    outside the vocabulary with a nonzero scale keeps the softmax part).
 
 logits fp32 / bf16 / fp16, rows may be strided (stride of the last dim must be 1). All arithmetic is fp32.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from megalite.ops.fused import CPP, triton_backend
 from megalite.ops.op import TORCH, Op
 
-# Rows are worked on in groups of about this many logits, so that fp32 temporaries stay in the CPU's cache.
+# Rows are processed in groups of about this many logits, so that fp32 temporaries stay in the CPU's cache.
 _CHUNK_ELEMENTS = 1 << 18
 
 
@@ -37,7 +37,7 @@ def _row_chunks(logits: Tensor) -> list[slice]:
 
 
 def _local_target(target: Tensor, vocab_start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """-> (column of the target, 0 where it is not ours; 1.0 where it is ours and 0.0 elsewhere), both [N]."""
+    """Return (column of the target, 0 on other ranks; whether the target is in this rank's slice), both [N]."""
     local = target - vocab_start
     ours = (local >= 0) & (local < columns)
     return local.where(ours, 0), ours

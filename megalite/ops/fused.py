@@ -101,7 +101,7 @@ class _RopeQKV(torch.autograd.Function):
         ctx.kernels = kernels
         packed = qkv.detach() if qkv.stride(-1) == 1 else qkv.detach().contiguous()
         _kernel(kernels, "rope_")(packed, cos, sin, num_heads + num_kv_heads)
-        # Autograd cannot see in-place writes of our kernels, and must refuse a backward that kept the old values.
+        # Bump the version counter: autograd cannot see in-place writes made by our kernels.
         increment_version(packed)
         q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
         return q, k, v

@@ -3,8 +3,8 @@
 swiglu(gate_up) -> silu(gate) * up
 geglu(gate_up, approximate="none") -> gelu(gate, approximate) * up; approximate "none" (erf) or "tanh"
 
-gate_up [..., 2F] = [gate | up] along the last dim (both halves of one tensor-parallel rank); result [..., F] of the
-same dtype, freshly allocated. Backward keeps gate_up alone and recomputes the activation.
+gate_up [..., 2F] = [gate | up] along the last dim (both halves of the same tensor-parallel rank); result [..., F] of
+the same dtype, freshly allocated. Backward keeps gate_up alone and recomputes the activation.
 """
 
 from __future__ import annotations

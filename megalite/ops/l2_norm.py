@@ -2,7 +2,7 @@
 
 l2_norm(flat) -> 0-dim fp32 tensor on flat's device
     sqrt(sum(flat^2)), flat [n] fp32 / bf16 / fp16, contiguous; 0 for n = 0. Not finite exactly when an element is not
-    finite or the sum of squares exceeds fp32: callers take `isfinite(norm)` as the overflow flag, no pass of its own.
+    finite or the sum of squares exceeds fp32: callers use `isfinite(norm)` as the overflow flag, without another pass.
     Summed in two stages of short rows, in an order that depends on n alone: deterministic, and accurate to 1e-6 where
     a single fp32 running sum over 16M elements is off by 6e-4.
 """

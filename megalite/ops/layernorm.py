@@ -7,7 +7,7 @@ layernorm(x, weight, bias, eps) -> y
 add_layernorm(x, residual, weight, bias, eps) -> (normed, new_residual)
     new_residual = x + residual, normed = layernorm(new_residual, …).
 
-Neither writes to its inputs. Backward keeps the normalised input and two fp32 numbers a row.
+Neither writes to its inputs. Backward keeps the normalized input and two fp32 numbers per row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megalite.ops.op import TORCH, Op
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Torch reference of `layernorm`: torch's own kernel, fused on every device; see the module's contract."""
+    """Run torch's own kernel, which is fused on every device; see the module's contract."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 

@@ -1,6 +1,6 @@
 """Output layer and vocab-parallel cross-entropy by chunks of tokens: the logits of all tokens never exist.
 
-Composed of a run's chosen ops, so every backend serves; logits take [chunk, V] instead of [N, V]. Forward keeps
+Composed of the ops of a run, so every backend works; logits take [chunk, V] instead of [N, V]. Forward keeps
 x and one fp32 number per token; backward recomputes the logits of a chunk (one more product of the output layer), turns
 them into their gradient in place, and adds their share straight into main_grad.
 Source: the chunking of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), with Megatron's split vocabulary.

@@ -10,10 +10,10 @@ linear_dgrad(dy, w, out=None) -> dx
 linear_wgrad(main_grad, dy, x) -> None
     main_grad += dy^T x in place, summed over all dimensions but the last. dy [..., O] and x [..., I] of one dtype;
     main_grad [O, I] fp32 (or of that dtype). With an fp32 main_grad the sum over micro-batches is fp32. On CUDA so is
-    the product: the GEMM itself writes fp32 (cuBLAS with beta 1, no buffer of its own). A CPU has no such product:
-    there each one is rounded once before it is added.
+    the product: the GEMM itself writes fp32 (cuBLAS with beta 1, no extra buffer). A CPU has no such product:
+    there each product is rounded once before it is added.
 
-None is differentiable: the layers that call them (megalite.tensor_parallel) write their backward themselves.
+None is differentiable: the layers that call them (megalite.tensor_parallel) define their own backward.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ for _name in dict.fromkeys((*CPU_OPS, *CUDA_OPS)):
 @lru_cache
 def _load(path: Path) -> str | None:
     if not path.exists():
-        return "not built; `pip install --no-build-isolation -e .` builds it where a compiler is"
+        return "not built; `pip install --no-build-isolation -e .` builds it where there is a compiler"
     try:
         torch.ops.load_library(str(path))
     except OSError as e:
@@ -130,7 +130,7 @@ def _load(path: Path) -> str | None:
 
 
 def why_no_cpp(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why the C++ library cannot serve (device, dtype), or None."""
+    """Return the reason why the C++ library cannot run on (device, dtype), or None."""
     if device.type != "cpu":
         return f"for CPU tensors, not {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -139,7 +139,7 @@ def why_no_cpp(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def why_no_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why the CUDA library cannot serve (device, dtype), or None."""
+    """Return the reason why the CUDA library cannot run on (device, dtype), or None."""
     if device.type != "cuda":
         return f"for CUDA tensors, not {device.type}"
     if torch.version.cuda is None:

@@ -3,13 +3,13 @@
 rmsnorm(x, weight, eps) -> y
     y = x / sqrt(mean(x^2 over the last dim) + eps) * weight.
     x [..., H] fp32 / bf16 / fp16; weight [H]; y like x. Statistics, products and sums are fp32 whatever x is; the
-    one rounding is that of y. Backward keeps x and one fp32 number a row.
+    one rounding is that of y. Backward keeps x and one fp32 number per row.
 
 add_rmsnorm(x, residual, weight, eps) -> (normed, new_residual)
     new_residual = x + residual (rounded to their dtype), normed = rmsnorm(new_residual, weight, eps).
-    x and residual [..., H] of one dtype. Backward keeps new_residual and one fp32 number a row.
+    x and residual [..., H] of one dtype. Backward keeps new_residual and one fp32 number per row.
 
-Neither writes to its inputs. Rows with zero elements in all (empty batches) are allowed.
+Neither writes to its inputs. Empty batches are allowed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalite.ops.op import TORCH, Op
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """-> (y like x, rstd [..., 1] fp32)."""
+    """Return (y like x, rstd [..., 1] fp32)."""
     xf = x.to(torch.promote_types(x.dtype, torch.float32))
     # vector_norm reads x once and makes no [..., H] temporary, unlike x.square().mean().
     mean_square = torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1])
@@ -36,7 +36,7 @@ def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (dx like x, dweight like weight). With n = x rstd and g = dy weight: dx = rstd (g - n mean(g n))."""
+    """Return (dx like x, dweight like weight). With n = x rstd and g = dy weight: dx = rstd (g - n mean(g n))."""
     normed = x * rstd
     dyf = dy.to(rstd.dtype)
     dweight = (dyf * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
@@ -66,22 +66,24 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dx, dweight, None
 
 
-def _torch_serves(x: Tensor) -> bool:
-    """On a GPU torch has fused kernels both ways, and torch.compile makes its own (in torch 2.11 from a Function that
-    writes in place wrong gradients, pytorch#180642); on CPU torch's backward is 3 times slower than ours."""
+def _use_torch(x: Tensor) -> bool:
+    """Return whether torch's own RMSNorm is better: on CUDA its kernels are fused both ways, and torch.compile
+    generates its own (torch 2.11 compiles a Function that writes in place wrongly, pytorch#180642). On CPU its backward
+    is 3 times slower.
+    """
     return x.is_cuda or torch.compiler.is_compiling()
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Torch reference of `rmsnorm`; see the module's contract."""
-    if _torch_serves(x):
+    if _use_torch(x):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     return _RMSNorm.apply(x, None, weight, eps)
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Torch reference of `add_rmsnorm`; see the module's contract."""
-    if _torch_serves(x):
+    if _use_torch(x):
         total = x + residual
         return rmsnorm(total, weight, eps), total
     return _RMSNorm.apply(x, residual, weight, eps)

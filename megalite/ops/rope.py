@@ -2,12 +2,12 @@
 
 rope_qkv(qkv, cos, sin, num_heads, num_kv_heads) -> (q, k, v)
     qkv [S, B, num_heads + 2 num_kv_heads, D], heads packed as q | k | v. **qkv is consumed**: q and k are rotated in
-    place in its storage and q, k, v are views of it, so it must be a temporary that nobody else reads (the output
-    of a projection is: neither a linear layer nor a norm keeps its output for backward).
+    place in its storage and q, k, v are views of it, so it must be a temporary that nothing else reads (such as the
+    output of a projection: neither a linear layer nor a norm keeps its output for backward).
     q [S, B, num_heads, D], k and v [S, B, num_kv_heads, D]. Backward writes one packed gradient in one pass.
 
 rope(x, cos, sin) -> y
-    x [S, B, heads, D] -> y like x, a new tensor; for models that treat q and k apart (q/k normalisation).
+    x [S, B, heads, D] -> y like x, a new tensor; for models that treat q and k separately.
 
 cos, sin: fp32 tables [S, R/2] for the positions of the S tokens at hand; R <= D is the rotated width (D for full RoPE,
 rope_fraction * D for GPT-NeoX). Element i < R/2 pairs with i + R/2:

@@ -39,7 +39,7 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         weight: this rank's rows of the (padded) table, [V/T, H].
         tp: tensor-parallel axis.
-        sequence_parallel: leave as shards of the sequence.
+        sequence_parallel: return this rank's shard of the sequence.
     """
 
     def __init__(self, weight: ShardedParameter, tp: Axis, sequence_parallel: bool) -> None:

@@ -1,5 +1,5 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3), with sequence parallelism (Korthikanti et
-al. 2022, section 4.2) and weight gradients that go straight into fp32 `main_grad`, at once or deferred.
+al. 2022, section 4.2) and weight gradients that go straight into fp32 `main_grad`, immediately or deferred.
 
 Shapes: S sequence (s its shard over tp), B micro-batch, I input and O output features of the whole layer, T tp size.
 
@@ -25,9 +25,9 @@ from megalite.sharding import ShardedParameter
 
 
 class WgradQueue:
-    """Weight-gradient work of one pipeline stage: run at once, or kept per micro-batch until its W action.
+    """Weight-gradient work of one pipeline stage: run immediately, or kept per micro-batch until its W action.
 
-    Both ways run the same closures in the same order per weight, so a split backward is bitwise equal to a fused one
+    Both modes run the same closures in the same order per weight, so a split backward is bitwise equal to a fused one
     (zero-bubble pipelines: Qi et al. 2023, section 2).
 
     Args:
@@ -51,15 +51,14 @@ class WgradQueue:
         else:
             self._into.append(work)
 
-    def beside(self, work: collectives.Work) -> collectives.Work:
-        """A collective that has started, and that what comes next may overlap with."""
+    def wait_unless_overlapping(self, work: collectives.Work) -> None:
+        """Let the next computation overlap with a collective that has started; without overlap, wait for it."""
         if not self.overlap:
             work.wait()
-        return work
 
     @contextmanager
     def defer(self, microbatch: int) -> Iterator[None]:
-        """Inside, work is kept under `microbatch`."""
+        """Keep the work that is put inside the context under `microbatch`."""
         self._into = self._kept.setdefault(microbatch, [])
         try:
             yield
@@ -74,7 +73,7 @@ class WgradQueue:
 
 
 def accumulate_bias_grad(bias: ShardedParameter | None, dy: torch.Tensor) -> None:
-    """main_grad_O += sum of dy over tokens."""
+    """Add the sum of dy over tokens to main_grad_O."""
     if bias is not None:
         bias.main_grad.add_(dy.flatten(0, -2).sum(0, dtype=torch.float32))
         bias.grad_added()
@@ -100,11 +99,11 @@ class _ColumnLinear(torch.autograd.Function):
         # parallelism saves.
         again = layer.queue.deferring
         whole, gathered = (x, collectives.Done()) if again else layer.gather(x)
-        layer.queue.beside(gathered)
+        layer.queue.wait_unless_overlapping(gathered)
         dx = layer.ops.linear_dgrad(dy, layer.weight)
         gathered.wait()
         dx, work = layer.reduce(dx)
-        layer.queue.beside(work)
+        layer.queue.wait_unless_overlapping(work)
 
         def add_grads() -> None:
             full, gathered = layer.gather(x) if again else (whole, collectives.Done())
@@ -185,7 +184,7 @@ class ParallelLinear(nn.Module):
         return x, collectives.all_reduce(x, self.tp)
 
     def add_weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """main_grad_OI += dy^T x over all tokens, in fp32."""
+        """Add dy^T x over all tokens to main_grad_OI, in fp32."""
         self.ops.linear_wgrad(self.weight.main_grad, dy, x)
         self.weight.grad_added()
 

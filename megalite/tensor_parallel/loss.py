@@ -1,7 +1,7 @@
 """Vocabulary-parallel cross-entropy: the softmax over a vocabulary that is cut over ranks, without gathering logits.
 
-Each rank reduces its own columns to (max, sum of exponentials, target logit); one all-gather of 12 bytes a row combines
-them (the online softmax of Milakov & Gimelshein 2018, over ranks instead of blocks).
+Each rank reduces its own columns to (max, sum of exponentials, target logit); one all-gather of 12 bytes per row
+combines them (the online softmax of Milakov & Gimelshein 2018, over ranks instead of blocks).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _CrossEntropy(torch.autograd.Function):
         lse, target_logit = combine_stats(_gather_stats(stats, tp))
         loss = lse - target_logit
         if smoothing:
-            # Mean of -log p over the global vocabulary, whatever share of it this rank holds.
+            # Mean of -log p over the global vocabulary, not over this rank's columns.
             total = logits[:, :real].sum(1, dtype=lse.dtype)
             collectives.all_reduce(total, tp).wait()
             loss = (1.0 - smoothing) * loss + smoothing * (lse - total / vocab_size)
@@ -52,12 +52,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, targets, lse, ignored = ctx.saved_tensors
-        # The gradient takes the place of the logits: nothing needs them after this.
+        # The gradient overwrites the logits: nothing needs them after this.
         grad = logits.detach()
         scale = dloss.masked_fill(ignored, 0.0)
         ctx.ops.cross_entropy_grad_(grad, targets, ctx.first, lse, scale, ctx.real)
         if ctx.smoothing:
-            # d/dlogits of the smoothing term: onehot and uniform trade places in the target distribution.
+            # d/dlogits of the smoothing term: in the target distribution, uniform replaces part of the one-hot.
             local = targets - ctx.first
             ours = (local >= 0) & (local < ctx.real)
             real = grad[:, : ctx.real]
@@ -76,7 +76,7 @@ def vocab_parallel_cross_entropy(
     ops: Ops,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Cross-entropy of each row, the same on every tensor-parallel rank.
+    """Compute the cross-entropy of each row, the same on every tensor-parallel rank.
 
     Args:
         logits_NV: this rank's columns [N, padded V / tp], any float type; overwritten by their gradient in backward.
@@ -123,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _whole_rows(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
-    """x of the whole sequence as [tokens, H]."""
+    """Return x of the whole sequence as [tokens, H]."""
     x, work = layer.gather(x)
     work.wait()
     return x.flatten(0, -2)
@@ -138,7 +138,7 @@ def _gather_stats(stats_N3: torch.Tensor, tp: Axis) -> torch.Tensor:
 def linear_cross_entropy(
     x: torch.Tensor, layer: ParallelLinear, targets_SB: torch.Tensor, vocab_size: int, chunk: int
 ) -> torch.Tensor:
-    """Output layer and cross-entropy by chunks of tokens, so that the logits of all tokens never exist.
+    """Run the output layer and cross-entropy by chunks of tokens, so that the logits of all tokens never exist.
 
     Costs one more matrix product of the output layer in backward; its weight gradient is never deferred.
 

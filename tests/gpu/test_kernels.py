@@ -103,7 +103,7 @@ def test_wgrad_writes_fp32_without_a_buffer() -> None:
 
 
 def test_adamw_reads_its_multiplier_without_waiting() -> None:
-    """No synchronisation of the host with the device in a step."""
+    """No synchronization of the host with the device in a step."""
     ops = resolve("auto", "cuda", torch.bfloat16)
     state = [torch.ones(4096, device="cuda") for _ in range(4)]
     multiplier = torch.tensor(0.5, device="cuda")

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megalite.ops.triton.support import FUSE, register, rows_of
 
-_BLOCK = 1024  # columns a program: 8 elements a thread at 4 warps
+_BLOCK = 1024  # columns per program: 8 elements per thread with 4 warps
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """-> (activation(x), its derivative); KIND 0 SiLU, 1 GELU (erf), 2 GELU (tanh)."""
+    """Return (activation(x), its derivative); KIND 0 SiLU, 1 GELU (erf), 2 GELU (tanh)."""
     if KIND == 0:
         sigmoid = 1.0 / (1.0 + tl.exp(-x))
         value = x * sigmoid

@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm with optional residual addition, forward and backward. Contracts: ops/rmsnorm.py, layernorm.py.
 
-Forward: one program a row, one read of its inputs. Backward: a few programs per multiprocessor walk over the rows, keep
-their share of dweight (and dbias) in registers, and a second stage adds the shares: no atomics. A row too wide for
-that is cut into chunks, a program each.
+Forward: one program per row, which reads its inputs once. Backward: a few programs per multiprocessor walk over the
+rows and keep their share of dweight (and dbias) in registers; a second stage adds the shares: no atomics. Rows that are
+too wide for that are cut into chunks, one program per chunk.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megalite.ops.triton.support import FUSE, num_multiprocessors, register, row_launch, rows_of
 
-# Columns that one program of backward takes: with 16384 it spills, 1024 threads having 64 registers each.
+# Columns per program in backward: 16384 would spill, because 1024 threads have 64 registers each.
 BACKWARD_WIDTH = 8192
 
 
 def backward_launch(width: int) -> tuple[int, int, int]:
-    """(CHUNKS, BLOCK, num_warps) of backward."""
+    """Return (CHUNKS, BLOCK, num_warps) of backward."""
     block, warps = row_launch(min(width, BACKWARD_WIDTH))
     return triton.cdiv(width, block), block, warps
 
@@ -36,7 +36,7 @@ def norm_forward_kernel(
     x = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
     if RESIDUAL:
         x += tl.load(residual_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        # Normalise what is stored: backward sees the rounded sum.
+        # Normalize what is stored: backward sees the rounded sum.
         rounded = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + start + columns, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -57,7 +57,7 @@ def _other_sums(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width,
     RMS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """-> (sum of dy weight normed, sum of dy weight) over the chunks of the row that other programs hold."""
+    """Return (sum of dy weight normed, sum of dy weight) over the chunks of the row that other programs hold."""
     start = tl.cast(row, tl.int64) * width
     projection, shift = 0.0, 0.0
     for step in tl.static_range(1, CHUNKS):
@@ -78,7 +78,7 @@ def norm_backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, width,
     RMS: tl.constexpr, RESIDUAL: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The programs of one row are neighbours in the grid: what one of them reads, the others find in the L2 cache.
+    # The programs of a row are adjacent in the grid: what one of them reads, the others find in the L2 cache.
     program = tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     if CHUNKS > 1:
@@ -89,7 +89,7 @@ def norm_backward_kernel(
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
     for row in range(program, rows, tl.num_programs(1)):
         if CHUNKS > 1:
-            # First, while few registers are taken.
+            # First, while few registers are in use.
             other_projection, other_shift = _other_sums(
                 dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width, RMS, CHUNKS, BLOCK
             )
@@ -145,7 +145,7 @@ def _backward(
     rows = rows_of(x)
     dx = torch.empty_like(rows)
     chunks, block, warps = backward_launch(x.shape[-1])
-    # Two programs a multiprocessor hide each other's latency as long as both fit its registers.
+    # Two programs per multiprocessor hide latency as long as both fit into its registers.
     programs = min(len(rows), num_multiprocessors(x.device) * 2 // chunks)
     dweight = rows.new_zeros(max(programs, 1), x.shape[-1], dtype=torch.float32)
     dbias = dweight.new_zeros(dweight.shape if not is_rms else (1, 0))

@@ -1,7 +1,7 @@
 """Rotary embedding: one kernel that reads heads at any stride and writes them at any stride. Contract: ops/rope.py.
 
-In place on the packed q|k of qkv going forward; going backward it reads dq and dk wherever attention left them and
-writes the packed gradient, so that no concatenation is needed.
+In place on the packed q|k of qkv going forward; going backward it reads dq and dk in whatever layout attention left
+them and writes the packed gradient, so that no concatenation is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.ops.triton.support import FUSE, register
 
-_TILE = 2048  # elements of each half a program handles at a time
+_TILE = 2048  # elements of each half per program
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Shared pieces: torch.library registration, launch shapes, and when Triton can run."""
+"""Shared pieces: torch.library registration and launch shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalite.ops import native
 
 # Rows up to this width are kept in the registers of one program; Llama 3 405B has 16384.
 MAX_WIDTH = 16384
-# Contraction of a * b + c is off by default from Triton 3.10 on: said explicitly, it is the same in every version.
+# Contraction of a * b + c is off by default from Triton 3.10 on: set explicitly, it is the same in every version.
 FUSE = {"enable_fp_fusion": True}
 
 
@@ -27,15 +27,15 @@ def register(name: str, implementation: Callable[..., Any]) -> None:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., H] as contiguous rows [N, H]; a copy only if it has to be."""
+    """Return x [..., H] as contiguous rows [N, H], copied only if necessary."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def row_launch(width: int) -> tuple[int, int]:
-    """(BLOCK, num_warps) that hold a row of `width` elements, at most 16 a thread.
+    """Return (BLOCK, num_warps) for a row of `width` elements, at most 16 per thread.
 
     Raises:
-        UserError: the row is too wide for the registers.
+        UserError: the row does not fit into the registers.
     """
     if width > MAX_WIDTH:
         raise UserError(f"hidden size {width}", f"the Triton norms take at most {MAX_WIDTH}", "use --ops rmsnorm=torch")
@@ -45,5 +45,5 @@ def row_launch(width: int) -> tuple[int, int]:
 
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 2 for the interpreter, so that its tests see several programs."""
+    """Return the number of multiprocessors of a GPU; 2 for the interpreter, so that its tests see several programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

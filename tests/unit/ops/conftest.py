@@ -1,4 +1,4 @@
-"""Which backend `test_backends.py` judges: torch in the ordinary run, others in subprocesses with these variables."""
+"""Which backend `test_backends.py` tests: torch in the ordinary run, others in subprocesses with these variables."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_bad_number_shows_in_its_row_and_in_no_other(ops: Ops, device: str, na
     spoiled = run(x)
     others = [0, 1, 3]
     assert torch.equal(spoiled[others], clean[others])
-    # Silu, gelu and a softmax over -inf have finite values there; everything else must not hide what went in.
+    # Silu, gelu and a softmax over -inf have finite values there; everything else must show the bad number.
     if bad != float("-inf") or name not in ("swiglu", "geglu", "gelu", "cross_entropy"):
         assert not spoiled[2].isfinite().all()
 

@@ -1,4 +1,4 @@
-"""The AOT gate: machine code of every kernel for sm_80, sm_90, sm_100, and what the CUDA library asks of its loader."""
+"""The AOT gate: machine code of every kernel for sm_80, sm_90, sm_100, and the CUDA library's dynamic symbols."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_triton_kernel_has_a_case(aot: ModuleType) -> None:
 
 
 def test_gate_catches_a_triton_kernel_that_spills(aot: ModuleType) -> None:
-    """16384 columns in 4 warps are 128 elements a thread: they cannot stay in registers."""
+    """16384 columns in 4 warps are 128 elements per thread: they cannot stay in registers."""
     import dataclasses
 
     case = next(c for c in aot.triton_cases() if c.name == "add_rmsnorm_backward")
@@ -74,11 +74,11 @@ def test_gate_catches_a_triton_kernel_of_too_many_registers(aot: ModuleType) -> 
 
 
 def test_gate_catches_narrow_loads(aot: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 columns over 128 threads: nobody has 8 neighbours to load at once."""
+    """64 columns over 128 threads: no thread has 8 adjacent elements to load at once."""
     case = next(c for c in aot.triton_cases() if c.name == "glu_silu")
     monkeypatch.setitem(case.constants, "BLOCK", 64)
     lines = aot.breaches(aot.compile_triton(case, 90), case.limit)
-    assert any("128-bit loads, promised" in line for line in lines)
+    assert any("128-bit loads, required" in line for line in lines)
 
 
 def _nvcc() -> str:
@@ -106,16 +106,16 @@ def cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_cuda_kernel_passes_the_gate(aot: ModuleType, cuda_library: Path) -> None:
-    judged = aot.read_cuda(cuda_library)
-    assert {code.arch for code, _ in judged} == {80, 90, 100}
-    assert {code.kernel.split("<")[0].split("(")[0] for code, _ in judged} == {
+    checked = aot.read_cuda(cuda_library)
+    assert {code.arch for code, _ in checked} == {80, 90, 100}
+    assert {code.kernel.split("<")[0].split("(")[0] for code, _ in checked} == {
         "adamw_kernel",
         "direction_kernel",
         "apply_kernel",
         "sum_squares_kernel",
         "finish_kernel",
     }
-    assert [line for code, limit in judged for line in aot.breaches(code, limit)] == []
+    assert [line for code, limit in checked for line in aot.breaches(code, limit)] == []
 
 
 _SPOILER = """
@@ -138,7 +138,7 @@ def test_gate_catches_a_cuda_kernel_that_spills(aot: ModuleType, tmp_path: Path)
 
 
 def test_cuda_library_names_the_libraries_its_symbols_come_from(cuda_library: Path) -> None:
-    """Built against CPU torch too, it must ask for libtorch_cuda.so: three of its symbols live only there."""
+    """Built against CPU torch too, it must link to libtorch_cuda.so: three of its symbols live only there."""
     if shutil.which("readelf") is None or shutil.which("nm") is None:
         pytest.skip("no binutils")
     dynamic = subprocess.run(["readelf", "-d", cuda_library], check=True, capture_output=True, text=True).stdout
@@ -154,9 +154,9 @@ def test_cuda_library_names_the_libraries_its_symbols_come_from(cuda_library: Pa
     torchs = {name for name in undefined if re.match(r"aoti_|torch_", name)}
     cuda_only = {"aoti_torch_get_current_cuda_stream", "torch_c10_cuda_check_msg", "torch_c10_cuda_free_error_msg"}
     assert cuda_only <= torchs
-    # Nothing of torch's or Python's C++ ABI: those are promised to nobody.
+    # Nothing of torch's or Python's C++ ABI: those are not stable.
     assert not [name for name in undefined if re.match(r"_ZN?K?(2at|3c10|5torch)|_?Py", name)]
-    # The rest must be in the CPU libraries of this very torch, and each that gives a symbol must be named.
+    # The rest must be in the CPU libraries of this very torch, and each that provides a symbol must be named.
     torch_lib = Path(importlib.util.find_spec("torch").origin).parent / "lib"  # type: ignore[union-attr, arg-type]
     missing = torchs - cuda_only
     for library in ("libtorch_cpu.so", "libc10.so"):

@@ -1,4 +1,4 @@
-"""The C++ and Triton backends through the same contract file, each in its own process; setup.py's behaviour."""
+"""The C++ and Triton backends through the same contract file, each in its own process; setup.py's behavior."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_triton_keeps_the_contract_under_its_interpreter() -> None:
     assert int(re.search(r"(\d+) passed", line)[1]) >= 65  # type: ignore[index]
 
 
-def test_install_without_a_compiler_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_install_without_a_compiler_continues_with_a_warning(tmp_path: Path) -> None:
     done = build(tmp_path, MEGALITE_CUDA="0", CXX="/nonexistent/g++")
     assert done.returncode == 0, done.stderr
     for library in ("ops._native_cpu", "data._blend"):
@@ -150,7 +150,7 @@ def test_install_without_a_compiler_goes_on_and_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.so*"))
 
 
-def test_install_without_torch_goes_on_and_says_so() -> None:
+def test_install_without_torch_continues_with_a_warning() -> None:
     """What pip's build isolation looks like: torch cannot be found."""
     hide = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '-q', '--version']"
     done = run([sys.executable, "-c", f"{hide}; runpy.run_path('setup.py')"])
@@ -162,13 +162,13 @@ def test_install_without_torch_goes_on_and_says_so() -> None:
     ("value", "message"),
     [("1", "MEGALITE_CUDA=1: needs nvcc"), ("yes", "MEGALITE_CUDA=yes: must be auto, 0 or 1")],
 )
-def test_cuda_asked_for_and_missing_is_an_error(tmp_path: Path, value: str, message: str) -> None:
+def test_cuda_requested_and_missing_is_an_error(tmp_path: Path, value: str, message: str) -> None:
     done = build(tmp_path, MEGALITE_CUDA=value, CUDA_HOME="/nonexistent")
     assert done.returncode == 1
     assert message in done.stderr
 
 
-def test_missing_nvcc_is_said_and_no_error(tmp_path: Path) -> None:
+def test_missing_nvcc_is_a_warning(tmp_path: Path) -> None:
     done = build(tmp_path, MEGALITE_CUDA="auto", CUDA_HOME="/nonexistent", CXX="/nonexistent/g++")
     assert done.returncode == 0, done.stderr
     assert "CUDA kernels skipped: no nvcc" in done.stderr

@@ -107,8 +107,8 @@ def test_second_derivatives_are_refused_not_wrong(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("spec", ["torch", "auto"])
-def test_rope_in_place_is_told_to_autograd(spec: str) -> None:
-    """Who kept the values for a backward pass must not be given the rotated ones."""
+def test_autograd_knows_that_rope_writes_in_place(spec: str) -> None:
+    """A backward pass that saved the values must not get the rotated ones."""
     ops = resolve(spec, "cpu", torch.float32)
     qkv = torch.randn(3, 1, 4, 8, requires_grad=True) * 1.0
     squares = qkv.square()

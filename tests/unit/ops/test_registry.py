@@ -38,7 +38,7 @@ def test_named_backend_that_cannot_run_is_an_error_with_its_reason() -> None:
         choose(_op(cuda="no card", torch=None), "cuda", CPU, torch.float32, "op=cuda")
 
 
-def test_default_backend_that_an_op_lacks_leaves_it_automatic_and_says_so() -> None:
+def test_default_backend_that_an_op_lacks_leaves_it_automatic_with_a_reason() -> None:
     choice, _ = choose(_op(torch=None), "triton", CPU, torch.float32, "triton")
     assert choice.backend == "torch"
     assert choice.reason == "this op has no triton backend"
@@ -96,11 +96,11 @@ def test_listing_shows_every_op_with_choice_and_reasons() -> None:
     done = _listing("--device", "cpu", "--ops", "torch")
     assert done.returncode == 0, done.stderr
     for name in OPS:
-        assert f"\n{name:14} torch    asked for" in done.stdout
+        assert f"\n{name:14} torch    requested" in done.stdout
     assert "cuda: for CUDA tensors, not cpu" in done.stdout
 
 
-def test_listing_of_something_missing_is_one_error_line_and_exit_2() -> None:
+def test_listing_of_a_missing_backend_is_one_error_line_and_exit_2() -> None:
     done = _listing("--device", "cpu", "--ops", "adamw=cuda")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --ops adamw=cuda")
