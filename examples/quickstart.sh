@@ -26,7 +26,7 @@ mkdir -p "$out" || fail "--out $out: must be a folder this user can write; choos
 
 if [ ${#input[@]} -eq 0 ]; then
     say "collecting text: this Python's standard library and its documentation topics"
-    "$PYTHON" -m megalite.data.corpus --out "$out/text.jsonl" --max-mb 6
+    "$PYTHON" examples/corpus.py --out "$out/text.jsonl" --max-mb 6
     input=("$out/text.jsonl")
 fi
 say "training a tokenizer of 4,096 pieces on it"

@@ -1,8 +1,8 @@
 """Command line of a run: flat flags from the fields of `Config`, presets, YAML files, and Megatron-LM's spellings.
 
 Order, later wins: defaults < options of the family (`--arch`) < `--preset` < `--config FILE` (repeatable) < flags.
-Every layer is brought to one form, {option: `Given`}; the layers are merged; tyro turns the strings into typed values;
-`Config` checks them. A mistake is a `UserError`: what was given, the rule, what to change.
+Each of these is a layer {option: `Given`} of typed values; the layers are merged, and `Config` checks the result.
+A mistake is a `UserError`: what was given, the rule, what to change.
 """
 
 from __future__ import annotations
@@ -10,31 +10,18 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
 
-from megalite.config import megatron as aliases
-from megalite.config.model import ModelConfig, RopeScaling
-from megalite.config.options import (
-    GROUP_OF,
-    GROUPS,
-    TYPES,
-    Given,
-    Layer,
-    StrictLoader,
-    Values,
-    kind_of,
-    rule_of,
-    suggest,
-    typed_values,
-)
+from megalite.config import megatron
+from megalite.config.model import ModelConfig
+from megalite.config.options import GROUP_OF, GROUPS, TYPES, StrictLoader, read_value, suggest
 from megalite.config.run import Config
 from megalite.errors import UserError
 from megalite.families import FAMILIES, PRESETS
@@ -54,13 +41,27 @@ class Start:
     """Print layout, parameters and memory of each rank and exit."""
 
 
-@dataclass(frozen=True)
-class Parsed:
+class Parsed(NamedTuple):
     """A checked configuration, and whether to show it (`print_config`) or what it would do (`dry_run`) instead."""
 
     config: Config
-    print_config: bool = False
-    dry_run: bool = False
+    print_config: bool
+    dry_run: bool
+
+
+class Given(NamedTuple):
+    """The value of an option, and the words to quote in an error."""
+
+    value: Any
+    written: str
+
+    @property
+    def source(self) -> str:
+        """The flag it was given with; `--x` and `--no-x` are one."""
+        return self.written.split(" ")[0].replace("--no-", "--")
+
+
+Layer = dict[str, Given]
 
 
 def parse(
@@ -84,25 +85,24 @@ def parse(
     if "-h" in tokens or "--help" in tokens:
         print(_help(prog))
         raise SystemExit(0)
-    start, flags, computed = _read_flags(tokens)
+    flags, computed = _read_flags(tokens)
+    start = Start(**{name: flags.pop(name).value for name in _START if name in flags})
     layers = [_preset_layer(start.preset), *(_yaml_layer(Path(path)) for path in start.config), flags]
-    merged = _merge(layers)
-    if read_model is not None and "init_from_hf" in merged:
+    if read_model is not None and "init_from_hf" in (merged := _merge(layers)):
         layers.insert(0, _folder_layer(merged["init_from_hf"], read_model))
-    merged = _merge([_family_layer(layers), *layers])
-    for flag, compute in aliases.COMPUTED.items():
+    layers.insert(0, _family_layer(layers))
+    for flag, (name, kind, compute) in megatron.COMPUTED.items():
         if flag in computed:
-            values, written = computed[flag]
-            options = compute(written, values[0], typed_values(merged))
-            _add(flags, {name: (value,) for name, value in options.items()}, written)
-            merged = _merge([merged, flags])
-    typed = typed_values(merged)
-    groups = {group: cls(**{f.name: typed[f.name] for f in dataclasses.fields(cls)}) for group, cls in GROUPS.items()}
+            word, written = computed[flag]
+            value = compute(f"--{_dashed(name)}", written, read_value(kind, word, written), _values(layers))
+            _add(flags, name, value, written)
+    values = _values(layers)
+    groups = {group: cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for group, cls in GROUPS.items()}
     return Parsed(Config(**groups), start.print_config, start.dry_run)
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration by group; `--config` reads it back to an equal `Config`."""
+    """Write the whole configuration by group; `--config` reads it back to an equal `Config`."""
     tree = dataclasses.asdict(config)
     for options in tree.values():
         options.update({name: list(value) for name, value in options.items() if isinstance(value, tuple)})
@@ -116,22 +116,32 @@ def _merge(layers: Iterable[Layer]) -> Layer:
     return {name: given for layer in layers for name, given in layer.items()}
 
 
+def _values(layers: Iterable[Layer]) -> dict[str, Any]:
+    """All options; those that no layer gives at their defaults."""
+    defaults = {f.name: f.default for cls in GROUPS.values() for f in dataclasses.fields(cls)}
+    return defaults | {name: given.value for name, given in _merge(layers).items()}
+
+
+def _layer(options: Mapping[str, Any], written: str) -> Layer:
+    return {name: Given(read_value(TYPES[name], value, written), written) for name, value in options.items()}
+
+
 def _family_layer(layers: Iterable[Layer]) -> Layer:
     """Options of the family that the layers name. They must agree: a preset or file fits only its own family."""
     named = [layer["arch"] for layer in layers if "arch" in layer]
     if not named:
         return {}
-    for other in named[:-1]:
-        if other.values != named[-1].values:
+    *others, (arch, written) = named
+    for other in others:
+        if other.value != arch:
             raise UserError(
-                named[-1].written,
-                f"{other.written} is of the family {other.values[0]}",
+                written,
+                f"{other.written} is of the family {other.value}",
                 "drop one of the two (single options of a preset or file are overridden by their own flags)",
             )
-    arch = named[-1].values[0]
     if arch not in FAMILIES:
-        raise UserError(named[-1].written, f"must be one of {', '.join(FAMILIES)}", suggest(arch, FAMILIES))
-    return {name: _given(name, value, f"--arch {arch}") for name, value in FAMILIES[arch].options.items()}
+        raise UserError(written, f"must be one of {', '.join(FAMILIES)}", suggest(arch, FAMILIES))
+    return _layer(FAMILIES[arch].options, f"--arch {arch}")
 
 
 def _preset_layer(preset: str | None) -> Layer:
@@ -139,14 +149,14 @@ def _preset_layer(preset: str | None) -> Layer:
         return {}
     if preset not in PRESETS:
         raise UserError(f"--preset {preset}", f"must be one of {', '.join(PRESETS)}", suggest(preset, PRESETS))
-    return {name: _given(name, value, f"--preset {preset}") for name, value in PRESETS[preset].items()}
+    return _layer(PRESETS[preset], f"--preset {preset}")
 
 
 def _folder_layer(folder: Given, read_model: Callable[[str], ModelConfig]) -> Layer:
-    """What a Hugging Face folder says of its model; how long samples are is the run's to say."""
-    options = dataclasses.asdict(read_model(folder.values[0]))
+    """Options of the model in a Hugging Face folder, without those that belong to a run."""
     of_run = ("seq_len", "hidden_dropout", "attention_dropout", "init_std")
-    return {name: _given(name, value, folder.written) for name, value in options.items() if name not in of_run}
+    options = vars(read_model(folder.value))
+    return {name: Given(value, folder.written) for name, value in options.items() if name not in of_run}
 
 
 def _yaml_layer(path: Path) -> Layer:
@@ -164,7 +174,7 @@ def _yaml_layer(path: Path) -> Layer:
         for name, value in _mapping(options, f"{path}: {group}").items():
             if GROUP_OF.get(name) != group:
                 raise UserError(f"{path}: {group}.{name}", f"is not an option of {group}", _where_is(name))
-            layer[name] = _given(name, value, f"{path}:{group}.{name} {value}")
+            layer |= _layer({name: value}, f"{path}:{group}.{name} {value}")
     return layer
 
 
@@ -175,8 +185,8 @@ def _mapping(tree: Any, where: str) -> dict[Any, Any]:
 
 
 def _where_is(name: Any) -> str:
-    flag = str(name).replace("_", "-")
-    ours = aliases.RENAMED.get(flag, name)
+    flag = _dashed(str(name))
+    ours = megatron.RENAMED.get(flag, name)
     if ours in GROUP_OF:
         return f"write {ours} under {GROUP_OF[ours]}"
     if ours in _START:
@@ -184,131 +194,92 @@ def _where_is(name: Any) -> str:
     return suggest(str(name), [*GROUPS, *GROUP_OF])
 
 
-def _given(name: str, value: Any, written: str) -> Given:
-    """A Python value (of a family, a preset or YAML) as it would be typed after its flag."""
-    kind = kind_of(name)
-    fits = {
-        bool: kind is bool,
-        list: get_origin(kind) is tuple,
-        dict: kind is RopeScaling,
-        type(None): type(None) in get_args(TYPES[name]),
-    }
-    if not fits.get(type(value), kind is not bool):
-        raise UserError(written, rule_of(name), f"correct the value of {name}")
-    if isinstance(value, list):
-        return Given(tuple(str(item) for item in value), written)
-    return Given((json.dumps(value) if isinstance(value, dict) else str(value),), written)
-
-
 # ----------------------------------------------------------------------------------------------------------- flags
 
-_START = {f.name: f for f in dataclasses.fields(Start)}
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
-def _read_flags(tokens: list[str]) -> tuple[Start, Layer, dict[str, Given]]:
-    """Command line -> (start options, options, flags whose meaning must be computed from other options)."""
-    start: dict[str, Any] = {}
+_START = get_type_hints(Start)
+_HINTS = {**_START, **TYPES}
+_VALUED = {_dashed(name): name for name, hint in _HINTS.items() if hint is not bool} | megatron.RENAMED
+_SWITCHES = {
+    **{_dashed(name): {name: True} for name, hint in _HINTS.items() if hint is bool},
+    **{f"no-{_dashed(name)}": {name: False} for name, hint in TYPES.items() if hint is bool},
+    **megatron.SWITCHES,
+}
+
+
+def _read_flags(tokens: Iterable[str]) -> tuple[Layer, dict[str, Given]]:
+    """Command line -> (options, flags whose meaning must be computed from other options)."""
+    given = _split(tokens)
+    # Reported together, so that a Megatron-LM script does not take one try per flag.
+    known = {*_VALUED, *_SWITCHES, *megatron.COMPUTED}
+    if unknown := list(dict.fromkeys(flag for flag, _ in given if flag not in known)):
+        rule, remedy = _unknown_flag(unknown[0], known)
+        others = ", ".join(f"--{flag}" for flag in unknown[1:])
+        raise UserError(f"--{unknown[0]}", rule, remedy + (f" (no such flags either: {others})" if others else ""))
     flags: Layer = {}
     computed: dict[str, Given] = {}
-    problems: list[tuple[str, str, str]] = []
-    for flag, given in _split(tokens):
-        name = flag.replace("-", "_")
-        if name in ("print_config", "dry_run"):
-            _need(given, 0)
-            start[name] = True
-        elif name == "preset":
-            start[name] = _need(given, 1)[0]
-        elif name == "config":
-            start[name] = (*start.get(name, ()), *_need(given, 1))
-        elif flag in aliases.COMPUTED:
-            _need(given, 1)
-            computed[flag] = given
-        elif (options := _meaning(flag, given)) is not None:
-            _add(flags, options, given.written)
+    for flag, words in given:
+        written = " ".join([f"--{flag}", *words])
+        if flag in _SWITCHES:
+            if words:
+                raise UserError(written, "takes no value", f"write --{flag} alone, or leave it out")
+            for name, value in _SWITCHES[flag].items():
+                _add(flags, name, read_value(_HINTS[name], value, written), written)
+            continue
+        option = _VALUED.get(flag)
+        is_list = get_origin(TYPES.get(option or "")) is tuple
+        if not words or len(words) > 1 and not is_list:
+            rule = "takes one or more values" if is_list else "takes one value"
+            raise UserError(written, rule, "give one, or see --help")
+        if option is None:
+            computed[flag] = Given(words[0], written)
         else:
-            problems.append((flag, *_no_such_flag(flag)))
-    if problems:
-        # Told together: a Megatron-LM script that is moved here would else take a try for each of its flags.
-        flag, rule, remedy = problems[0]
-        others = ", ".join(dict.fromkeys(f"--{other}" for other, _, _ in problems if other != flag))
-        raise UserError(f"--{flag}", rule, remedy + (f" (no such flags either: {others})" if others else ""))
-    return Start(**start), flags, computed
+            spelled = [megatron.VALUES.get(option, {}).get(word, word) for word in words]
+            _add(flags, option, read_value(_HINTS[option], spelled if is_list else spelled[0], written), written)
+    return flags, computed
 
 
-def _split(tokens: Iterable[str]) -> list[tuple[str, Given]]:
-    """["--lr=1", "--data", "0.7", "A"] -> flags without dashes, with the values that follow each."""
+def _split(tokens: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """["--lr=1", "--data", "0.7", "A"] -> flags without dashes, with the words that follow each."""
     found: list[tuple[str, list[str]]] = []
     for token in tokens:
         if token.startswith("--"):
             flag, equals, value = token[2:].partition("=")
-            found.append((flag.replace("_", "-"), [value] if equals else []))
+            found.append((_dashed(flag), [value] if equals else []))
         elif token[:1] == "-" and token[1:2].isalpha():
             raise UserError(token, "is not a flag", f"flags have two dashes: -{token}")
         elif not found:
             raise UserError(token, "is not a flag", "options are given as --name value; see --help")
         else:
             found[-1][1].append(token)
-    return [(flag, Given(tuple(values), " ".join([f"--{flag}", *values]))) for flag, values in found]
+    return found
 
 
-def _meaning(flag: str, given: Given) -> dict[str, Values] | None:
-    """What a flag, ours or theirs, says in our options; None if there is no such flag."""
-    if flag in aliases.SWITCHES:
-        _need(given, 0)
-        return {name: (value,) for name, value in aliases.SWITCHES[flag].items()}
-    name = aliases.RENAMED.get(flag, flag.replace("-", "_"))
-    if name in TYPES and kind_of(name) is bool:
-        _need(given, 0)
-        return {name: ("True",)}
-    if name in TYPES:
-        _need(given, None if get_origin(kind_of(name)) is tuple else 1)
-        spelled = aliases.VALUES.get(name, {})
-        return {name: tuple(spelled.get(value, value) for value in given.values)}
-    positive = flag.removeprefix("no-").replace("-", "_")
-    if flag.startswith("no-") and positive in TYPES and kind_of(positive) is bool:
-        _need(given, 0)
-        return {positive: ("False",)}
-    return None
+def _add(flags: Layer, name: str, value: Any, written: str) -> None:
+    """Add an option. A repeated flag overrides the earlier one, a list continues; flags that disagree are an error."""
+    given, before = Given(value, written), flags.get(name)
+    if before is not None and before.source == given.source:
+        if isinstance(value, tuple):
+            given = Given(before.value + value, f"{before.written} {' '.join(map(str, value))}")
+    elif before is not None and megatron.REFINES.get(before.source) == given.source:
+        given = before
+    elif before is not None and megatron.REFINES.get(given.source) != before.source and before.value != value:
+        raise UserError(written, f"{before.written} says otherwise", "keep one of the two")
+    flags[name] = given
 
 
-def _add(flags: Layer, options: Mapping[str, Values], written: str) -> None:
-    """Add what one flag says. Repeated it overrides itself (--data goes on); two flags that disagree are an error."""
-    for name, values in options.items():
-        given, before = Given(values, written), flags.get(name)
-        if before is not None and before.source == given.source:
-            if get_origin(kind_of(name)) is tuple:
-                given = Given(before.values + values, f"{before.written} {' '.join(values)}")
-        elif before is not None and aliases.REFINES.get(before.source) == given.source:
-            given = before
-        elif before is not None and aliases.REFINES.get(given.source) != before.source and before.values != values:
-            raise UserError(written, f"{before.written} says otherwise", "keep one of the two")
-        flags[name] = given
-
-
-def _need(given: Given, count: int | None) -> Values:
-    """The values of a flag that takes `count` of them (None: one or more)."""
-    if count == 0 and given.values:
-        raise UserError(given.written, "takes no value", f"write {given.written.split(' ')[0]} alone, or leave it out")
-    if len(given.values) != count and not (count is None and given.values):
-        rule = "takes one value" if count else "takes one or more values"
-        raise UserError(given.written, rule, "give it" if not given.values else "give one, or see --help")
-    return given.values
-
-
-def _no_such_flag(flag: str) -> tuple[str, str]:
-    prefixed = [refusal for prefix, refusal in aliases.REFUSED_PREFIXES.items() if flag.startswith(prefix)]
-    for why, instead in [aliases.REFUSED[flag]] if flag in aliases.REFUSED else prefixed:
-        return f"is not an option here: {why}", instead
-    switches = {f"no-{name}" for name in TYPES if kind_of(name) is bool}
-    known = {*TYPES, *_START, *switches, *aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED}
-    # Another word for an option is often in its text.
-    told = [
-        f"--{field.name.replace('_', '-')}"
-        for cls in GROUPS.values()
-        for field, text in zip(dataclasses.fields(cls), _texts(cls), strict=True)
-        if flag.replace("-", " ") in text.lower() or field.name.startswith(f"{flag.replace('-', '_')}_")
-    ]
-    by_letters = suggest(flag, {name.replace("_", "-") for name in known}, "--")
+def _unknown_flag(flag: str, known: Iterable[str]) -> tuple[str, str]:
+    """Rule and remedy: refused by name, a similar word, or an option whose help text has the word."""
+    if refusal := megatron.refusal(flag, known):
+        return f"is not an option here: {refusal[0]}", refusal[1]
+    by_letters = suggest(flag, known, "--")
+    texts = {name: text for cls in GROUPS.values() for name, text in _texts(cls).items()}
+    in_words, start = flag.replace("-", " "), f"{flag.replace('-', '_')}_"
+    told = [f"--{_dashed(n)}" for n, text in texts.items() if in_words in text.lower() or n.startswith(start)]
     if told and not by_letters.startswith("did you mean"):
         return "is an unknown flag", f"did you mean {' or '.join(told[:3])}?"
     return "is an unknown flag", by_letters
@@ -329,26 +300,27 @@ def _help(prog: str) -> str:
     ]
     for group, cls in {"start": Start, **GROUPS}.items():
         lines += ["", f"{group}: {inspect.getdoc(cls)}"]
-        lines += [_help_line(field, text) for field, text in zip(dataclasses.fields(cls), _texts(cls), strict=True)]
+        lines += [_help_line(field, _texts(cls)[field.name]) for field in dataclasses.fields(cls)]
     return "\n".join(lines)
 
 
 def _help_line(field: dataclasses.Field[Any], text: str) -> str:
-    hint = get_type_hints(Start).get(field.name) or kind_of(field.name)
-    flag, metavar = field.name.replace("_", "-"), {int: " INT", float: " NUMBER", bool: ""}.get(hint, " NAME")
-    choices = f" {'|'.join(str(choice) for choice in get_args(hint))}" if get_origin(hint) is Literal else ""
-    switch = "[no-]" if hint is bool and field.name not in _START else ""
-    shown = ("on" if field.default else "off") if hint is bool else field.default
+    hint = _HINTS[field.name]
+    kind = get_args(hint)[0] if type(None) in get_args(hint) else hint
+    metavar = {int: " INT", float: " NUMBER", bool: ""}.get(kind, " NAME")
+    choices = f" {'|'.join(str(choice) for choice in get_args(kind))}" if get_origin(kind) is Literal else ""
+    switch = "[no-]" if kind is bool and field.name not in _START else ""
+    shown = ("on" if field.default else "off") if kind is bool else field.default
     default = "" if field.default in (None, ()) or field.name in _START else f" [{shown}]"
-    return f"  {f'--{switch}{flag}{metavar}':<34} {text}{choices}{default}"
+    return f"  {f'--{switch}{_dashed(field.name)}{metavar}':<34} {text}{choices}{default}"
 
 
-def _texts(cls: type) -> list[str]:
-    """The string under each field of a dataclass, in order."""
+def _texts(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, read from the source: Python does not keep it."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    return [
-        str(under.value.value)
+    return {
+        ast.unparse(field.target): str(under.value.value)
         for field, under in zip(tree.body, tree.body[1:])
         if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
-    ]
+    }

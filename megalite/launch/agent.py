@@ -187,7 +187,7 @@ def main() -> int:
         signal.signal(signum, signal.SIG_IGN)
     try:
         agent = Agent(sys.argv[1:])
-    except OSError as e:
+    except (OSError, AttributeError) as e:  # AttributeError: no prctl, so not Linux
         say(f"cannot start {sys.argv[1]}: {e}")
         return 127
     return agent.run()

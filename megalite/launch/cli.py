@@ -11,29 +11,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.errors import UserError
+from megalite.errors import UserError, require
 from megalite.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
-from megalite.launch.commands import LaunchSpec, host_command, launch_environment
-from megalite.launch.emit import BatchJob, batch_size, kubernetes_manifest, slurm_script
-from megalite.launch.hostfile import Host, check_equal_slots, filter_hosts, parse_hostfile
+from megalite.launch.emit import BatchJob, kubernetes_manifest, slurm_script
+from megalite.launch.hosts import (
+    Host,
+    LaunchSpec,
+    check_equal_slots,
+    filter_hosts,
+    host_command,
+    launch_environment,
+    parse_hostfile,
+)
 from megalite.launch.preflight import PROBE_TIMEOUT_S, require_green, run_preflight, wants_cpu
 from megalite.launch.runner import Outcome, Runner
 from megalite.log import logger, setup_logging
 
-# A host whose end nobody saw has stopped by itself after this long (see agent.py).
+# A host whose end was not observed has stopped by itself after this long (see agent.py).
 FENCED_AFTER_S = HEARTBEAT_TIMEOUT_S + TERM_GRACE_S + KILL_GRACE_S
 _USER_ERROR_CODE = 2
-_SSH_ONLY = (
-    "hostfile",
-    "include",
-    "exclude",
-    "master_addr",
-    "master_port",
-    "ssh_config",
-    "log_dir",
-    "preflight_timeout",
-)
-_EMIT_ONLY = ("nodes", "slots", "name", "image", "claim", "time_limit")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 
 _DESCRIPTION = """Start torchrun on every host of a hostfile over ssh and stop all of it together.
@@ -68,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     ssh.add_argument(
         "--preflight-timeout", type=float, metavar="S", help=f"seconds a host may take to answer ({PROBE_TIMEOUT_S:g})"
     )
-    ssh.add_argument("--no-preflight", action="store_true", help="start without asking the hosts first")
+    ssh.add_argument("--no-preflight", action="store_true", help="start without checking the hosts first")
     ssh.add_argument("--print-only", action="store_true", help="print the exact ssh commands, run nothing")
     emit = parser.add_argument_group("for a scheduler")
     emit.add_argument("--emit", choices=("slurm", "k8s"), help="print a batch script or manifest, run nothing")
@@ -81,16 +77,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_SSH_ONLY = "hostfile include exclude master_addr master_port ssh_config log_dir preflight_timeout"
+_EMIT_ONLY = "nodes slots name image claim time_limit"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, then emit, print or run. Raises UserError."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, script = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     args = _parser().parse_args(own)
     setup_logging(rank=0)
-    if not script:
-        raise UserError("no training command", "it follows '--'", "launch.py [flags] -- pretrain_gpt.py [its flags]")
-    if args.max_restarts < 0:
-        raise UserError(f"--max-restarts {args.max_restarts}", "must not be negative", "give 0 or more")
+    usage = "launch.py [flags] -- pretrain_gpt.py [its flags]"
+    require(bool(script), "no training command", "it follows '--'", usage)
+    require(args.max_restarts >= 0, f"--max-restarts {args.max_restarts}", "must not be negative", "use 0 or more")
     env = _parse_env(args.env)
     if args.emit:
         _refuse(args, _SSH_ONLY, f"does not go with --emit {args.emit}")
@@ -105,33 +104,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(shlex.join(host_command(spec, hosts, rank)))
         return 0
     if args.no_preflight:
-        _refuse(args, ("preflight_timeout",), "does not go with --no-preflight")
+        _refuse(args, "preflight_timeout", "does not go with --no-preflight")
         return _run(spec, hosts, args.max_restarts, None)
     patience_s = PROBE_TIMEOUT_S if args.preflight_timeout is None else args.preflight_timeout
-    if not patience_s > 0:
-        raise UserError(f"--preflight-timeout {patience_s:g}", "must be positive", "leave it out for 10 s")
+    require(patience_s > 0, f"--preflight-timeout {patience_s:g}", "must be positive", "remove it for 10 s")
     return _run(spec, hosts, args.max_restarts, patience_s)
 
 
 def _run(spec: LaunchSpec, hosts: Sequence[Host], max_restarts: int, preflight_s: float | None) -> int:
-    """Attempts until one succeeds, is stopped by the user, or none is left. `preflight_s`: seconds a host may take."""
+    """Run attempts until one succeeds or is stopped by the user. `preflight_s`: seconds per host; None: skip it."""
     outcome = _attempt(spec, hosts, preflight_s)
     for restart in range(1, max_restarts + 1):
         if outcome.code == 0 or outcome.asked_to_stop:
             break
         if outcome.culprit is not None and outcome.culprit.code == _USER_ERROR_CODE:
-            logger.error("launch: not restarted: rank %d reports a mistake in what was asked", outcome.culprit.rank)
+            logger.error(f"launch: not restarted: rank {outcome.culprit.rank} reports a user error")
             break
         if outcome.unseen:
-            logger.warning(
-                "launch: waiting %g s until %s must have stopped by itself", FENCED_AFTER_S, ", ".join(outcome.unseen)
-            )
+            names = ", ".join(outcome.unseen)
+            logger.warning(f"launch: waiting {FENCED_AFTER_S:g} s until {names} must have stopped by itself")
             time.sleep(FENCED_AFTER_S)
-        logger.warning("launch: restart %d of %d: all hosts again", restart, max_restarts)
+        logger.warning(f"launch: restart {restart} of {max_restarts}: all hosts again")
         try:
             outcome = _attempt(spec, hosts, preflight_s)
         except UserError as e:
-            logger.error("launch: not restarted: %s", e)
+            logger.error(f"launch: not restarted: {e}")
             break
     return outcome.code
 
@@ -141,7 +138,7 @@ def _attempt(spec: LaunchSpec, hosts: Sequence[Host], preflight_s: float | None)
         hosts, report = run_preflight(spec, hosts, preflight_s)
         require_green(report)
     slots = check_equal_slots(hosts)
-    logger.info("launch: %d hosts x %d ranks, logs in %s on each host", len(hosts), slots, spec.log_dir)
+    logger.info(f"launch: {len(hosts)} hosts x {slots} ranks, logs in {spec.log_dir} on each host")
     commands = [host_command(spec, hosts, rank) for rank in range(len(hosts))]
     return Runner([host.name for host in hosts], commands, spec.log_dir).run()
 
@@ -160,17 +157,16 @@ def _parse_env(given: Sequence[str]) -> dict[str, str]:
     return env
 
 
-def _refuse(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    for name in names:
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}", why, "leave it out")
+def _refuse(args: argparse.Namespace, names: str, why: str) -> None:
+    for name in names.split():
+        require(getattr(args, name) is None, f"--{name.replace('_', '-')}", why, "remove it")
 
 
 def _spec(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str], hosts: Sequence[Host]) -> LaunchSpec:
     here = os.getcwd()
     workdir = args.dir or here
-    if not os.path.isabs(workdir):
-        raise UserError(f"--dir {workdir}", "must be absolute and the same on every host", f"--dir /path/{workdir}")
+    rule = "must be absolute and the same on every host"
+    require(os.path.isabs(workdir), f"--dir {workdir}", rule, f"--dir /path/{workdir}")
     python = args.python or sys.executable
     if "/" in python:
         python = os.path.join(workdir, python)
@@ -191,12 +187,15 @@ def _spec(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str]
 
 
 def _emit(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str]) -> str:
-    nodes, slots = batch_size(args.nodes, args.slots)
+    rule, remedy = "needs --nodes N and --slots RANKS_PER_NODE", "add both: the scheduler picks the hosts"
+    require(args.nodes is not None and args.slots is not None, "--emit", rule, remedy)
+    for flag, value in (("--nodes", args.nodes), ("--slots", args.slots)):
+        require(value >= 1, f"{flag} {value}", "must be at least 1", f"use {flag} 1 or more")
     slurm = args.emit == "slurm"
     job = BatchJob(
         script=script,
-        nodes=nodes,
-        slots=slots,
+        nodes=args.nodes,
+        slots=args.slots,
         name=args.name or "megalite",
         workdir=args.dir or (os.getcwd() if slurm else "/workspace"),
         python=args.python or (sys.executable if slurm else "python"),
@@ -205,9 +204,9 @@ def _emit(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str]
         env=env,
     )
     if slurm:
-        _refuse(args, ("image", "claim"), "goes with --emit k8s only")
+        _refuse(args, "image claim", "goes with --emit k8s only")
         return slurm_script(job, args.time_limit)
-    _refuse(args, ("time_limit",), "goes with --emit slurm only")
-    if args.image is None:
-        raise UserError("--emit k8s", "needs --image", "name an image that holds Python, torch and this checkout")
+    _refuse(args, "time_limit", "goes with --emit slurm only")
+    remedy = "name an image that holds Python, torch and this checkout"
+    require(args.image is not None, "--emit k8s", "needs --image", remedy)
     return kubernetes_manifest(job, args.image, args.claim)

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
-from megalite.launch.commands import SSH_FAILED
 from megalite.launch.failure import FailedRank, RankTail, first_failure, is_explained, parse_report
+from megalite.launch.hosts import SSH_FAILED
 from megalite.log import logger
 
 HEARTBEAT_S = 3.0
@@ -140,7 +140,8 @@ class Runner:
             self._stop_requests += 1
             if self._stop_requests == 1:
                 self.send("SIG TERM\n")
-                logger.warning("launch: %s: ranks save and stop; once more to stop now", signal.Signals(signum).name)
+                name = signal.Signals(signum).name
+                logger.warning(f"launch: {name}: ranks save and stop; once more to stop now")
             else:
                 self.close_inputs()
 
@@ -200,7 +201,7 @@ class Runner:
         if time.monotonic() > self._kill_at:
             for remote in self._remotes:
                 if remote.process.poll() is None:
-                    logger.warning("launch: %s does not end: cutting its connection", remote.name)
+                    logger.warning(f"launch: {remote.name} does not end: cutting its connection")
                     self._unseen.add(remote.name)
                     _kill_session(remote.process)
             self._kill_at = time.monotonic() + CLOSE_TO_KILL_S
@@ -222,7 +223,7 @@ class Runner:
             self._first_code = remote.code
             ended = ": connection lost" if lost else f" ended with exit code {remote.code}"
             then = "its ranks lost a peer: waiting for the other hosts to say why" if wait else "stopping all hosts"
-            logger.error("launch: %s%s; %s", remote.name, ended, then)
+            logger.error(f"launch: {remote.name}{ended}; {then}")
         if wait:
             self._close_at = min(self._close_at, time.monotonic() + REPORT_S)
         else:
@@ -235,17 +236,11 @@ class Runner:
         words = "\n".join(f"    {line}" for line in self._tails[culprit.rank].last_words())
         others = sorted({f.rank for f in self._failed} - {culprit.rank})
         if others:
-            logger.error("launch: ranks %s ended because of it", ", ".join(map(str, others)))
+            logger.error(f"launch: ranks {', '.join(map(str, others))} ended because of it")
+        log = f"{culprit.host}:{self._log_dir}/{culprit.host}/*/attempt_0/{culprit.local_rank}/stderr.log"
         logger.error(
-            "launch: first failure: rank %d on %s, %s (all it wrote: %s:%s/%s/*/attempt_0/%d/stderr.log):\n%s",
-            culprit.rank,
-            culprit.host,
-            culprit.cause(),
-            culprit.host,
-            self._log_dir,
-            culprit.host,
-            culprit.local_rank,
-            words or "    (nothing on its standard error)",
+            f"launch: first failure: rank {culprit.rank} on {culprit.host}, {culprit.cause()} "
+            f"(all it wrote: {log}):\n{words or '    (nothing on its standard error)'}"
         )
 
     def _end_leftovers(self) -> None:

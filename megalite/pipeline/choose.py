@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from megalite.config.run import Config
 from megalite.errors import UserError
-from megalite.pipeline.schedule import SCHEDULES, Schedule, build_schedule, check_schedule, compute_orders
-from megalite.pipeline.simulate import Costs, Simulation, simulate
+from megalite.pipeline.schedule import SCHEDULES, Costs, Schedule, build_schedule, check_schedule, compute_orders
+from megalite.pipeline.simulate import Simulation, simulate
 
 # Two simulated times within this factor count as equal; the one that holds fewer activations is taken.
 _SAME_TIME = 1.002
@@ -104,7 +104,7 @@ def choose_schedule(
         costs: of one op on one chunk (default: all equal, transfers free).
         max_activations: the most chunk activations that any rank may hold at once; None: as many as the classic
             schedule holds (`classic_activations`).
-        mode: how transfers wait for each other, see `events`.
+        mode: how transfers wait for each other, see `simulate`.
         split_backward: whether schedules may defer weight gradients. With full recomputation they should not: from I
             to W a chunk holds all that recomputing it brought back.
 

@@ -1,7 +1,7 @@
 """The order in which each pipeline rank runs its compute operations, one generator per schedule.
 
 Notation: p = pp, v = vp (chunks per rank), m = num_microbatches, r = rank. An order is a list of F (forward),
-B (whole backward), I (input gradient) and W (weight gradient); transfers are added by `lowering`.
+B (whole backward), I (input gradient) and W (weight gradient); transfers are added by `schedule.lower`.
 
 Every schedule takes the forwards and the backwards of one chunk in micro-batch order. So each weight sums its
 micro-batch gradients in the same order under every schedule, and `main_grad` is bitwise equal over all of them.

@@ -1,4 +1,4 @@
-"""When each operation of a pipeline step really ran: `--record-schedule`, read by `measured` and tools/schedule.py."""
+"""When each operation of a pipeline step really ran: `--record-schedule`, read by tools/schedule.py."""
 
 from __future__ import annotations
 

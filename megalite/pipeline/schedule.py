@@ -1,21 +1,31 @@
 """Pipeline schedules as data: which op each rank runs when, sends and receives included.
 
 `build_schedule` checks the request, takes the compute order of each rank from `orders`, and lowers it to programs.
-One executor runs any of them; `validate` proves them, `simulate` times them, `draw` shows them.
+One executor runs any of them; `validate` proves them, `simulate` times them, `tools/schedule.py` draws them.
+
+Lowering puts the transfers into the compute orders by one rule. A planning simulation (orders fixed, transfers
+independent of each other) gives every compute op the key (finish time, dependency level) and every transfer its
+producer's (finish time, level + 1); ties are broken by rank and position. All events are sorted once, and each rank's
+program is the part of that sequence which concerns the rank.
+
+Why it cannot deadlock, even if every transfer is a rendezvous that blocks both ranks: the smallest event not yet done
+is the next one on every rank it concerns. And as both ends of a channel see the same sequence, sends and receives
+match in order, so no tags are needed. The level decides between events at equal times (a cost may be zero, or vanish
+in rounding): a dependent event always has the higher one. The planning costs move transfers only, never compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.errors import UserError
 from megalite.pipeline import orders
-from megalite.pipeline.lowering import lower
 from megalite.pipeline.orders import Op, Orders, Placement
 
-__all__ = ["SCHEDULES", "Op", "Placement", "Schedule", "build_schedule"]
+__all__ = ["SCHEDULES", "Costs", "Op", "Placement", "Schedule", "build_schedule"]
 
 Program = tuple[Op, ...]
 
@@ -36,6 +46,49 @@ class Schedule:
     num_microbatches: int
     placement: Placement
     programs: tuple[Program, ...]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations, in any one unit.
+
+    Attributes:
+        forward, input_grad, weight_grad: of one op on one chunk; a fused backward takes both gradients' time.
+        transfer: of one message.
+        stage_scale: a factor per global stage (embedding, head, uneven layers); None means 1 for all.
+        jitter: each simulated duration is multiplied by a random factor in [1 - jitter, 1 + jitter].
+        seed: of the jitter.
+    """
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    transfer: float = 0.0
+    stage_scale: tuple[float, ...] | None = None
+    jitter: float = 0.0
+    seed: int = 0
+
+    def per_chunk(self, vp: int) -> Costs:
+        """Divide compute costs given for a rank's whole share over its vp chunks; a message stays as long."""
+        return replace(
+            self, forward=self.forward / vp, input_grad=self.input_grad / vp, weight_grad=self.weight_grad / vp
+        )
+
+    def of(self, op: Op) -> float:
+        """Return the duration of an op, without jitter."""
+        if op.peer is not None:
+            return self.transfer
+        if op.kind == "F":
+            time = self.forward
+        elif op.kind == "W":
+            time = self.weight_grad
+        else:
+            time = self.input_grad + (self.weight_grad if op.kind == "B" else 0.0)
+        return time * self.stage_scale[op.stage] if self.stage_scale else time
+
+
+# What lowering plans with; whole numbers keep ties exact.
+_PLAN_COSTS = Costs(transfer=0.3)
 
 
 @dataclass(frozen=True)
@@ -157,3 +210,94 @@ def _check_groups(pp: int, m: int, group: int) -> None:
         "needs pp <= group size <= micro-batches, and a remainder of 0 or at least pp",
         remedy,
     )
+
+
+# A tensor that one stage makes for another: ("F", stage, microbatch) is its output, ("B", ...) its input gradient.
+Product = tuple[str, int, int]
+
+
+def product_of(op: Op, num_stages: int) -> Product | None:
+    """What a compute op makes for another stage, None if nothing."""
+    if op.kind == "F":
+        return ("F", op.stage, op.microbatch) if op.stage < num_stages - 1 else None
+    if op.kind in ("B", "I"):
+        return ("B", op.stage, op.microbatch) if op.stage > 0 else None
+    return None
+
+
+def needed_by(op: Op, num_stages: int) -> Product | None:
+    """What a compute op takes from another stage, None if nothing."""
+    if op.kind == "F":
+        return ("F", op.stage - 1, op.microbatch) if op.stage > 0 else None
+    if op.kind in ("B", "I"):
+        return ("B", op.stage + 1, op.microbatch) if op.stage < num_stages - 1 else None
+    return None
+
+
+def consumer_stage(product: Product) -> int:
+    """The stage that takes a product: the next one for an output, the one before for an input gradient."""
+    kind, stage, _ = product
+    return stage + 1 if kind == "F" else stage - 1
+
+
+def lower(orders: Orders, place: Placement, costs: Costs = _PLAN_COSTS) -> tuple[Program, ...]:
+    """The program of each rank: its order with the transfers put in.
+
+    Raises:
+        ValueError: the orders wait for each other in a circle.
+    """
+    num_stages = place.num_stages
+    events: list[tuple[tuple[float, int, int, int, int], int, Op]] = []  # (key, rank, op)
+    for rank, position, op, finish, level in _plan(orders, place, costs):
+        events.append(((finish, level, 0, rank, position), rank, op))
+        product = product_of(op, num_stages)
+        if product is None:
+            continue
+        kind, stage, mb = product
+        consumer = consumer_stage(product)
+        peer = place.rank_of(consumer)
+        if peer != rank:
+            key = (finish, level + 1, 1, rank, position)
+            events.append((key, rank, Op("S" + kind, mb, stage, peer)))
+            events.append((key, peer, Op("R" + kind, mb, consumer, rank)))
+    events.sort(key=lambda event: event[0])
+    programs: list[list[Op]] = [[] for _ in orders]
+    for _, rank, op in events:
+        programs[rank].append(op)
+    return tuple(tuple(program) for program in programs)
+
+
+def _plan(orders: Orders, place: Placement, costs: Costs) -> Iterator[tuple[int, int, Op, float, int]]:
+    """(rank, position, op, finish time, dependency level) of every compute op, ranks advanced as far as they can go."""
+    num_stages = place.num_stages
+    arrival: dict[Product, tuple[float, int, int]] = {}  # (finish, level, rank) of the producer
+    position = [0] * len(orders)
+    clock = [(0.0, 0)] * len(orders)
+    runnable = deque(range(len(orders)))
+    waiting: dict[Product, int] = {}
+    while runnable:
+        rank = runnable.popleft()
+        while position[rank] < len(orders[rank]):
+            op = orders[rank][position[rank]]
+            start, level = clock[rank]
+            needed = needed_by(op, num_stages)
+            if needed is not None:
+                if needed not in arrival:
+                    waiting[needed] = rank
+                    break
+                made, made_level, source = arrival[needed]
+                far = source != rank
+                start = max(start, made + costs.transfer * far)
+                level = max(level, made_level + far)
+            finish, level = start + costs.of(op), level + 1
+            yield rank, position[rank], op, finish, level
+            clock[rank] = finish, level
+            position[rank] += 1
+            product = product_of(op, num_stages)
+            if product is not None:
+                arrival[product] = finish, level, rank
+                if product in waiting:
+                    runnable.append(waiting.pop(product))
+    stuck = [str(orders[rank][i]) for rank, i in enumerate(position) if i < len(orders[rank])]
+    if stuck:
+        raise ValueError(f"the compute orders wait for each other in a circle, stuck at {', '.join(stuck)}")

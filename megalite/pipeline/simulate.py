@@ -1,56 +1,170 @@
-"""What a schedule costs: makespan, bubble, peaks and a trace, by the longest path through its events."""
+"""What a schedule costs: makespan, bubble, peaks and a trace, by the longest path through its events.
+
+Nodes are compute ops and transfers (a send and its receive are one node: gloo and NCCL both meet before they move).
+A compute op follows the one before it on its rank and the transfer that it needs. A transfer follows whatever its two
+ranks compute before they post it. What else a transfer must follow depends on the transport (`MODES`):
+
+==========  ==========================================================================================================
+free        nothing else: tagged and independent messages (gloo)
+dir         a stream per direction (activations, gradients) on each rank; those posted together run together
+blocking    the main thread waits for each transfer
+==========  ==========================================================================================================
+
+free <= dir <= blocking in makespan, and what is acyclic under `blocking` is so under any transport.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise, product
 
-from megalite.pipeline.events import Event, event_graph, topological_order
-from megalite.pipeline.schedule import Program, Schedule
+from megalite.pipeline.orders import Op
+from megalite.pipeline.schedule import Costs, Program, Schedule, needed_by
+
+MODES = ("free", "dir", "blocking")
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Durations, in any one unit.
+class DeadlockError(ValueError):
+    """Events wait for each other in a circle. `cycle` names them, each waiting for the next."""
 
-    Attributes:
-        forward, input_grad, weight_grad: of one op on one chunk; a fused backward takes both gradients' time.
-        transfer: of one message.
-        stage_scale: a factor per global stage (embedding, head, uneven layers); None means 1 for all.
-        jitter: each duration is multiplied by a random factor in [1 - jitter, 1 + jitter].
-        seed: of the jitter.
-    """
+    def __init__(self, mode: str, cycle: list[str]) -> None:
+        self.cycle = cycle
+        super().__init__(f"deadlock under {mode!r}: " + ", which waits for ".join([*cycle, cycle[0]]))
 
-    forward: float = 1.0
-    input_grad: float = 1.0
-    weight_grad: float = 1.0
-    transfer: float = 0.0
-    stage_scale: tuple[float, ...] | None = None
-    jitter: float = 0.0
-    seed: int = 0
 
-    def per_chunk(self, vp: int) -> Costs:
-        """Compute costs given for a rank's whole share, divided over its vp chunks; a message stays as long."""
-        return replace(
-            self, forward=self.forward / vp, input_grad=self.input_grad / vp, weight_grad=self.weight_grad / vp
-        )
+@dataclass
+class Event:
+    """A compute op, or a transfer: then `op` is the send on `rank`, and `peer` receives."""
 
-    def durations(self, nodes: list[Event]) -> list[float]:
-        base = {
-            "F": self.forward,
-            "B": self.input_grad + self.weight_grad,
-            "I": self.input_grad,
-            "W": self.weight_grad,
-        }
-        scale = self.stage_scale
-        result = [
-            base[n.op.kind] * (scale[n.op.stage] if scale else 1.0) if n.peer is None else self.transfer for n in nodes
-        ]
-        if self.jitter:
-            uniform = random.Random(self.seed).uniform
-            result = [d * uniform(1 - self.jitter, 1 + self.jitter) for d in result]
-        return result
+    op: Op
+    rank: int
+    peer: int | None = None
+    start: float = 0.0
+    finish: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.op} on rank {self.rank}"
+
+
+def event_graph(schedule: Schedule, mode: str) -> tuple[list[Event], list[list[int]]]:
+    """Nodes and successor lists of a schedule's events under a mode. Node numbers index the first list."""
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is none of {MODES}")
+    nodes, items = _number_events(schedule)
+    successors: list[list[int]] = [[] for _ in nodes]
+    arrival: dict[tuple[str, int, int], int] = {}  # (direction, producing stage, micro-batch) -> transfer
+    for i, event in enumerate(nodes):
+        if event.peer is not None:
+            arrival[event.op.kind[1], event.op.stage, event.op.microbatch] = i
+    num_stages = schedule.placement.num_stages
+    for rank, numbered in enumerate(items):
+        last_compute: int | None = None
+        for op, i in numbered:
+            if last_compute is not None:
+                successors[last_compute].append(i)
+            if op.is_compute:
+                needed = needed_by(op, num_stages)
+                if needed is not None and schedule.placement.rank_of(needed[1]) != rank:
+                    if needed not in arrival:
+                        raise ValueError(f"rank {rank}: nothing is sent for {op}")
+                    successors[arrival[needed]].append(i)
+                last_compute = i
+        for i, j in _transport_edges(numbered, mode):
+            successors[i].append(j)
+    return nodes, successors
+
+
+Numbered = list[tuple[Op, int]]
+
+
+def _number_events(schedule: Schedule) -> tuple[list[Event], list[Numbered]]:
+    """One node per compute op and per matched send and receive; per rank, its ops with their node numbers."""
+    nodes: list[Event] = []
+    items: list[Numbered] = []
+    one_sided: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank, program in enumerate(schedule.programs):
+        numbered: Numbered = []
+        for op in program:
+            node = len(nodes)
+            if op.peer is None:
+                nodes.append(Event(op, rank))
+            else:
+                side, direction = op.kind[0], op.kind[1]
+                sends = side == "S"
+                producing = op.stage if sends else op.stage + (-1 if direction == "F" else 1)
+                message = (direction, producing, op.microbatch, *((rank, op.peer) if sends else (op.peer, rank)))
+                other = one_sided["R" if sends else "S", message]
+                if other:
+                    node = other.pop()
+                else:
+                    nodes.append(Event(op, rank, op.peer))
+                    one_sided[side, message].append(node)
+                if sends:
+                    nodes[node] = Event(op, rank, op.peer)
+            numbered.append((op, node))
+        items.append(numbered)
+    left = [str(nodes[i]) for rest in one_sided.values() for i in rest]
+    if left:
+        raise ValueError(f"no other side for {', '.join(left)}")
+    return nodes, items
+
+
+def _transport_edges(numbered: Numbered, mode: str) -> Iterable[tuple[int, int]]:
+    """Edges that the transport adds on one rank."""
+    if mode == "dir":
+        for direction in "FB":
+            # Group after group; the transfers of one group run together.
+            for before, after in pairwise(_posted_together(numbered, direction)):
+                yield from product(before, after)
+    elif mode == "blocking":
+        yield from ((i, j) for (op, i), (_, j) in pairwise(numbered) if not op.is_compute)
+
+
+def _posted_together(numbered: Numbered, direction: str) -> list[list[int]]:
+    """Transfers of one direction, in groups with no compute op between them."""
+    groups: list[list[int]] = [[]]
+    for op, i in numbered:
+        if op.is_compute:
+            if groups[-1]:
+                groups.append([])
+        elif op.kind[1] == direction:
+            groups[-1].append(i)
+    return groups
+
+
+def topological_order(nodes: list[Event], successors: list[list[int]], mode: str) -> list[int]:
+    """All nodes, each after those it waits for. Raises DeadlockError with one circle if there is none."""
+    waits = [0] * len(nodes)
+    for targets in successors:
+        for j in targets:
+            waits[j] += 1
+    order = [i for i, n in enumerate(waits) if n == 0]
+    for i in order:
+        for j in successors[i]:
+            waits[j] -= 1
+            if waits[j] == 0:
+                order.append(j)
+    if len(order) < len(nodes):
+        raise DeadlockError(mode, [str(nodes[i]) for i in _find_cycle(successors, set(order))])
+    return order
+
+
+def _find_cycle(successors: list[list[int]], done: set[int]) -> list[int]:
+    """A circle among the nodes not done, each waiting for the next. Each of them waits for another one not done."""
+    waits_for: dict[int, int] = {}
+    for i, targets in enumerate(successors):
+        if i not in done:
+            for j in targets:
+                if j not in done:
+                    waits_for[j] = i
+    path: list[int] = [min(waits_for)]
+    while path[-1] not in path[:-1]:
+        path.append(waits_for[path[-1]])
+    return path[path.index(path[-1]) : -1]
 
 
 @dataclass(frozen=True)
@@ -80,6 +194,30 @@ class Simulation:
     compute: list[Event] = field(repr=False)
     transfers: list[Event] = field(repr=False)
 
+    @classmethod
+    def from_events(cls, schedule: Schedule, mode: str, makespan: float, events: list[Event]) -> Simulation:
+        """Sum up the timed events of one step; those of a rank are in program order."""
+        compute = [e for e in events if e.peer is None]
+        busy = [0.0] * schedule.pp
+        window: list[list[float]] = [[] for _ in range(schedule.pp)]
+        for event in compute:
+            busy[event.rank] += event.finish - event.start
+            window[event.rank] += (event.start, event.finish)
+        peaks = [program_peaks(program) for program in schedule.programs]
+        return cls(
+            schedule=schedule,
+            mode=mode,
+            makespan=makespan,
+            busy=busy,
+            span=[max(times) - min(times) for times in window],
+            peak_activations=[p.activations for p in peaks],
+            peak_pending_w=[p.pending_w for p in peaks],
+            peak_receives=[p.receives for p in peaks],
+            messages=[p.messages for p in peaks],
+            compute=sorted(compute, key=lambda e: e.start),
+            transfers=sorted((e for e in events if e.peer is not None), key=lambda e: e.start),
+        )
+
     @cached_property
     def ideal(self) -> float:
         """Compute time of the busiest rank: no schedule can be faster."""
@@ -102,7 +240,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, mode: str = "free") -> Simulation:
-    """Times one step.
+    """Time one step.
 
     Raises:
         DeadlockError: the programs wait for each other in a circle.
@@ -110,33 +248,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None, mode: str = "free")
     """
     costs = costs or Costs()
     nodes, successors = event_graph(schedule, mode)
-    durations = costs.durations(nodes)
+    durations = [costs.of(n.op) for n in nodes]
+    if costs.jitter:
+        uniform = random.Random(costs.seed).uniform
+        durations = [d * uniform(1 - costs.jitter, 1 + costs.jitter) for d in durations]
     for i in topological_order(nodes, successors, mode):
         event = nodes[i]
         event.finish = finish = event.start + durations[i]
         for j in successors[i]:
             if nodes[j].start < finish:
                 nodes[j].start = finish
-    compute = [e for e in nodes if e.peer is None]
-    busy = [0.0] * schedule.pp
-    window: list[list[float]] = [[] for _ in range(schedule.pp)]
-    for event in compute:
-        busy[event.rank] += event.finish - event.start
-        window[event.rank] += (event.start, event.finish)
-    peaks = [program_peaks(program) for program in schedule.programs]
-    return Simulation(
-        schedule=schedule,
-        mode=mode,
-        makespan=max(e.finish for e in nodes),
-        busy=busy,
-        span=[max(times) - min(times) for times in window],
-        peak_activations=[p.activations for p in peaks],
-        peak_pending_w=[p.pending_w for p in peaks],
-        peak_receives=[p.receives for p in peaks],
-        messages=[p.messages for p in peaks],
-        compute=sorted(compute, key=lambda e: e.start),
-        transfers=sorted((e for e in nodes if e.peer is not None), key=lambda e: e.start),
-    )
+    return Simulation.from_events(schedule, mode, max(e.finish for e in nodes), nodes)
 
 
 @dataclass(frozen=True)

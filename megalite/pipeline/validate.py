@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megalite.pipeline.events import MODES, event_graph, topological_order
-from megalite.pipeline.lowering import consumer_stage, needed_by, product_of
 from megalite.pipeline.orders import COMPUTE_KINDS, TRANSFER_KINDS, Op
-from megalite.pipeline.schedule import Program, Schedule
-from megalite.pipeline.simulate import program_peaks
+from megalite.pipeline.schedule import Program, Schedule, consumer_stage, needed_by, product_of
+from megalite.pipeline.simulate import MODES, event_graph, program_peaks, topological_order
 
 
 class InvalidScheduleError(ValueError):

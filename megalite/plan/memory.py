@@ -25,8 +25,8 @@ from megalite.model.parameters import param_map
 from megalite.model.partition import head_cost, layer_split
 from megalite.ops.choose import parse_spec
 from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes, schedule_of
-from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
-from megalite.pipeline.simulate import Costs, simulate
+from megalite.pipeline.schedule import Costs, Op, Placement, compute_orders, placement_of
+from megalite.pipeline.simulate import simulate
 from megalite.plan.flops import flops_per_token
 from megalite.sharding import Layout, Shard, count_parameters
 

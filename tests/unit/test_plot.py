@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megalite.errors import UserError
-from megalite.train.plot import draw, load_runs, main
+from tools.plot import draw, load_runs, main
 
 TOOL = Path(__file__).parents[2] / "tools" / "plot.py"
 

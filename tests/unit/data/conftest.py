@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.corpus import stdlib_corpus
+from examples.corpus import stdlib_corpus
 from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 

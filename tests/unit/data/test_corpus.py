@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.corpus import stdlib_corpus
+from examples.corpus import stdlib_corpus
 from megalite.errors import UserError
+from tests.ranks import ROOT
 
 
 def test_the_corpus_is_this_pythons_library_and_topics_each_text_once(tmp_path: Path) -> None:
@@ -38,7 +39,7 @@ def test_a_limited_corpus_fills_its_limit_with_whole_texts(tmp_path: Path, max_m
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megalite.data.corpus", "--out", "c.jsonl", "--max-mb", "0.5"]
+    command = [sys.executable, str(ROOT / "examples/corpus.py"), "--out", "c.jsonl", "--max-mb", "0.5"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     manifest = json.loads((tmp_path / "c.jsonl.manifest.json").read_text())

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.diagnose.scaling import efficiencies, main
 from megalite.errors import UserError
 from tests.ranks import ROOT
+from tools.scaling import efficiencies, main
 
 TINY = [
     *["--device", "cpu", "--mock-data", "--seq-len", "32", "--hidden-size", "32", "--num-heads", "4"],

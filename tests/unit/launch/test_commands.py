@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from megalite.errors import UserError
 from megalite.launch import cli
-from megalite.launch.commands import RANK_MARK, LaunchSpec, host_command, launch_environment
-from megalite.launch.hostfile import Host
+from megalite.launch.hosts import RANK_MARK, Host, LaunchSpec, host_command, launch_environment
 
 SHOW = "import json, os, sys; print(json.dumps([os.getcwd(), dict(os.environ), sys.argv[1:]]))"
 # ssh hands the command to a shell as text: no NUL, and no lone surrogates.

@@ -7,19 +7,18 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
+import megalite.host
 from megalite.errors import UserError
-from megalite.launch import preflight, probe
-from megalite.launch.commands import LaunchSpec
-from megalite.launch.hostfile import Host
-from megalite.launch.preflight import Answer, judge, require_green, script_inputs, table, wants_cpu
+from megalite.launch import preflight
+from megalite.launch.hosts import Host, LaunchSpec
+from megalite.launch.preflight import Answer, check_hosts, require_green, script_inputs, table, wants_cpu
 
-PACKAGE = Path(probe.__file__).parents[1]
+PACKAGE = Path(megalite.host.__file__).parent
 
 
 @pytest.fixture
@@ -47,14 +46,18 @@ def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The time given to a host is over when this file appears, however long that takes."""
     made = tmp_path / "mark"
 
-    class OnMark(threading.Timer):
-        def run(self) -> None:
-            while not (made.exists() or self.finished.wait(0.02)):
-                pass
-            if not self.finished.is_set():
-                self.function(*self.args)
+    class UntilMark(subprocess.Popen):
+        def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+            while timeout is not None:
+                try:
+                    return super().communicate(input, 0.05)
+                except subprocess.TimeoutExpired:
+                    input = None  # given once
+                    if made.exists():
+                        raise
+            return super().communicate(input)
 
-    monkeypatch.setattr(threading, "Timer", OnMark)
+    monkeypatch.setattr(subprocess, "Popen", UntilMark)
     return made
 
 
@@ -77,7 +80,7 @@ def test_the_probe_answers(ask: dict) -> None:
     assert facts["data"] == {"corpus": [7, 7], "nothing": None}
     assert facts["dir"] is True
     assert facts["disk"] > 0
-    assert facts["code"] == probe.digest([str(p) for p in PACKAGE.rglob("*.py")], str(PACKAGE))
+    assert facts["code"] == megalite.host.digest([str(p) for p in PACKAGE.rglob("*.py")], str(PACKAGE))
     assert -most <= answer.clock_s <= 0
     assert probe_host(LOCAL, {**ask, "package": "/no"}).facts["code"] is None  # type: ignore[index]
 
@@ -87,7 +90,7 @@ def test_the_probe_runs_where_nothing_is_installed(ask: dict) -> None:
     assert answer.facts is not None, answer.error
     assert answer.facts["python"] is None
     assert answer.facts["master"] is False
-    source = Path(probe.__file__).read_text()
+    source = Path(megalite.host.__file__).read_text()
     bare = [sys.executable, "-I", "-S", "-", "{}"]
     ran = subprocess.run(bare, input=source.split("if __name__")[0], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -107,7 +110,7 @@ def test_a_slow_nvidia_smi_is_a_slow_host(
     tool.write_text(f"#!/bin/sh\ntouch '{mark}'\nsleep 600\n")
     answer = probe_host(LOCAL, ask, timeout_s=5.0)
     assert answer == Answer(None, error="no answer within 5 s", slow=True)
-    report = judge(SPEC, HOSTS[:1], [answer])
+    report = check_hosts(SPEC, HOSTS[:1], [answer])
     assert [(host, wrong) for host, wrong, _ in report.problems] == [("n1", "no answer within 5 s")]
     assert "--preflight-timeout" in report.problems[0][2]
 
@@ -122,19 +125,9 @@ def test_login_noise_silence_and_refusal(ask: dict) -> None:
     assert probe_host(["sh", "-c", "exit 3"], ask) == Answer(None, error="exit code 3", reached=True)
 
 
-def test_a_host_that_hangs_once_python_runs(ask: dict, mark: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the thread that ends it is the last to go on."""
-    told, killpg = threading.Event(), os.killpg
-
-    def kill_and_pause(group: int, number: int) -> None:
-        killpg(group, number)
-        told.wait(60)
-
-    monkeypatch.setattr(os, "killpg", kill_and_pause)
-    hangs = f"echo '{probe.MARKER}1.5'; touch '{mark}'; sleep 600"
-    answer = probe_host(["sh", "-c", hangs], ask)
-    told.set()
-    assert answer == Answer(None, error="no answer within 60 s", slow=True)
+def test_a_host_that_hangs_once_python_runs(ask: dict, mark: Path) -> None:
+    hangs = f"echo '{megalite.host.MARKER}'; touch '{mark}'; sleep 600"
+    assert probe_host(["sh", "-c", hangs], ask) == Answer(None, error="no answer within 60 s", slow=True)
 
 
 FACTS = {
@@ -165,7 +158,7 @@ def answers(changed: dict | None = None, clock_s: float = 0.0, which: int = 1) -
 
 
 def test_all_green() -> None:
-    report = judge(SPEC, HOSTS, answers())
+    report = check_hosts(SPEC, HOSTS, answers())
     assert (report.problems, report.notes) == ([], [])
     lines = table(report.rows).splitlines()
     assert lines[0].split() == list(preflight.COLUMNS)
@@ -197,7 +190,7 @@ def test_all_green() -> None:
     ],
 )
 def test_a_red_cell_names_host_and_cure(changed: dict, wrong: str, cure: str) -> None:
-    report = judge(SPEC, HOSTS, answers(changed))
+    report = check_hosts(SPEC, HOSTS, answers(changed))
     assert [host for host, *_ in report.problems] == ["n2"]
     assert wrong in report.problems[0][1]
     assert cure in report.problems[0][2]
@@ -207,44 +200,44 @@ def test_a_red_cell_names_host_and_cure(changed: dict, wrong: str, cure: str) ->
 
 
 def test_clock_port_and_ssh() -> None:
-    skewed = judge(SPEC, HOSTS, answers(clock_s=-2.5))
+    skewed = check_hosts(SPEC, HOSTS, answers(clock_s=-2.5))
     assert [(h, w) for h, w, _ in skewed.problems] == [("n2", "its clock is -2.5 s off")]
-    assert judge(SPEC, HOSTS, answers(clock_s=1.9)).problems == []
+    assert check_hosts(SPEC, HOSTS, answers(clock_s=1.9)).problems == []
     # The launcher's own clock may be the wrong one: all hosts 60 s off is no skew between them.
-    assert judge(SPEC, HOSTS, [Answer(FACTS, 60.0)] * 3).problems == []
-    busy = judge(SPEC, HOSTS, answers({"port": False}, which=0))
+    assert check_hosts(SPEC, HOSTS, [Answer(FACTS, 60.0)] * 3).problems == []
+    busy = check_hosts(SPEC, HOSTS, answers({"port": False}, which=0))
     assert [(h, w) for h, w, _ in busy.problems] == [("n1", "port 29500 is in use")]
-    gone = judge(SPEC, HOSTS, [Answer(FACTS), Answer(None, error="refused"), Answer(FACTS)])
+    gone = check_hosts(SPEC, HOSTS, [Answer(FACTS), Answer(None, error="refused"), Answer(FACTS)])
     assert gone.problems[0][:2] == ("n2", "ssh: refused")
     assert gone.rows[1] == ["n2", "no !"] + ["-"] * 10
-    old = judge(SPEC, HOSTS, [Answer(FACTS), Answer(None, error="SyntaxError", reached=True), Answer(FACTS)])
+    old = check_hosts(SPEC, HOSTS, [Answer(FACTS), Answer(None, error="SyntaxError", reached=True), Answer(FACTS)])
     assert old.rows[1][:3] == ["n2", "ok", "- !"]
     assert "neither /env/bin/python nor a python3 of 3.8 or later runs there: SyntaxError" in old.problems[0][1]
-    slow = judge(SPEC, HOSTS, [Answer(FACTS), Answer(None, error="no answer", slow=True), Answer(FACTS)])
+    slow = check_hosts(SPEC, HOSTS, [Answer(FACTS), Answer(None, error="no answer", slow=True), Answer(FACTS)])
     assert slow.rows[1][:2] == ["n2", "slow !"]
     assert "--preflight-timeout" in slow.problems[0][2]
-    nobody = judge(SPEC, HOSTS, [Answer(None, error="refused")] * 3)
+    nobody = check_hosts(SPEC, HOSTS, [Answer(None, error="refused")] * 3)
     assert len(nobody.problems) == 3
 
 
 def test_runs_on_cpu() -> None:
     none = [Answer({**FACTS, "gpus": 0, "shm": 2**20})] * 3
-    report = judge(SPEC, HOSTS, none)
+    report = check_hosts(SPEC, HOSTS, none)
     assert report.problems == []
     assert report.notes == ["no host has a GPU: the ranks will run on CPU"]
     on_cpu = LaunchSpec(("train.py", "--device", "cpu"), "/job", "python", "n1", 29500, "logs")
-    assert judge(on_cpu, [Host("n1", tuple(range(64)))], [Answer(FACTS)]).problems == []
-    bare = judge(SPEC, [Host("n1", None)], none[:1])
+    assert check_hosts(on_cpu, [Host("n1", tuple(range(64)))], [Answer(FACTS)]).problems == []
+    bare = check_hosts(SPEC, [Host("n1", None)], none[:1])
     assert bare.problems == [("n1", "has no GPU to count as slots", "write 'n1 slots=N' for N ranks on CPU")]
 
 
 def test_variables_that_differ_are_told_unless_we_set_them() -> None:
     odd = answers({"env": {"NCCL_IB_HCA": "mlx5_0", "CUDA_VISIBLE_DEVICES": "1"}})
-    assert judge(SPEC, HOSTS, odd).notes == [
+    assert check_hosts(SPEC, HOSTS, odd).notes == [
         "NCCL_IB_HCA differs between hosts (unset, 'mlx5_0'); set it for all with --env NCCL_IB_HCA=..."
     ]
     ours = LaunchSpec(SPEC.script, "/job", "p", "n1", 29500, "logs", env={"NCCL_IB_HCA": "mlx5_1"})
-    assert judge(ours, HOSTS, odd).notes == []
+    assert check_hosts(ours, HOSTS, odd).notes == []
 
 
 def test_inputs_of_the_training_command() -> None:

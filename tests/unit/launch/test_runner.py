@@ -14,7 +14,7 @@ import pytest
 
 from megalite.launch import agent, cli, runner
 from megalite.launch.failure import FailedRank
-from megalite.launch.hostfile import Host
+from megalite.launch.hosts import Host
 from megalite.launch.runner import Outcome, Runner
 
 FOREVER = "import time\nwhile True: time.sleep(60)"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megalite.errors import UserError
 from megalite.pipeline.choose import choose_schedule, classic_activations, resolve_schedule, simulate_all
-from megalite.pipeline.report import order_sha
-from megalite.pipeline.schedule import SCHEDULES, Op, Placement, build_schedule
-from megalite.pipeline.simulate import Costs, simulate
+from megalite.pipeline.schedule import SCHEDULES, Costs, Op, Placement, build_schedule
+from megalite.pipeline.simulate import simulate
+from tools.schedule import order_sha
 
 ROWS = defaultdict(list)
 for _row in json.loads((Path(__file__).parents[2] / "data" / "schedule_expected.json").read_text())["rows"]:

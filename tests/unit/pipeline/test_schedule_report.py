@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megalite.errors import UserError
-from megalite.pipeline.draw import draw_figure, perfetto_trace, text_timeline
-from megalite.pipeline.report import main
-from megalite.pipeline.schedule import build_schedule
-from megalite.pipeline.simulate import Costs, simulate
+from megalite.pipeline.schedule import Costs, build_schedule
+from megalite.pipeline.simulate import simulate
+from tools.schedule import main, text_timeline
+from tools.schedule_views import draw_figure, perfetto_trace
 
 ROOT = Path(__file__).parents[3]
 
@@ -146,6 +146,7 @@ def test_auto_and_compare_take_no_group_size():
 def test_the_command_refuses_in_one_line_and_needs_no_torch():
     code = (
         "import runpy, sys\n"
+        "sys.path[0] = 'tools'  # as where the file itself is run\n"
         "sys.argv = ['schedule.py', '--schedule', 'interleaved', '--pp', '4', '--vp', '2', '-m', '7']\n"
         "try: runpy.run_path('tools/schedule.py', run_name='__main__')\n"
         "finally: assert not {'torch', 'matplotlib'} & sys.modules.keys()\n"

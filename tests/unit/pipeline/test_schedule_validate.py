@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.pipeline.events import MODES, DeadlockError
-from megalite.pipeline.lowering import PlanCosts, lower
-from megalite.pipeline.schedule import Op, build_schedule
-from megalite.pipeline.simulate import Costs, simulate
+from megalite.pipeline.schedule import Costs, Op, build_schedule, lower
+from megalite.pipeline.simulate import MODES, DeadlockError, simulate
 from megalite.pipeline.validate import InvalidScheduleError, validate
 
 
@@ -48,7 +46,7 @@ def _replan(schedule, costs):
 
 
 @settings(max_examples=50, deadline=None)
-@given(configurations(), st.builds(PlanCosts, *[costs_or_zero] * 4))
+@given(configurations(), st.builds(Costs, *[costs_or_zero] * 4))
 def test_any_lowering_is_valid_under_all_transports(configuration, plan):
     """Whatever the plan costs, zeros included: they move transfers only."""
     schedule = build_schedule(*configuration)
@@ -74,10 +72,8 @@ def test_any_lowering_is_valid_under_all_transports(configuration, plan):
 def test_makespan_grows_with_what_the_transport_serialises(configuration, costs):
     schedule = build_schedule(*configuration)
     runs = {mode: simulate(schedule, costs, mode) for mode in MODES}
-    spans = [runs[mode].makespan for mode in ("free", "dir", "stream", "stream1", "blocking")]
+    spans = [runs[mode].makespan for mode in ("free", "dir", "blocking")]
     assert spans == sorted(spans)
-    assert runs["free"].makespan <= runs["channel"].makespan <= runs["pair"].makespan <= runs["stream1"].makespan
-    assert runs["stream"].makespan <= runs["batched"].makespan <= runs["blocking"].makespan
     assert all(run.makespan >= run.ideal * (1 - 1e-9) for run in runs.values())
 
 

@@ -1,6 +1,7 @@
+#!/usr/bin/env python3
 """A real text that every machine has: this Python's standard library, its source and its documentation topics.
 
-    python -m megalite.data.corpus --out corpus.jsonl --max-mb 5
+    python examples/corpus.py --out corpus.jsonl --max-mb 5
 
 The text is Python's, under the PSF licence, read in place: it differs between Python versions, so the hash of what was
 taken is written to `OUT.manifest.json`.

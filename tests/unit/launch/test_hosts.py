@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.errors import UserError
-from megalite.launch.hostfile import Host, check_equal_slots, filter_hosts, parse_hostfile
+from megalite.launch.hosts import Host, check_equal_slots, filter_hosts, parse_hostfile
 
 NAMES = st.from_regex(r"[a-z0-9_][a-z0-9_.-]{0,12}", fullmatch=True)
 

@@ -1,0 +1,227 @@
+"""The hosts of a run (hostfile and filters, in order, with device slots) and the ssh command line of each.
+
+    file   = { line } ;  line = [ host [ slots ] ] [ "#" comment ]
+    slots  = " slots=" N | ":" N            "node1 slots=8", "node1:8", "node1" (all its GPUs, counted by preflight)
+    filter = host [ ":" id { "," id } ] { "@" host ... }
+
+The order of lines is the order of node ranks; the first host is the master.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megalite.errors import UserError, require
+from megalite.host import VARIABLES
+
+# ssh's exit code when the connection fails or is lost; every other one is the remote command's.
+SSH_FAILED = 255
+# Marks in front of every line of a rank; the runner turns it into "[host rank N]".
+RANK_MARK = "[[rank ${rank}]] "
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # Hides torch's host-name lookup warnings, one per rank and store.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": RANK_MARK,
+}
+# No leading "-" (ssh would read it as an option), no "@" (it separates filters), no second ":" (IPv6).
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<slots>[^:]*))?")
+_LINES = "one host per line as 'node1 slots=8', 'node1:8' or 'node1'; users, ports and IPv6 belong in ssh's config"
+_FILTERS = "write hosts as 'node1:0,1@node2'"
+
+Slots = tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of the hostfile after filtering.
+
+    `slots` are device ids (they become CUDA_VISIBLE_DEVICES); None means every GPU the host turns out to have.
+    """
+
+    name: str
+    slots: Slots
+
+
+def parse_hostfile(path: Path) -> list[Host]:
+    """Read hosts in file order. Raises UserError (file and line) for duplicates, slots < 1 and unknown words."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        remedy = "copy hostfile.example and name your hosts"
+        raise UserError(f"--hostfile {path}", f"cannot be read ({e.strerror})", remedy) from None
+    except UnicodeDecodeError:
+        raise UserError(f"--hostfile {path}", "is not a text file", _LINES) from None
+    lines: dict[str, int] = {}
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split("#", 1)[0].split()
+        if words:
+            where = f"{path}:{number}: {' '.join(words)!r}"
+            host = _parse_line(words, where)
+            known = lines.setdefault(host.name, number)
+            require(known == number, where, f"{host.name} is already on line {known}", "keep one line per host")
+            hosts.append(host)
+    require(bool(hosts), f"--hostfile {path}", "names no host", _LINES)
+    return hosts
+
+
+def _parse_line(words: list[str], where: str) -> Host:
+    match = _HOST.fullmatch(words[0])
+    if match is None:
+        raise UserError(where, f"{words[0]!r} is not a host name", _LINES)
+    count, rest = match["slots"], words[1:]
+    if rest and count is None and rest[0].startswith("slots="):
+        count = rest.pop(0).removeprefix("slots=")
+    if rest:
+        raise UserError(where, f"unknown word {rest[0]!r}", _LINES)
+    if count is None:
+        return Host(match["name"], None)
+    require(re.fullmatch(r"-?[0-9]+", count) is not None, where, f"slots {count!r} is not a whole number", _LINES)
+    require(int(count) >= 1, where, f"slots {count} must be at least 1", "remove or comment out the host instead")
+    return Host(match["name"], tuple(range(int(count))))
+
+
+def filter_hosts(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """Apply `--include` or `--exclude`; the hostfile's order stays.
+
+    Raises UserError for both at once, for an unknown host or slot, and when nothing remains.
+    """
+    both = include is not None and exclude is not None
+    require(not both, "--include with --exclude", "only one of them may be given", "use one of the two")
+    if include is not None:
+        flag, text = "--include", include
+    elif exclude is not None:
+        flag, text = "--exclude", exclude
+    else:
+        return list(hosts)
+    wanted = dict(_parse_filter(text, flag))
+    for name, ids in wanted.items():
+        _check_known(hosts, name, ids, f"{flag} {text}")
+    kept = []
+    for host in hosts:
+        named, ids = host.name in wanted, wanted.get(host.name)
+        if include is not None:
+            left = (ids or host.slots) if named else ()
+        elif ids and host.slots:
+            left = tuple(slot for slot in host.slots if slot not in ids)
+        else:
+            left = () if named else host.slots
+        if left != ():
+            kept.append(replace(host, slots=left))
+    require(bool(kept), f"{flag} {text}", "leaves no host", f"the hostfile has {', '.join(h.name for h in hosts)}")
+    return kept
+
+
+def _parse_filter(text: str, flag: str) -> Iterator[tuple[str, Slots]]:
+    """Host names of a filter, each with the slots that it names."""
+    seen = set()
+    for part in text.split("@"):
+        match = re.fullmatch(r"([^:,\s]+)(?::([0-9]+(?:,[0-9]+)*))?", part)
+        if match is None:
+            raise UserError(f"{flag} {text!r}", f"{part!r} is not HOST or HOST:ID,ID", _FILTERS)
+        name, ids = match[1], [int(i) for i in match[2].split(",")] if match[2] else []
+        require(name not in seen, f"{flag} {text!r}", f"{name} is named twice", _FILTERS)
+        require(len(set(ids)) == len(ids), f"{flag} {text!r}", f"{name} has a slot named twice", _FILTERS)
+        seen.add(name)
+        yield name, tuple(ids) or None
+
+
+def _check_known(hosts: Sequence[Host], name: str, ids: Slots, given: str) -> None:
+    by_name = {host.name: host for host in hosts}
+    require(name in by_name, given, f"{name} is not in the hostfile", f"it has {', '.join(by_name)}")
+    if ids is not None:
+        slots = by_name[name].slots
+        if slots is None:
+            raise UserError(given, f"{name} has no slot count in the hostfile", f"write '{name} slots=N' there")
+        unknown = ", ".join(str(i) for i in ids if i not in slots)
+        require(not unknown, given, f"{name} has no slot {unknown}", f"it has 0 to {len(slots) - 1}")
+
+
+def check_equal_slots(hosts: Sequence[Host]) -> int:
+    """Return the common slot count. Raises UserError when counts differ or are unknown."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for host in hosts:
+        if host.slots is None:
+            unknown = "its slot count is unknown (only preflight counts its GPUs)"
+            raise UserError(f"host {host.name}", unknown, f"write '{host.name} slots=N' in the hostfile")
+        groups[len(host.slots)].append(host.name)
+    counts = "; ".join(f"{count}: {', '.join(names)}" for count, names in sorted(groups.items()))
+    rule = "every host must have equally many, or tensor-parallel groups would straddle hosts"
+    remedy = "cut the larger ones with --include HOST:ID,ID or skip hosts with --exclude"
+    require(len(groups) == 1, f"slot counts {counts}", rule, remedy)
+    return next(iter(groups))
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What is the same on every host. Paths are those of the hosts, which all have the checkout in the same place."""
+
+    script: tuple[str, ...]
+    workdir: str
+    python: str
+    master_addr: str
+    master_port: int
+    log_dir: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    ssh_config: str | None = None
+    agent: str = str(Path(__file__).with_name("agent.py"))
+
+
+def launch_environment(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Variables for the hosts: our defaults < those of the launcher that affect ranks < `--env`.
+
+    No secrets: the ssh command line is visible to everybody on both machines. CUDA_VISIBLE_DEVICES and its like are a
+    matter of each host.
+    """
+    forwarded = tuple(v for v in VARIABLES if v != "CUDA_") + ("CUDA_DEVICE_MAX_CONNECTIONS",)
+    return {**_DEFAULTS, **{k: v for k, v in own.items() if k.startswith(forwarded)}, **given}
+
+
+def torchrun_command(
+    python: str, script: Sequence[str], *, nnodes: str, nproc: str, node_rank: str, addr: str, port: str
+) -> list[str]:
+    """torchrun with static rendezvous, as a module of `python` so that it is that environment's torchrun.
+
+    No `--max-restarts`: a restart of one host's ranks leaves the others in collectives that never complete, so
+    restarting is done one level up, all hosts at once.
+    """
+    where = ["--nnodes", nnodes, "--nproc-per-node", nproc, "--node-rank", node_rank]
+    master = ["--master-addr", addr, "--master-port", port]
+    return [python, "-m", "torch.distributed.run", *where, *master, *script]
+
+
+def host_command(spec: LaunchSpec, hosts: Sequence[Host], node_rank: int) -> list[str]:
+    """The ssh command line for one host."""
+    host = hosts[node_rank]
+    assert host.slots is not None
+    env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
+    torchrun = torchrun_command(
+        spec.python,
+        # Each rank writes its own files and torchrun shows them line by line, so ranks do not share a pipe and a
+        # launcher that is slow to print never holds a rank up.
+        ["--log-dir", os.path.join(spec.log_dir, host.name), "--tee", "3", *spec.script],
+        nnodes=str(len(hosts)),
+        nproc=str(len(host.slots)),
+        node_rank=str(node_rank),
+        addr=spec.master_addr,
+        port=str(spec.master_port),
+    )
+    run = ["exec", "env", *(f"{k}={v}" for k, v in env.items()), spec.python, spec.agent, *torchrun]
+    return [*ssh_prefix(spec.ssh_config), host.name, f"{shlex.join(['cd', spec.workdir])} && {shlex.join(run)}"]
+
+
+def ssh_prefix(ssh_config: str | None) -> list[str]:
+    """ssh that never prompts, and that notices a dead connection after about 11 s (3 keepalives of 3 s)."""
+    options = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "3", "ServerAliveCountMax": "3"}
+    # Its own connection: a shared one (ControlMaster) has the keepalives of whoever opened it.
+    options["ControlPath"] = "none"
+    config = [] if ssh_config is None else ["-F", ssh_config]
+    return ["ssh", *config, "-T", *(word for k, v in options.items() for word in ("-o", f"{k}={v}"))]
