@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 
 MARKER = "MEGALITE-PROBE "
 # Ranks compare time stamps of files and logs.
@@ -45,7 +46,7 @@ def digest(paths: list[str], root: str) -> str:
     return total.hexdigest()[:12]
 
 
-def variables(environment: dict[str, str]) -> dict[str, str]:
+def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Select the variables that change what ranks do."""
     return {k: v for k, v in environment.items() if k.startswith(VARIABLES)}
 
@@ -162,7 +163,7 @@ def probe(ask: dict) -> dict:
         "disk": _disk(ask["dir"], "free"),
         "master": _resolves(ask["master"]),
         "port": None if ask["port"] is None else _port_is_free(ask["port"]),
-        "env": variables(dict(os.environ)),
+        "env": variables(os.environ),
         "clock": time.time(),
     }
 

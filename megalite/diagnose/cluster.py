@@ -14,19 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.diagnose import host, links
-from megalite.diagnose.burn import burn
-from megalite.diagnose.host import HostFacts
+from megalite import host
+from megalite.diagnose import measure
 from megalite.diagnose.stuck import StuckWatch
-from megalite.diagnose.verdict import Problem, RankReport, groups_of, judge, unequal_versions
+from megalite.diagnose.verdict import Problem, RankReport, find_problems, groups_of
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext, init_process_group, pick_device, shutdown, world_size
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
+from megalite.errors import require
 from megalite.log import env_rank
 
-_MEASURED = ("tp", "pp", "dp", "world")
-_STEERING = ("NCCL_", "GLOO_", "UCX_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS")
 _LOADING_S = 60.0
 # Rows of the table of ranks.
 _SHOWN = 16
@@ -64,98 +61,83 @@ def main(environment: Mapping[str, str], argv: Sequence[str] | None = None) -> i
     args = _parser().parse_args(argv)
     for flag in ("size_mb", "slow_factor", "timeout"):
         value = getattr(args, flag)
-        if value is not None and value <= 0:
-            raise UserError(f"--{flag.replace('_', '-')} {value:g}", "must be above 0", "give a larger one")
-    topology = Grid.of(world_size(), args.tp, args.pp)
+        if value is not None:
+            require(value > 0, f"--{flag.replace('_', '-')} {value:g}", "must be above 0", "use a larger one")
+    grid = Grid.of(world_size(), args.tp, args.pp)
     device = pick_device(args.device, args.tp)
     watch = StuckWatch(env_rank(), socket.gethostname(), args.timeout)
     # Some ranks may still be loading torch.
     with watch.stage("rendezvous of all ranks", grace=_LOADING_S):
         init_process_group(device)
-        watch.join(topology.world)
+        watch.join(grid.world)
     try:
-        return _check(args, topology, device, watch, environment)
+        return _check(args, grid, device, watch, environment)
     finally:
         shutdown()
 
 
 def _check(
     args: argparse.Namespace,
-    topology: Grid,
+    grid: Grid,
     device: torch.device,
     watch: StuckWatch,
     environment: Mapping[str, str],
 ) -> int:
-    world = _world_axis(topology.world)
+    size, group = grid.world, dist.group.WORLD
+    world = Axis("world", size, dist.get_rank(), tuple(range(size)), group) if size > 1 else Axis("world")
+
+    def gather(report: RankReport) -> list[RankReport]:
+        return [RankReport.from_json(text) for text in gather_texts(report.to_json(), world, device)]
+
     with watch.stage("comparison of versions"):
-        facts = _own_facts(device, environment)
-        hosts = [RankReport.from_json(t).facts for t in gather_texts(RankReport(facts).to_json(), world, device)]
+        facts = measure.host_facts(device, environment)
+        reports = gather(RankReport(facts))
     # Ranks of different code need not even take the same steps from here on.
-    problems = unequal_versions(hosts)
-    if problems:
-        return _tell(args, topology, [RankReport(f) for f in hosts], problems)
+    if problems := find_problems(reports):
+        return _publish(args, grid, reports, problems)
     with watch.stage("creation of all process groups"):
-        ctx = ParallelContext.create(topology, device)
+        ctx = ParallelContext.create(grid, device)
     report = _measure(args, ctx, facts, watch)
     with watch.stage("collection of results"):
-        reports = [RankReport.from_json(text) for text in gather_texts(report.to_json(), world, device)]
-    return _tell(args, topology, reports, judge(reports, args.slow_factor))
+        reports = gather(report)
+    return _publish(args, grid, reports, find_problems(reports, args.slow_factor))
 
 
-def _world_axis(size: int) -> Axis:
-    return Axis("world", size, dist.get_rank(), tuple(range(size)), dist.group.WORLD) if size > 1 else Axis("world")
-
-
-def _own_facts(device: torch.device, environment: Mapping[str, str]) -> HostFacts:
-    local_world = int(environment.get("LOCAL_WORLD_SIZE", "1"))
-    return host.host_facts(device, local_world, {k: v for k, v in environment.items() if k.startswith(_STEERING)})
-
-
-def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: HostFacts, watch: StuckWatch) -> RankReport:
+def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: measure.HostFacts, watch: StuckWatch) -> RankReport:
     device, on_gpu = ctx.device, ctx.device.type == "cuda"
     size = int((args.size_mb or (256 if on_gpu else 4)) * 1e6)
     axes = []
-    for name in _MEASURED:
-        axis: Axis = ctx.world if name == "world" else ctx.axis(name)
-        with watch.stage(f"all-reduce over {name}, ranks {', '.join(map(str, axis.ranks))}"):
-            links.meet(ctx.world, device)
+    for axis in (ctx.tp, ctx.pp, ctx.dp, ctx.world):
+        with watch.stage(f"all-reduce over {axis.name}, ranks {', '.join(map(str, axis.ranks))}"):
+            measure.meet(ctx.world, device)
             if axis.size > 1:
-                axes.append(links.check_axis(axis, device, size))
+                axes.append(measure.check_axis(axis, device, size))
     with watch.stage(f"messages along the pipeline of ranks {', '.join(map(str, ctx.pp.ranks))}"):
-        messages = links.check_pipeline(ctx, size)
+        links = measure.check_pipeline(ctx, size)
     with watch.stage("matrix product"):
-        links.meet(ctx.world, device)
-        compute = links.compute_time(device)
-        links.meet(ctx.world, device)
+        measure.meet(ctx.world, device)
+        compute = measure.compute_time(device)
+        measure.meet(ctx.world, device)
     with watch.stage("comparison of clocks"):
-        clock = links.clock_offset(ctx.world, device)
-    unseen, cannot_write = None, ""
+        clock = measure.clock_offset(ctx.world, device)
+    unseen, cannot_write, heat = None, "", None
     if args.run_dir is not None:
         with watch.stage("shared run directory"):
-            unseen, cannot_write = links.unseen_files(args.run_dir, ctx.world, device)
-    heat = None
+            unseen, cannot_write = measure.unseen_files(args.run_dir, ctx.world, device)
     if args.burn and on_gpu:
         with watch.stage("burn", grace=args.burn):
-            heat = burn(device, args.burn)
-    return RankReport(
-        facts,
-        tuple(axes),
-        tuple(messages),
-        compute,
-        clock,
-        None if unseen is None else tuple(unseen),
-        cannot_write,
-        heat,
-    )
+            heat = measure.burn(device, args.burn)
+    return RankReport(facts, tuple(axes), links, compute, clock, unseen, cannot_write, heat)
 
 
-def _tell(args: argparse.Namespace, topology: Grid, reports: list[RankReport], problems: list[Problem]) -> int:
+def _publish(args: argparse.Namespace, grid: Grid, reports: list[RankReport], problems: list[Problem]) -> int:
+    """Print the page and write the JSON file, on rank 0; the exit code."""
     if env_rank() == 0:
-        skipped = "burn: left out, there is no GPU to burn (device cpu)" if args.burn and not reports[0].burn else ""
-        hardware = host.describe_topology()
-        print(table(topology, reports, problems, skipped, hardware), flush=True)
+        skipped = "burn: skipped, there is no GPU (device cpu)" if args.burn and not reports[0].burn else ""
+        hardware = host.hardware()
+        print(table(grid, reports, problems, skipped, hardware), flush=True)
         if args.json is not None:
-            found = as_json(topology, reports, problems, hardware)
+            found = as_json(grid, reports, problems, hardware)
             try:
                 args.json.write_text(json.dumps(found, indent=1) + "\n")
             except OSError as e:
@@ -164,29 +146,26 @@ def _tell(args: argparse.Namespace, topology: Grid, reports: list[RankReport], p
     return 1 if problems else 0
 
 
-def as_json(
-    topology: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], hardware: str
-) -> dict[str, Any]:
+def as_json(grid: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], hardware: str) -> dict[str, Any]:
     """Everything measured."""
     return {
         "ok": not problems,
         "problems": [dataclasses.asdict(p) for p in problems],
-        "layout": {"world": topology.world, "dp": topology["dp"], "pp": topology["pp"], "tp": topology["tp"]},
+        "layout": {"world": grid.world, "dp": grid["dp"], "pp": grid["pp"], "tp": grid["tp"]},
         "groups": [dataclasses.asdict(g) for g in groups_of(reports)],
         "ranks": [dataclasses.asdict(r) for r in reports],
         "topology": hardware,
     }
 
 
-def table(
-    topology: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], skipped: str, hardware: str
-) -> str:
+def table(grid: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], skipped: str, hardware: str) -> str:
     """The page that a person reads."""
-    t, facts = topology, [r.facts for r in reports]
+    facts = [r.facts for r in reports]
     hosts = list(dict.fromkeys(f.host for f in facts))
     versions = ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())
+    sizes = " x ".join(f"{name} {grid[name]}" for name in ("dp", "pp", "tp"))
     lines = [
-        f"{t.world} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}: dp {t['dp']} x pp {t['pp']} x tp {t['tp']}",
+        f"{grid.world} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}: {sizes}",
         f"rank 0: {facts[0].device[0]} ({facts[0].device[1]}); {versions}",
     ]
     different = {k for f in facts for k in f.variables if {g.variables.get(k) for g in facts} != {f.variables[k]}}

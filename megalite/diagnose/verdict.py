@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
+from typing import Any
 
-from megalite.diagnose.burn import Burn
-from megalite.diagnose.host import HostFacts
-from megalite.diagnose.links import AxisReading, LinkReading
+from megalite.diagnose.measure import AxisReading, Burn, HostFacts, LinkReading
+from megalite.host import MAX_CLOCK_SKEW_S
 
-MAX_CLOCK_SKEW_S = 2.0
 # A GPU and its links keep their pace; processes on a CPU share it with whatever else runs.
 SLOW_FACTOR = {"cuda": 1.3, "cpu": 5.0}
-# Below this share of what a link should give, something is wrong with it; a good one reaches some 0.8.
+# Below this share of what a link should reach, something is wrong with it; a good one reaches some 0.8.
 LEAST_OF_LINK = 0.5
+
+# (check, ranks, text)
+_Finding = tuple[str, Sequence[int], str]
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,9 @@ class RankReport:
         axes, links: of the groups that it is in.
         compute_s: time of a matrix product, the same on all ranks.
         clock_s: its clock minus rank 0's.
-        unseen: ranks whose file in the run directory it did not see; None where that was not asked for.
+        unseen: ranks whose file in the run directory it did not see; None where that was not checked.
         cannot_write: why it could not write its own.
-        burn: None where it was left out.
+        burn: None where it was skipped.
     """
 
     facts: HostFacts
@@ -44,25 +47,25 @@ class RankReport:
     burn: Burn | None = None
 
     def to_json(self) -> str:
+        """Write the report as a JSON object."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RankReport:
-        d = json.loads(text)
-        facts = HostFacts(**{**d.pop("facts"), "device": tuple(json.loads(text)["facts"]["device"])})
-        axes = tuple(
-            AxisReading(**{**a, "ranks": tuple(a["ranks"]), "wrong": tuple(a["wrong"])}) for a in d.pop("axes")
-        )
-        links = tuple(LinkReading(**link) for link in d.pop("links"))
-        unseen, heat = d.pop("unseen"), d.pop("burn")
-        return cls(
-            facts,
-            axes,
-            links,
-            unseen=None if unseen is None else tuple(unseen),
-            burn=None if heat is None else Burn(**heat),
-            **d,
-        )
+        """Read what `to_json` wrote."""
+        d = _tuples(json.loads(text))
+        d["facts"] = HostFacts(**d["facts"])
+        d["axes"] = tuple(AxisReading(**a) for a in d["axes"])
+        d["links"] = tuple(LinkReading(**link) for link in d["links"])
+        d["burn"] = d["burn"] and Burn(**d["burn"])
+        return cls(**d)
+
+
+def _tuples(x: Any) -> Any:
+    """JSON's lists as tuples."""
+    if isinstance(x, dict):
+        return {k: _tuples(v) for k, v in x.items()}
+    return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,10 @@ class Group:
     Attributes:
         axis, ranks: which.
         hosts: that it spans, without repetition.
-        wrong: contributor -> ranks of the group that saw its share wrong.
+        wrong: contributor -> ranks of the group that got its share wrong.
         latency_s: the longest of its ranks.
         bandwidth_bps: the lowest of its ranks.
-        expected_bps: what its slowest link should give; None where that is not known.
+        expected_bps: what its slowest link should reach; None where that is unknown.
     """
 
     axis: str
@@ -106,17 +109,9 @@ def groups_of(reports: Sequence[RankReport]) -> list[Group]:
     groups = []
     for (axis, ranks), seen in readings.items():
         wrong = {c: tuple(r for r in ranks if c in seen[r].wrong) for c in ranks}
-        groups.append(
-            Group(
-                axis,
-                ranks,
-                _hosts(reports, ranks),
-                {c: who for c, who in wrong.items() if who},
-                max(r.latency_s for r in seen.values()),
-                min(r.bandwidth_bps for r in seen.values()),
-                _expected(reports, ranks),
-            )
-        )
+        latency, bandwidth = max(r.latency_s for r in seen.values()), min(r.bandwidth_bps for r in seen.values())
+        wrong = {c: who for c, who in wrong.items() if who}
+        groups.append(Group(axis, ranks, _hosts(reports, ranks), wrong, latency, bandwidth, _expected(reports, ranks)))
     return groups
 
 
@@ -126,8 +121,8 @@ def _hosts(reports: Sequence[RankReport], ranks: Sequence[int]) -> tuple[str, ..
 
 def _expected(reports: Sequence[RankReport], ranks: Sequence[int]) -> float | None:
     """NVLink inside a host; between hosts the adapters' share of the group's ranks, as all groups talk at once."""
-    members = Counter(reports[r].facts.host for r in ranks)
     facts = [reports[r].facts for r in ranks]
+    members = Counter(f.host for f in facts)
     if len(members) == 1:
         speeds = [f.nvlink_bps for f in facts]
     else:
@@ -136,8 +131,8 @@ def _expected(reports: Sequence[RankReport], ranks: Sequence[int]) -> float | No
     return min(known) if len(known) == len(speeds) else None
 
 
-def judge(reports: Sequence[RankReport], slow_factor: float | None = None) -> list[Problem]:
-    """What is wrong, most basic first.
+def find_problems(reports: Sequence[RankReport], slow_factor: float | None = None) -> list[Problem]:
+    """Find what is wrong, most basic first.
 
     Args:
         reports: by rank.
@@ -145,85 +140,56 @@ def judge(reports: Sequence[RankReport], slow_factor: float | None = None) -> li
     """
     factor = slow_factor or SLOW_FACTOR[reports[0].facts.device[0]]
     groups = groups_of(reports)
-    return [
-        *unequal_versions([r.facts for r in reports]),
-        *_wrong_sums(reports, groups),
-        *_wrong_messages(reports),
-        *_wrong_burns(reports),
-        *_slow_ranks(reports, factor),
-        *_slow_groups(reports, groups, factor),
-        *_slow_links(reports, factor),
-        *_clocks(reports),
-        *_not_shared(reports),
-    ]
+    findings = chain(
+        _unequal_versions([r.facts for r in reports]),
+        _wrong_sums(groups),
+        _wrong_messages(reports),
+        _wrong_burns(reports),
+        _slow_ranks(reports, factor),
+        _slow_groups(groups, factor),
+        _slow_links(reports, factor),
+        _clocks(reports),
+        _not_shared(reports),
+    )
+    return [Problem(check, tuple(ranks), _hosts(reports, ranks), text) for check, ranks, text in findings]
 
 
-def unequal_versions(facts: Sequence[HostFacts]) -> list[Problem]:
+def _unequal_versions(facts: Sequence[HostFacts]) -> Iterator[_Finding]:
     """Ranks whose versions or device differ from the majority's (from rank 0's where there is none)."""
-    problems = []
     for key in sorted({key for f in facts for key in f.versions} | {"device"}):
         values = [f.versions.get(key, "none") if key != "device" else " ".join(f.device) for f in facts]
         usual, _ = Counter(values).most_common(1)[0]
         for value in sorted(set(values) - {usual}):
-            ranks = tuple(r for r, v in enumerate(values) if v == value)
-            hosts = tuple(dict.fromkeys(facts[r].host for r in ranks))
-            problems.append(Problem("versions", ranks, hosts, f"{key} is {value}, and {usual} on the others"))
-    return problems
+            ranks = [r for r, v in enumerate(values) if v == value]
+            yield "versions", ranks, f"{key} is {value}, and {usual} on the others"
 
 
-def _at(reports: Sequence[RankReport], check: str, ranks: Sequence[int], text: str) -> Problem:
-    return Problem(check, tuple(ranks), _hosts(reports, ranks), text)
-
-
-def _wrong_sums(reports: Sequence[RankReport], groups: Sequence[Group]) -> list[Problem]:
-    problems = []
+def _wrong_sums(groups: Sequence[Group]) -> Iterator[_Finding]:
     for g in groups:
         where = f"all-reduce over {g.axis} of ranks {_listed(g.ranks)}"
-        # A share that most see wrong left its rank wrong; otherwise the rank that sees it is the odd one.
+        # A share that most get wrong left its rank wrong; otherwise the rank that gets it wrong is the odd one.
         senders = [c for c, seen_by in g.wrong.items() if len(seen_by) > len(g.ranks) / 2]
         receivers = {r for c, seen_by in g.wrong.items() if c not in senders for r in seen_by}
-        problems += [_at(reports, "all-reduce", [c], f"{where}: its share arrives wrong") for c in senders]
-        problems += [_at(reports, "all-reduce", [r], f"{where}: the sum is wrong there") for r in sorted(receivers)]
-    return problems
+        for c in senders:
+            yield "all-reduce", [c], f"{where}: its share arrives wrong"
+        for r in sorted(receivers):
+            yield "all-reduce", [r], f"{where}: the sum is wrong there"
 
 
-def _wrong_messages(reports: Sequence[RankReport]) -> list[Problem]:
-    return [
-        _at(
-            reports,
-            "p2p",
-            [link.sender, link.receiver],
-            f"a message of {link.group} from rank {link.sender} to rank {link.receiver} arrives wrong",
-        )
-        for report in reports
-        for link in report.links
-        if not link.right
-    ]
+def _wrong_messages(reports: Sequence[RankReport]) -> Iterator[_Finding]:
+    for link in chain.from_iterable(r.links for r in reports):
+        if not link.right:
+            ends = [link.sender, link.receiver]
+            yield "p2p", ends, f"a message of {link.group} from rank {ends[0]} to rank {ends[1]} arrives wrong"
 
 
-def _wrong_burns(reports: Sequence[RankReport]) -> list[Problem]:
-    sums = [r.burn.checksum for r in reports if r.burn]
-    usual = Counter(sums).most_common(1)[0][0] if sums else 0
-    problems = []
-    for rank, report in enumerate(reports):
-        b = report.burn
-        if b and (b.wrong or b.checksum != usual):
-            text = f"{b.wrong} of {b.products} matrix products wrong, checksum {b.checksum}, {usual} on the others"
-            problems.append(_at(reports, "burn", [rank], text))
-    return problems
-
-
-def _slow_ranks(reports: Sequence[RankReport], factor: float) -> list[Problem]:
-    times = {rank: r.compute_s for rank, r in enumerate(reports) if r.compute_s}
-    return [
-        _at(
-            reports,
-            "speed",
-            [rank],
-            f"a matrix product takes {times[rank] * 1e3:.3g} ms, {ratio:.1f} times the others'",
-        )
-        for rank, ratio in _outliers(times, factor)
-    ]
+def _wrong_burns(reports: Sequence[RankReport]) -> Iterator[_Finding]:
+    burns = {rank: r.burn for rank, r in enumerate(reports) if r.burn}
+    usual = Counter(b.checksum for b in burns.values()).most_common(1)
+    for rank, b in burns.items():
+        if b.wrong or b.checksum != usual[0][0]:
+            text = f"{b.wrong} of {b.products} matrix products wrong, checksum {b.checksum}"
+            yield "burn", [rank], f"{text}, {usual[0][0]} on the others"
 
 
 def _outliers(costs: dict[int, float], factor: float) -> list[tuple[int, float]]:
@@ -236,74 +202,55 @@ def _outliers(costs: dict[int, float], factor: float) -> list[tuple[int, float]]
     return found
 
 
-def _slow_groups(reports: Sequence[RankReport], groups: Sequence[Group], factor: float) -> list[Problem]:
+def _slow_ranks(reports: Sequence[RankReport], factor: float) -> Iterator[_Finding]:
+    times = {rank: r.compute_s for rank, r in enumerate(reports) if r.compute_s}
+    for rank, ratio in _outliers(times, factor):
+        yield "speed", [rank], f"a matrix product takes {times[rank] * 1e3:.3g} ms, {ratio:.1f} times the others'"
+
+
+def _slow_groups(groups: Sequence[Group], factor: float) -> Iterator[_Finding]:
     slow: dict[int, str] = {}
+    for axis, spans in sorted({(g.axis, len(g.hosts)) for g in groups}):
+        costs = {i: 1 / g.bandwidth_bps for i, g in enumerate(groups) if (g.axis, len(g.hosts)) == (axis, spans)}
+        slow |= {i: f"{ratio:.1f} times less than groups like it" for i, ratio in _outliers(costs, factor)}
     for i, g in enumerate(groups):
         if g.expected_bps and g.bandwidth_bps < LEAST_OF_LINK * g.expected_bps:
             share = g.bandwidth_bps / g.expected_bps
-            slow[i] = f"{_rate(g.bandwidth_bps)}, {share:.0%} of the {_rate(g.expected_bps)} that its links should give"
-    alike = {(g.axis, len(g.hosts)) for g in groups}
-    for axis, spans in sorted(alike):
-        costs = {i: 1 / g.bandwidth_bps for i, g in enumerate(groups) if (g.axis, len(g.hosts)) == (axis, spans)}
+            slow[i] = f"{share:.0%} of the {_rate(g.expected_bps)} that its links should reach"
+    for i, why in sorted(slow.items()):
+        g = groups[i]
+        text = f"{g.axis} group of ranks {_listed(g.ranks)}: {_rate(g.bandwidth_bps)}, {why}"
+        yield "bandwidth", g.ranks, text
+
+
+def _slow_links(reports: Sequence[RankReport], factor: float) -> Iterator[_Finding]:
+    links = list(chain.from_iterable(r.links for r in reports))
+    spans = [len(_hosts(reports, (link.sender, link.receiver))) for link in links]
+    for span in (1, 2):
+        costs = {i: 1 / link.bandwidth_bps for i, link in enumerate(links) if spans[i] == span}
         for i, ratio in _outliers(costs, factor):
-            slow.setdefault(i, f"{_rate(groups[i].bandwidth_bps)}, {ratio:.1f} times less than its like")
-    return [
-        _at(reports, "bandwidth", g.ranks, f"{g.axis} group of ranks {_listed(g.ranks)}: {slow[i]}")
-        for i, g in enumerate(groups)
-        if i in slow
-    ]
+            ends, rate = [links[i].sender, links[i].receiver], _rate(links[i].bandwidth_bps)
+            text = f"{links[i].group} from rank {ends[0]} to rank {ends[1]}: {rate}"
+            yield "p2p", ends, f"{text}, {ratio:.1f} times less than links like it"
 
 
-def _slow_links(reports: Sequence[RankReport], factor: float) -> list[Problem]:
-    links = [link for report in reports for link in report.links]
-
-    def costs(kind: Callable[[LinkReading], bool]) -> dict[int, float]:
-        return {i: 1 / link.bandwidth_bps for i, link in enumerate(links) if kind(link)}
-
-    def inside(link: LinkReading) -> bool:
-        return len(_hosts(reports, (link.sender, link.receiver))) == 1
-
-    slow = [*_outliers(costs(inside), factor), *_outliers(costs(lambda link: not inside(link)), factor)]
-    return [
-        _at(
-            reports,
-            "p2p",
-            [links[i].sender, links[i].receiver],
-            f"{links[i].group} from rank {links[i].sender} to rank {links[i].receiver}: "
-            f"{_rate(links[i].bandwidth_bps)}, {ratio:.1f} times less than its like",
-        )
-        for i, ratio in slow
-    ]
-
-
-def _clocks(reports: Sequence[RankReport]) -> list[Problem]:
+def _clocks(reports: Sequence[RankReport]) -> Iterator[_Finding]:
     usual = median(r.clock_s for r in reports)
-    return [
-        _at(
-            reports,
-            "clock",
-            [rank],
-            f"{r.clock_s - usual:+.1f} s off the others' (limit {MAX_CLOCK_SKEW_S:g} s): run NTP",
-        )
-        for rank, r in enumerate(reports)
-        if abs(r.clock_s - usual) > MAX_CLOCK_SKEW_S
-    ]
+    for rank, r in enumerate(reports):
+        if abs(off := r.clock_s - usual) > MAX_CLOCK_SKEW_S:
+            yield "clock", [rank], f"{off:+.1f} s off the others' (limit {MAX_CLOCK_SKEW_S:g} s): run NTP"
 
 
-def _not_shared(reports: Sequence[RankReport]) -> list[Problem]:
-    problems = []
+def _not_shared(reports: Sequence[RankReport]) -> Iterator[_Finding]:
     for rank, r in enumerate(reports):
         if r.cannot_write:
-            problems.append(_at(reports, "run dir", [rank], f"cannot be written there: {r.cannot_write}"))
+            yield "run dir", [rank], f"cannot be written there: {r.cannot_write}"
     written = [rank for rank, r in enumerate(reports) if not r.cannot_write]
     # With a folder of its own on a host, many do not see it: it is the one seen by the fewest.
     unseen_by = Counter(r for report in reports for r in report.unseen or () if r in written)
     worst = max(unseen_by.values(), default=0)
-    apart = sorted(r for r, count in unseen_by.items() if count == worst)
-    if apart:
-        text = "the run directory is not shared: what these ranks write is not seen by all others"
-        problems.append(_at(reports, "run dir", apart, text))
-    return problems
+    if apart := sorted(r for r, count in unseen_by.items() if count == worst):
+        yield "run dir", apart, "the run directory is not shared: what these ranks write is not visible to all others"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -59,26 +59,26 @@ def copy_with_version(folder: Path, version: str) -> Path:
 
 
 SLOW = """
-from megalite.diagnose import links
+from megalite.diagnose import measure
 
-fast, product = links.compute_time, links.torch.mm
+fast, product = measure.compute_time, measure.torch.mm
 
 def slow(device):
     # More work, not less of a core: whatever else the machine does falls on all ranks alike.
-    links.torch.mm = lambda a, b: [product(a, b) for _ in range(20)][-1]
+    measure.torch.mm = lambda a, b: [product(a, b) for _ in range(20)][-1]
     try:
         return fast(device)
     finally:
-        links.torch.mm = product
+        measure.torch.mm = product
 
-links.compute_time = slow
+measure.compute_time = slow
 """
 
 STOPS = """
 import os, signal
-from megalite.diagnose import links
+from megalite.diagnose import measure
 
-links.check_axis = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+measure.check_axis = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 

@@ -57,7 +57,7 @@ def test_a_sound_cluster_passes_and_all_is_measured(pool: WorkerPool, tmp_path: 
     assert sent == [(g, a, b) for g in ("pp", "pp_grad") for a, b in ((0, 2), (1, 3), (2, 0), (3, 1))]
     assert "all is well" in said
     assert "run directory: seen by all ranks" in said
-    assert "burn: left out, there is no GPU" in said
+    assert "burn: skipped, there is no GPU" in said
     assert list((tmp_path / "run").iterdir()) == []
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.diagnose.burn import burn
-from megalite.diagnose.host import HostFacts, adapters, network_speed, nvlink_speed
-from megalite.diagnose.links import AxisReading, LinkReading
-from megalite.diagnose.verdict import Problem, RankReport, groups_of, judge
+from megalite.diagnose.measure import AxisReading, HostFacts, LinkReading, burn
+from megalite.diagnose.verdict import Problem, RankReport, find_problems, groups_of
+from megalite.host import adapters, network_speed, nvlink_speed
 
 
 def cluster(world: int, per_host: int, tp: int = 8) -> list[RankReport]:
@@ -31,12 +30,12 @@ def change(reports: list[RankReport], rank: int, **fields: object) -> None:
 
 
 def found(reports: list[RankReport]) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    return [(p.check, p.ranks, p.hosts) for p in judge(reports)]
+    return [(p.check, p.ranks, p.hosts) for p in find_problems(reports)]
 
 
 def test_a_thousand_ranks_without_fault() -> None:
     reports = cluster(1024, 8)
-    assert judge(reports) == []
+    assert find_problems(reports) == []
     groups = groups_of(reports)
     assert len(groups) == 128 + 8
     assert {(g.axis, g.expected_bps) for g in groups} == {("tp", 450e9), ("dp", 50e9)}
@@ -67,7 +66,7 @@ def test_one_slow_gpu_one_slow_host_and_one_slow_network() -> None:
         change(
             reports, rank, axes=(dataclasses.replace(reports[rank].axes[0], bandwidth_bps=25e9), reports[rank].axes[1])
         )
-    problems = judge(reports)
+    problems = find_problems(reports)
     assert [(p.check, p.ranks) for p in problems] == [("speed", (17,)), ("bandwidth", tuple(range(40, 48)))]
     assert "6% of the 450 GB/s" in problems[1].text
 
@@ -76,19 +75,19 @@ def test_one_slow_gpu_one_slow_host_and_one_slow_network() -> None:
         dataclasses.replace(r, axes=(r.axes[0], dataclasses.replace(r.axes[1], bandwidth_bps=10e9)))
         for r in cluster(64, 8)
     ]
-    assert len(judge(everywhere)) == 8
-    assert all("20% of the 50 GB/s" in p.text for p in judge(everywhere))
+    assert len(find_problems(everywhere)) == 8
+    assert all("20% of the 50 GB/s" in p.text for p in find_problems(everywhere))
     unknown = [dataclasses.replace(r, facts=dataclasses.replace(r.facts, network_bps=None)) for r in everywhere]
-    assert judge(unknown) == []
+    assert find_problems(unknown) == []
 
 
 def test_the_limit_of_a_slow_rank() -> None:
     reports = cluster(8, 8)
     change(reports, 3, compute_s=1.29e-3)
-    assert judge(reports) == []
+    assert find_problems(reports) == []
     change(reports, 3, compute_s=1.31e-3)
     assert found(reports) == [("speed", (3,), ("node0",))]
-    assert judge(reports, slow_factor=2.0) == []
+    assert find_problems(reports, slow_factor=2.0) == []
 
 
 def test_versions_clocks_links_and_folders() -> None:
@@ -143,7 +142,7 @@ def test_the_burn_is_exact_in_every_type_and_sees_one_flipped_bit(monkeypatch: p
     assert heat.wrong == 1
     reports = [dataclasses.replace(r, burn=sound[0]) for r in cluster(8, 8)]
     change(reports, 6, burn=heat)
-    assert [(p.check, p.ranks) for p in judge(reports)] == [("burn", (6,))]
+    assert [(p.check, p.ranks) for p in find_problems(reports)] == [("burn", (6,))]
 
 
 def test_adapters_of_a_host(tmp_path: Path) -> None:

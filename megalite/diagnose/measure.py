@@ -1,17 +1,24 @@
-"""Right sums and messages, latency and bandwidth on every axis: each rank measures, verdict.py judges."""
+"""What one rank measures: its host, sums and messages on every axis, bandwidth, speed, clock, run directory.
+
+Nothing is judged here: verdict.py compares the ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import secrets
+import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
 
 import torch
 
+import megalite
+from megalite import host
 from megalite.dist import collectives
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext
@@ -19,6 +26,29 @@ from megalite.pipeline.p2p import Channel, Message
 
 _CLOCK_ROUNDS = 7
 _VISIBLE_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Where one rank runs.
+
+    Attributes:
+        host: host name.
+        versions: of everything that must be the same on all ranks; `code` is a hash of megalite's sources.
+        device: kind ("cpu" or "cuda") and name of the device.
+        variables: environment variables that change what ranks do.
+        nvlink_bps: NVLink bandwidth of one GPU, one way, bytes per second; None where there is none or it is unknown.
+        network_bps: sum of the host's active InfiniBand / RoCE ports, bytes per second; None without any.
+        local_world: ranks on this host.
+    """
+
+    host: str
+    versions: dict[str, str]
+    device: tuple[str, str]
+    variables: dict[str, str] = field(default_factory=dict)
+    nvlink_bps: float | None = None
+    network_bps: float | None = None
+    local_world: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +72,7 @@ class AxisReading:
 
 @dataclass(frozen=True)
 class LinkReading:
-    """Messages from one pipeline rank to another, as the receiver saw them.
+    """Messages from one pipeline rank to another, as the receiver got them.
 
     Attributes:
         group: "pp" (activations) or "pp_grad" (gradients).
@@ -56,6 +86,42 @@ class LinkReading:
     receiver: int
     right: bool
     bandwidth_bps: float
+
+
+@dataclass(frozen=True)
+class Burn:
+    """Result of repeated matrix products.
+
+    Attributes:
+        products: matrix products done.
+        wrong: how many of them had a wrong result.
+        checksum: of the first result; the same on every device.
+        tflops: 1e12 FLOP per second.
+    """
+
+    products: int
+    wrong: int
+    checksum: int
+    tflops: float
+
+
+def host_facts(device: torch.device, environment: Mapping[str, str]) -> HostFacts:
+    """Collect the facts of this rank; `environment` is the process's."""
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megalite": megalite.__version__,
+        "code": str(host.code_hash(str(Path(megalite.__file__).parent))),
+    }
+    name, nvlink = platform.processor() or platform.machine(), None
+    if device.type == "cuda":
+        versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        name = torch.cuda.get_device_name(device)
+        nvlink = host.nvlink_speed(name, host.nvidia_smi("topo", "-m", timeout=20))
+    local_world = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+    kind = (device.type, name)
+    variables = host.variables(environment)
+    return HostFacts(socket.gethostname(), versions, kind, variables, nvlink, host.network_speed(), local_world)
 
 
 def synchronize(device: torch.device) -> None:
@@ -109,7 +175,7 @@ def _times(act: Callable[[], object], device: torch.device, repeats: int) -> lis
     return times
 
 
-def check_pipeline(ctx: ParallelContext, size: int) -> list[LinkReading]:
+def check_pipeline(ctx: ParallelContext, size: int) -> tuple[LinkReading, ...]:
     """Messages over every boundary of the pipeline: activations downstream, gradients upstream; [] when pp is 1.
 
     The last rank and the first are neighbours too, as they are with interleaved schedules.
@@ -129,7 +195,7 @@ def check_pipeline(ctx: ParallelContext, size: int) -> list[LinkReading]:
                 synchronize(ctx.device)
             elif here == receiver:
                 readings.append(_receive(channel, axis, sender))
-    return readings
+    return tuple(readings)
 
 
 def _receive(channel: Channel, axis: Axis, sender: int) -> LinkReading:
@@ -168,7 +234,7 @@ def clock_offset(world: Axis, device: torch.device) -> float:
     return median(offsets)
 
 
-def unseen_files(run_dir: Path, world: Axis, device: torch.device) -> tuple[list[int], str]:
+def unseen_files(run_dir: Path, world: Axis, device: torch.device) -> tuple[tuple[int, ...], str]:
     """Write a file a rank into the run directory and look for those of all ranks.
 
     Returns:
@@ -195,4 +261,33 @@ def unseen_files(run_dir: Path, world: Axis, device: torch.device) -> tuple[list
     # All ranks of this file system try, one of them succeeds.
     with contextlib.suppress(OSError):
         folder.rmdir()
-    return missing, problem
+    return tuple(missing), problem
+
+
+def burn(device: torch.device, seconds: float, size: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Burn:
+    """Multiply two matrices of -1, 0 and 1 until `seconds` are over.
+
+    All sums stay small enough to be exact in `dtype`, so every device has to give the same bits. The first result is
+    held against A (B v) in fp64 (Freivalds 1977), each later one against the first, bit by bit.
+
+    Args:
+        size: rows of the square matrices. Up to 4096, 256 (to which bf16 has all integers) is 8 standard deviations.
+    """
+    generator = torch.Generator().manual_seed(1)
+    # A third of zeros in one and two thirds in the other: a sum of `size` terms has variance 2/9 of size.
+    a = torch.randint(-1, 2, (size, size), generator=generator).to(device, dtype)
+    keep = torch.randint(0, 2, (size, size), generator=generator)
+    b = (torch.randint(-1, 2, (size, size), generator=generator) * keep).to(device, dtype)
+    first = torch.mm(a, b)
+    v = torch.randint(-3, 4, (size, 1), generator=generator).to(device, torch.float64)
+    right = torch.equal(torch.mm(first.double(), v), torch.mm(a.double(), torch.mm(b.double(), v)))
+    checksum = int(first.double().mul(torch.arange(1, size + 1, device=device) % 1021).sum())
+    wrong, products = torch.zeros((), dtype=torch.int64, device=device), 1
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        for _ in range(10):
+            wrong += (torch.mm(a, b) != first).any()
+            products += 1
+        wrong.item()
+    elapsed = time.perf_counter() - started
+    return Burn(products, int(wrong) + (not right), checksum, 2 * size**3 * (products - 1) / elapsed / 1e12)
