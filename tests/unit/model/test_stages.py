@@ -53,6 +53,8 @@ def rank_context(tp: int, tp_rank: int, pp: int, pp_rank: int) -> ParallelContex
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_blocks_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """Not compiled block by block: torch gives up, unsaid, after a few versions of one function."""
+    # The limit is per function: the versions of another architecture would count too.
+    torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model = dataclasses.replace(MODELS[arch], num_layers=12)
     cfg = Config(model=model, train=TrainConfig(global_batch_size=8, compile=True))
