@@ -59,8 +59,10 @@ class ModelConfig:
     """Kind of normalisation."""
     norm_eps: float = 1e-5
     """Epsilon inside the square root of the normalisation."""
-    norm_position: Literal["pre", "post"] = "pre"
-    """Normalise before each sub-layer, or its output before the residual is added (OLMo 2)."""
+    norm_position: Literal["pre", "post", "both"] = "pre"
+    """Normalize the input of each sub-layer, its output before the residual is added (OLMo 2), or both (Gemma)."""
+    zero_centered_norm: bool = False
+    """Norms scale by 1 + weight (Gemma)."""
     position: Literal["rope", "learned"] = "rope"
     """Rotary or learned absolute positions."""
     rope_theta: float = 10000.0
@@ -69,8 +71,24 @@ class ModelConfig:
     """Share of each head that is rotated (GPT-NeoX: 0.25)."""
     rope_scaling: RopeScaling | None = None
     """Llama-3 frequency scaling, as '{factor: 8.0}'."""
-    activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh"] = "swiglu"
-    """MLP activation; swiglu and geglu are gated."""
+    rope_linear_factor: float = 1.0
+    """Divisor of the rotary frequencies (position interpolation; Gemma 3: 8)."""
+    rope_theta_local: float | None = None
+    """Base of the unscaled rotary frequencies in sliding-window layers (Gemma 3); default: as in the other layers."""
+    window: int | None = None
+    """Positions that sliding-window layers see, their own included; default: all before it, in every layer."""
+    window_pattern: int = 0
+    """With --window: every n-th layer sees all positions before it (Gemma 2: 2, Gemma 3: 6); 0: no layer does."""
+    query_pre_attn_scalar: int | None = None
+    """Attention scores are divided by the square root of this; default: head_dim."""
+    attention_softcap: float | None = None
+    """Bound the attention scores c to c tanh(score / c) (Gemma 2: 50)."""
+    logit_softcap: float | None = None
+    """Bound the logits likewise (Gemma 2: 30)."""
+    scale_embeddings: bool = False
+    """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
+    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
+    """MLP activation; swiglu, geglu and geglu_tanh are gated."""
     qkv_bias: bool = False
     """Bias on the q, k, v projections."""
     o_bias: bool = False
@@ -95,9 +113,12 @@ class ModelConfig:
             self.arch in FAMILIES, f"--arch {self.arch}", f"must be one of {', '.join(FAMILIES)}", "choose one of these"
         )
         in_range(self, "num_layers hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_len", 1)
-        in_range(self, "max_position_embeddings", 1)
+        in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1)
+        in_range(self, "window_pattern", 0)
         in_range(self, "vocab_size", 2)
         in_range(self, "norm_eps rope_theta rope_fraction init_std", 0, above=True)
+        in_range(self, "rope_theta_local attention_softcap logit_softcap", 0, above=True)
+        in_range(self, "rope_linear_factor", 1)
         in_range(self, "hidden_dropout attention_dropout", 0, 1)
         self._default("num_kv_heads", self.num_heads)
         if self.head_dim is None:
@@ -108,6 +129,7 @@ class ModelConfig:
                 "change one of the two, or give --head-dim",
             )
             self._default("head_dim", self.hidden_size // self.num_heads)
+        self._default("query_pre_attn_scalar", self.head_dim)
         gated = -(-8 * self.hidden_size // (3 * 64)) * 64
         self._default("ffn_hidden_size", gated if self.gated else 4 * self.hidden_size)
         self._default("max_position_embeddings", self.seq_len)
@@ -162,7 +184,18 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor on the attention scores; None: 1 / sqrt(head_dim)."""
+        assert self.query_pre_attn_scalar is not None
+        return None if self.query_pre_attn_scalar == self.head_dim else self.query_pre_attn_scalar**-0.5
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a layer sees, its own included; None: all before it."""
+        sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
+        return None if sees_all else self.window
 
     @property
     def rotary_dim(self) -> int:

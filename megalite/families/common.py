@@ -71,6 +71,7 @@ class Family:
         activation: key of the activation's name.
         partial_rotary: old key of the rotated share of a head, where the family can have one.
         old_theta: old key of the rotary base.
+        local_theta: old key of the sliding-window layers' rotary base, where the family has one.
         skip: patterns of tensors that files of this family may hold and that are not weights.
         prefix: of every tensor but the head; files may lack it (GPT-2 on the hub).
         presets: published models, by name (`--preset`).
@@ -86,6 +87,7 @@ class Family:
     activation: str = "hidden_act"
     partial_rotary: str | None = None
     old_theta: str = "rope_theta"
+    local_theta: str | None = None
     skip: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     prefix: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
@@ -124,6 +126,7 @@ LLAMA_TENSORS: dict[str, Packed] = {
             "self_attn.o_proj.weight",
             "self_attn.o_proj.bias",
             "post_attention_layernorm.weight",
+            "pre_feedforward_layernorm.weight",
             "mlp.down_proj.weight",
             "mlp.down_proj.bias",
             "post_feedforward_layernorm.weight",

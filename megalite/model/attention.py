@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.dist import collectives
-from megalite.model.layers import Layers, Rope
+from megalite.model.layers import Layers, Rope, norm_scale
 from megalite.ops.attention import Mask
 from megalite.pipeline.executor import Pass
 
@@ -30,7 +30,8 @@ class Attention(nn.Module):
         super().__init__()
         cfg, name = layers.cfg, f"layers.{index}.self_attn"
         self.num_heads, self.num_kv_heads = cfg.num_heads // layers.tp.size, cfg.kv_heads // layers.tp.size
-        self.head_dim, self.mask, self.recompute_core = cfg.head_size, Mask(), recompute_core
+        self.head_dim, self.recompute_core = cfg.head_size, recompute_core
+        self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
         self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
         self.dropout = layers.dropout("attention", index)
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
@@ -73,7 +74,7 @@ class Attention(nn.Module):
         q, k, v = (t.permute(1, 2, 0, 3) for t in parts)
         rate = self.dropout.rate_in(this)
         with self.dropout.masks(this, qkv.device) if rate else nullcontext():
-            out = self.attention(q, k, v, self.mask, dropout=rate)
+            out = self.attention(q, k, v, self.mask, dropout=rate, scale=self.scale, softcap=self.softcap)
         return out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
 
 
@@ -84,15 +85,16 @@ class QKNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = layers.param(f"{name}.weight"), layers.cfg.norm_eps
         self.per_head, self.head_dim = layers.cfg.qk_norm == "head", layers.cfg.head_size
-        self.rmsnorm, self.tp = layers.ops.rmsnorm, layers.tp
+        self.rmsnorm, self.tp, self.zero_centered = layers.ops.rmsnorm, layers.tp, layers.cfg.zero_centered_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize local queries or keys of all heads, [S, B, heads D]; the result has the same shape."""
+        weight = norm_scale(self.weight, self.zero_centered)
         if self.per_head:
             heads = x.reshape(*x.shape[:-1], -1, self.head_dim)
-            return self.rmsnorm(heads, self.weight, self.eps).view(x.shape)
+            return self.rmsnorm(heads, weight, self.eps).view(x.shape)
         # The mean square spans the heads of all ranks, and its gradient comes back from all of them.
         tp, wide = self.tp, x.float()
         square_sum = collectives.reduce_from(wide.square().sum(-1, keepdim=True), tp)
         scale = torch.rsqrt(collectives.copy_to(square_sum, tp) / (x.shape[-1] * tp.size) + self.eps)
-        return (wide * scale).to(x.dtype) * self.weight
+        return ((wide * scale).to(x.dtype) * weight).to(x.dtype)

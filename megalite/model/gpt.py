@@ -13,6 +13,7 @@ from megalite.model.attention import Attention, QKNorm
 from megalite.model.layers import Layers, NoNorm, Rope
 from megalite.model.mlp import MLP
 from megalite.model.parameters import NORM_NAMES
+from megalite.ops.cross_entropy import softcap_
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.p2p import Message
 from megalite.sharding import ShardedParameter
@@ -176,14 +177,15 @@ class LMHead(ColumnParallelLinear):
     def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float) -> None:
         super().__init__(**layers.linear("lm_head"))
         self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
+        self.softcap = layers.cfg.logit_softcap
 
     def forward(self, x: torch.Tensor, targets_SB: torch.Tensor | None, this: Pass) -> torch.Tensor:  # type: ignore[override]
         """x_SBH (x_sBH) -> token losses [S, B], or this rank's logits [S, B, V/T] without targets."""
         if targets_SB is not None and self.loss_chunk:
-            return linear_cross_entropy(x, self, targets_SB, self.vocab_size, self.loss_chunk)
+            return linear_cross_entropy(x, self, targets_SB, self.vocab_size, self.loss_chunk, self.softcap)
         logits = super().forward(x)
         if targets_SB is None:
-            return logits
+            return softcap_(logits, self.softcap)
         loss = vocab_parallel_cross_entropy(
             logits.view(-1, logits.shape[-1]),
             targets_SB.reshape(-1),
@@ -191,6 +193,7 @@ class LMHead(ColumnParallelLinear):
             self.vocab_size,
             self.ops,
             self.label_smoothing if this.training else 0.0,
+            self.softcap,
         )
         return loss.view(targets_SB.shape)
 

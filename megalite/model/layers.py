@@ -77,12 +77,15 @@ class Layers:
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
         """Make an embedding with its rows cut over tp."""
-        return VocabParallelEmbedding(self.param(f"{name}.weight", True), self.tp, self.sequence_parallel)
+        scale = math.sqrt(self.cfg.hidden_size) if self.cfg.scale_embeddings else 1.0
+        # Rounded to the model's type, as transformers does.
+        scale = torch.tensor(scale, dtype=self.dtype).item()
+        return VocabParallelEmbedding(self.param(f"{name}.weight", True), self.tp, self.sequence_parallel, scale)
 
     def norm(self, name: str) -> Norm:
         """Make a norm over the hidden size, of the model's kind."""
         bias = self.param(f"{name}.bias") if f"{name}.bias" in self.specs else None
-        return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, self.ops)
+        return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, self.ops, self.cfg.zero_centered_norm)
 
     def dropout(self, site: str, layer: int) -> Dropout:
         """Make the dropout of one site of a layer; "attention" is that of attention probabilities.
@@ -98,16 +101,20 @@ class Layers:
         """Get the rotary tables of a layer, one object for all layers with equal frequencies; None without rope."""
         if self.cfg.position != "rope":
             return None
-        frequencies = self.cfg.rotary_dim, self.cfg.rope_theta, self.cfg.rope_scaling
-        return self._rotary.setdefault(frequencies, Rotary(*frequencies))
+        cfg, frequencies = self.cfg, (self.cfg.rope_theta, self.cfg.rope_scaling, self.cfg.rope_linear_factor)
+        if cfg.rope_theta_local is not None and cfg.window_of(layer) is not None:
+            frequencies = cfg.rope_theta_local, None, 1.0
+        return self._rotary.setdefault(frequencies, Rotary(cfg.rotary_dim, *frequencies))
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm where there is a bias."""
+    """RMSNorm, or LayerNorm where there is a bias; `zero_centered`: scales by 1 + weight."""
 
-    def __init__(self, weight: ShardedParameter, bias: ShardedParameter | None, eps: float, ops: Ops) -> None:
+    def __init__(
+        self, weight: ShardedParameter, bias: ShardedParameter | None, eps: float, ops: Ops, zero_centered: bool = False
+    ) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps = weight, bias, eps
+        self.weight, self.bias, self.eps, self.zero_centered = weight, bias, eps, zero_centered
         self.norm, self.add_norm = (
             (ops.rmsnorm, ops.add_rmsnorm) if bias is None else (ops.layernorm, ops.add_layernorm)
         )
@@ -115,12 +122,18 @@ class Norm(nn.Module):
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """Normalize over the last dimension; the result has the shape of x."""
         bias = () if self.bias is None else (self.bias,)
-        return self.norm(x_SBH, self.weight, *bias, self.eps)
+        return self.norm(x_SBH, norm_scale(self.weight, self.zero_centered), *bias, self.eps)
 
     def add(self, x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add, then normalize: (norm(x + residual), x + residual)."""
         bias = () if self.bias is None else (self.bias,)
-        return self.add_norm(x_SBH, residual_SBH, self.weight, *bias, self.eps)
+        scale = norm_scale(self.weight, self.zero_centered)
+        return self.add_norm(x_SBH, residual_SBH, scale, *bias, self.eps)
+
+
+def norm_scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """Get what a norm multiplies by: its weight, or 1 + weight in fp32 (bf16 would round small weights away)."""
+    return 1.0 + weight.float() if zero_centered else weight
 
 
 class NoNorm(nn.Module):
@@ -176,10 +189,11 @@ class Rotary:
         dim: how many dimensions of a head are rotated.
         theta: base of the frequencies.
         scaling: of Llama 3, or None.
+        divisor: of all frequencies (position interpolation, Chen et al. 2023).
     """
 
-    def __init__(self, dim: int, theta: float, scaling: RopeScaling | None) -> None:
-        self.dim, self.theta, self.scaling = dim, theta, scaling
+    def __init__(self, dim: int, theta: float, scaling: RopeScaling | None, divisor: float = 1.0) -> None:
+        self.dim, self.theta, self.scaling, self.divisor = dim, theta, scaling, divisor
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +209,7 @@ class Rotary:
         freq = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
         scaling = self.scaling
         if scaling is None:
-            return freq
+            return freq / self.divisor
         turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         # 1 keeps the frequency (fast ones), 0 divides it by the factor (slow ones), in between linearly.

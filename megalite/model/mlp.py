@@ -16,13 +16,14 @@ class MLP(nn.Module):
     def __init__(self, layers: Layers, index: int) -> None:
         super().__init__()
         cfg, ops, name = layers.cfg, layers.ops, f"layers.{index}.mlp"
-        self.gated = cfg.gated
+        self.gated, approximation = cfg.gated, "tanh" if cfg.activation.endswith("tanh") else "none"
         if cfg.gated:
             self.gate_up_proj = layers.column(f"{name}.gate_up_proj")
-            self.activation = ops.swiglu if cfg.activation == "swiglu" else ops.geglu
+            geglu = partial(ops.geglu, approximate=approximation)
+            self.activation = ops.swiglu if cfg.activation == "swiglu" else geglu
         else:
             self.up_proj = layers.column(f"{name}.up_proj")
-            self.activation = partial(ops.gelu, approximate="tanh" if cfg.activation == "gelu_tanh" else "none")
+            self.activation = partial(ops.gelu, approximate=approximation)
         self.down_proj = layers.row(f"{name}.down_proj")
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:

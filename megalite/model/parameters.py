@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 from megalite.config.model import ModelConfig
 from megalite.sharding import ParamSpec
@@ -14,6 +15,12 @@ from megalite.sharding import ParamSpec
 NORM_NAMES = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
 }
 
 
@@ -28,7 +35,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     specs: list[ParamSpec] = []
 
     def norm(name: str, size: int) -> None:
-        specs.append(_norm_weight(name, size))
+        specs.append(_vector(f"{name}.weight", size, _norm_init(cfg)))
         if cfg.norm == "layernorm":
             specs.append(_vector(f"{name}.bias", size, "zeros"))
 
@@ -68,19 +75,12 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     return MappingProxyType({spec.name: spec for spec in specs})
 
 
-def _norm_weight(name: str, size: int) -> ParamSpec:
-    return _vector(f"{name}.weight", size, "ones")
+def _norm_init(cfg: ModelConfig) -> Literal["ones", "zeros"]:
+    return "zeros" if cfg.zero_centered_norm else "ones"
 
 
-def _vector(name: str, size: int, init: str) -> ParamSpec:
-    assert init in ("ones", "zeros")
-    return ParamSpec(
-        name,
-        (size,),
-        init="ones" if init == "ones" else "zeros",
-        weight_decay=False,
-        partial=("sequence",),
-    )
+def _vector(name: str, size: int, init: Literal["ones", "zeros"]) -> ParamSpec:
+    return ParamSpec(name, (size,), init=init, weight_decay=False, partial=("sequence",))
 
 
 def _qk_norm(cfg: ModelConfig, attention: str, q: int, kv: int) -> list[ParamSpec]:
@@ -88,10 +88,10 @@ def _qk_norm(cfg: ModelConfig, attention: str, q: int, kv: int) -> list[ParamSpe
     if cfg.qk_norm == "head":
         shape = (cfg.head_size,)
         return [
-            ParamSpec(f"{attention}.{n}.weight", shape, init="ones", weight_decay=False, partial=("tp",))
+            ParamSpec(f"{attention}.{n}.weight", shape, init=_norm_init(cfg), weight_decay=False, partial=("tp",))
             for n in ("q_norm", "k_norm")
         ]
     return [
-        ParamSpec(f"{attention}.{n}.weight", (size,), (("tp", 0),), init="ones", weight_decay=False)
+        ParamSpec(f"{attention}.{n}.weight", (size,), (("tp", 0),), init=_norm_init(cfg), weight_decay=False)
         for n, size in (("q_norm", q), ("k_norm", kv))
     ]

@@ -85,4 +85,16 @@ def cross_entropy_grad_(
     return logits
 
 
+def softcap_(logits: Tensor, cap: float | None) -> Tensor:
+    """Bound logits in place to cap tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2); None: leave them."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def softcap_grad_(dlogits: Tensor, tanh: Tensor | None) -> Tensor:
+    """Turn the gradient of capped logits into that of the logits, in place; `tanh`: capped / cap, or None."""
+    if tanh is not None:
+        torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)
+    return dlogits
+
+
 OP = Op("cross_entropy", (cross_entropy_stats, cross_entropy_grad_), (triton_backend("cross_entropy"), CPP, TORCH))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.choose import Ops
-from megalite.ops.cross_entropy import combine_stats
+from megalite.ops.cross_entropy import combine_stats, softcap_, softcap_grad_
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class LinearCrossEntropy:
         weight_VH: this rank's rows, of x's dtype.
         target_N, vocab_start, valid: as in `cross_entropy_stats`.
         chunk: tokens at a time.
+        softcap: see `softcap_`.
     """
 
     ops: Ops
@@ -37,6 +38,7 @@ class LinearCrossEntropy:
     vocab_start: int
     valid: int
     chunk: int
+    softcap: float | None = None
 
     def _chunks(self, x_NH: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (rows, their x, their logits, in a buffer that the next chunk reuses)."""
@@ -44,7 +46,7 @@ class LinearCrossEntropy:
         for start in range(0, len(x_NH), self.chunk):
             rows = slice(start, start + self.chunk)
             x = x_NH[rows]
-            yield rows, x, self.ops.linear(x, self.weight_VH, out=buffer[: len(x)])
+            yield rows, x, softcap_(self.ops.linear(x, self.weight_VH, out=buffer[: len(x)]), self.softcap)
 
     def forward(self, x_NH: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Compute the loss of every token.
@@ -78,9 +80,11 @@ class LinearCrossEntropy:
         """
         dx = torch.empty_like(x_NH)
         for rows, x, logits in self._chunks(x_NH):
+            tanh = None if self.softcap is None else logits / self.softcap
             dlogits = self.ops.cross_entropy_grad_(
                 logits, self.target_N[rows], self.vocab_start, lse_N[rows], scale_N[rows], self.valid
             )
+            softcap_grad_(dlogits, tanh)
             self.ops.linear_dgrad(dlogits, self.weight_VH, out=dx[rows])
             self.ops.linear_wgrad(main_grad_VH, dlogits, x)
         return dx

@@ -40,14 +40,14 @@ class VocabParallelEmbedding(nn.Module):
         weight: this rank's rows of the (padded) table, [V/T, H].
         tp: tensor-parallel axis.
         sequence_parallel: return this rank's shard of the sequence.
+        scale: factor on the result.
     """
 
-    def __init__(self, weight: ShardedParameter, tp: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, weight: ShardedParameter, tp: Axis, sequence_parallel: bool, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight, self.tp, self.sequence_parallel = weight, tp, sequence_parallel
+        self.weight, self.tp, self.sequence_parallel, self.scale = weight, tp, sequence_parallel, scale
 
     def forward(self, tokens_SB: torch.Tensor) -> torch.Tensor:
         x = _Lookup.apply(self.weight, tokens_SB, self.tp.rank * self.weight.shape[0])
-        if self.sequence_parallel:
-            return collectives.scatter_sequence(x, self.tp)
-        return collectives.reduce_from(x, self.tp)
+        x = (collectives.scatter_sequence if self.sequence_parallel else collectives.reduce_from)(x, self.tp)
+        return x if self.scale == 1.0 else x * self.scale

@@ -13,7 +13,7 @@ import torch
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
-from megalite.ops.cross_entropy import combine_stats
+from megalite.ops.cross_entropy import combine_stats, softcap_, softcap_grad_
 from megalite.ops.linear_cross_entropy import LinearCrossEntropy
 from megalite.tensor_parallel.linear import ParallelLinear
 
@@ -33,8 +33,10 @@ class _CrossEntropy(torch.autograd.Function):
         tp: Axis,
         vocab_size: int,
         smoothing: float,
+        softcap: float | None,
         ops: Ops,
     ) -> torch.Tensor:
+        softcap_(logits.detach(), softcap)
         first, real = _columns(logits.shape[1], tp, vocab_size)
         stats = ops.cross_entropy_stats(logits, targets, first, real)
         lse, target_logit = combine_stats(_gather_stats(stats, tp))
@@ -47,14 +49,16 @@ class _CrossEntropy(torch.autograd.Function):
         ignored = targets < 0
         ctx.save_for_backward(logits, targets, lse, ignored)
         ctx.first, ctx.real, ctx.smoothing, ctx.vocab_size, ctx.ops = first, real, smoothing, vocab_size, ops
+        ctx.softcap = softcap
         return loss.masked_fill_(ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
         logits, targets, lse, ignored = ctx.saved_tensors
         # The gradient overwrites the logits: nothing needs them after this.
         grad = logits.detach()
         scale = dloss.masked_fill(ignored, 0.0)
+        tanh = None if ctx.softcap is None else logits / ctx.softcap
         ctx.ops.cross_entropy_grad_(grad, targets, ctx.first, lse, scale, ctx.real)
         if ctx.smoothing:
             # d/dlogits of the smoothing term: in the target distribution, uniform replaces part of the one-hot.
@@ -65,7 +69,7 @@ class _CrossEntropy(torch.autograd.Function):
             hit = torch.where(ours, scale * ctx.smoothing, 0.0).to(grad.dtype)
             if ctx.real:
                 real.scatter_add_(1, torch.where(ours, local, 0).unsqueeze(1), hit.unsqueeze(1))
-        return grad, None, None, None, None, None
+        return softcap_grad_(grad, tanh), None, None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
@@ -75,21 +79,24 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ops: Ops,
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute the cross-entropy of each row, the same on every tensor-parallel rank.
 
     Args:
-        logits_NV: this rank's columns [N, padded V / tp], any float type; overwritten by their gradient in backward.
+        logits_NV: this rank's columns [N, padded V / tp], any float type; overwritten by the capped ones, and by
+            their gradient in backward.
         targets_N: global token ids, int64; negative ids are ignored (loss and gradient 0).
         tp: tensor-parallel axis.
         vocab_size: true vocabulary size; columns from there on are padding.
         ops: the kernels in use.
         label_smoothing: weight of the uniform distribution over the *global* vocabulary.
+        softcap: bound of the logits, see `softcap_`; None: none.
 
     Returns:
         loss_N, fp32.
     """
-    return _CrossEntropy.apply(logits_NV, targets_N, tp, vocab_size, label_smoothing, ops)
+    return _CrossEntropy.apply(logits_NV, targets_N, tp, vocab_size, label_smoothing, softcap, ops)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -102,16 +109,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         vocab_size: int,
         chunk: int,
+        softcap: float | None,
     ) -> torch.Tensor:
         flat = targets.reshape(-1)
         first, real = _columns(len(weight), layer.tp, vocab_size)
-        ctx.layer, ctx.output = layer, LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk)
+        ctx.layer, ctx.output = layer, LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap)
         loss, lse = ctx.output.forward(_whole_rows(x, layer), lambda stats: _gather_stats(stats, layer.tp))
         ctx.save_for_backward(x, flat, lse)
         return loss.masked_fill_(flat < 0, 0.0).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
         x, targets, lse = ctx.saved_tensors
         layer = ctx.layer
         scale = dloss.reshape(-1).masked_fill(targets < 0, 0.0)
@@ -119,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         layer.weight.grad_added()
         dx, work = layer.reduce(dx.view(-1, *x.shape[1:]))
         work.wait()
-        return dx.view(x.shape), None, None, None, None, None
+        return dx.view(x.shape), None, None, None, None, None, None
 
 
 def _whole_rows(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
@@ -136,7 +144,12 @@ def _gather_stats(stats_N3: torch.Tensor, tp: Axis) -> torch.Tensor:
 
 
 def linear_cross_entropy(
-    x: torch.Tensor, layer: ParallelLinear, targets_SB: torch.Tensor, vocab_size: int, chunk: int
+    x: torch.Tensor,
+    layer: ParallelLinear,
+    targets_SB: torch.Tensor,
+    vocab_size: int,
+    chunk: int,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Run the output layer and cross-entropy by chunks of tokens, so that the logits of all tokens never exist.
 
@@ -148,8 +161,9 @@ def linear_cross_entropy(
         targets_SB: global token ids; negative ids are ignored.
         vocab_size: true vocabulary size.
         chunk: tokens at a time.
+        softcap: bound of the logits, see `softcap_`; None: none.
 
     Returns:
         Token losses [S, B], fp32, the same on every tensor-parallel rank.
     """
-    return _LinearCrossEntropy.apply(x, layer.weight, layer, targets_SB, vocab_size, chunk)
+    return _LinearCrossEntropy.apply(x, layer.weight, layer, targets_SB, vocab_size, chunk, softcap)

@@ -9,6 +9,7 @@ import numpy as np
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from megalite.families import FAMILIES
 
 SEQ, BATCH, STEPS, VOCAB = 16, 8, 6, 90
 
@@ -37,6 +38,24 @@ def gpt2(num_layers: int = 4, **options: Any) -> ModelConfig:
     """Tiny GPT-2: tied embeddings, learned positions, biases everywhere."""
     sizes = {"num_layers": num_layers, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ}
     return ModelConfig.from_arch("gpt2", **{**sizes, **options})
+
+
+def gemma2(num_layers: int = 4, **options: Any) -> ModelConfig:
+    """Tiny Gemma 2: a window shorter than the sequence in every other layer, caps that scores and logits feel."""
+    return llama(
+        num_layers,
+        **{**FAMILIES["gemma2"].options, "window": 5, "head_dim": 8, "query_pre_attn_scalar": 6}
+        | {"attention_softcap": 0.02, "logit_softcap": 0.2, **options},
+    )
+
+
+def gemma3(num_layers: int = 4, **options: Any) -> ModelConfig:
+    """Tiny Gemma 3: two of three layers with a window and a rotary base of their own."""
+    return llama(
+        num_layers,
+        **{**FAMILIES["gemma3_text"].options, "window": 5, "window_pattern": 3, "head_dim": 8}
+        | {"query_pre_attn_scalar": 6, "rope_linear_factor": 8.0, "rope_theta_local": 100.0, **options},
+    )
 
 
 def make_config(model: ModelConfig, parallel: dict[str, Any] | None = None, **train: Any) -> Config:

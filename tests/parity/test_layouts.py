@@ -15,7 +15,7 @@ from megalite.config.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
-MODELS = {"llama": jobs.llama, "gpt2": jobs.gpt2}
+MODELS = {"llama": jobs.llama, "gpt2": jobs.gpt2, "gemma2": jobs.gemma2, "gemma3": jobs.gemma3}
 
 # name: (world, layers, layout)
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -76,7 +76,8 @@ def test_micro_batch_size_changes_nothing(size: int) -> None:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_changes_not_a_bit(recompute: str) -> None:
-    for model in (jobs.llama(), jobs.gpt2()):
+    for make in MODELS.values():
+        model = make()
         cfg = jobs.make_config(model, recompute=recompute)
         assert jobs.train(0, cfg, 1) == one_process(model)
 

@@ -16,18 +16,19 @@ from megalite.families import FAMILIES
 from megalite.families.common import Family
 
 # Activation in megalite -> in config.json, for gated and plain MLPs.
-_GATED = {"swiglu": "silu"}
+_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
-_SCALING_KEYS = tuple(f.name for f in dataclasses.fields(RopeScaling))
+_SCALING_KEYS = {"default": (), "llama3": tuple(f.name for f in dataclasses.fields(RopeScaling)), "linear": ("factor",)}
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What a run may choose anew without changing what the weights mean.
 TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std")
 
 
 def _activations(family: Family) -> dict[str, str]:
-    """Names of a family's activations: gated ones where its own is."""
-    return _GATED if family.options.get("activation", "swiglu") in _GATED else _PLAIN
+    """Activations that a family can name: its own where that is gated, else all plain ones."""
+    own = family.options.get("activation", "swiglu")
+    return {own: _GATED[own]} if own in _GATED else _PLAIN
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
@@ -64,12 +65,15 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         # As long as the longest sequence: full attention by another name.
         values["sliding_window"] = None
     for key, value in family.constants.items():
-        if values.get(key, value) != value:
+        # Null and false are both: no.
+        if (values.get(key, value) or None) != (value or None):
             raise refuse(key, f"is not supported: megalite computes {value!r}")
-    if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+    if "window" in options:
+        options["window_pattern"] = _read_pattern(config, options, where)
+    elif any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise BadCheckpoint(f"{where}: layer_types", "must all be full_attention", "convert another model")
     written = str(values.get(family.activation))
-    names = {theirs: ours for ours, theirs in _activations(family).items()}
+    names = {_ALIASES.get(theirs, theirs): ours for ours, theirs in _activations(family).items()}
     activation = names.get(_ALIASES.get(written, written))
     if activation is None:
         raise refuse(family.activation, f"is not one of {', '.join(names)}")
@@ -86,34 +90,74 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         raise BadCheckpoint(where, f"holds a value of the wrong type ({e})", "correct it") from None
 
 
+def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -> int:
+    """`window_pattern`: from `layer_types`, which must follow one, else from the older key or the family."""
+    default, types = options.get("window_pattern", 0), config.get("layer_types")
+    written = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
+    if types is None:
+        return int(written)
+    first = types.index("full_attention") + 1 if "full_attention" in types else 0
+    for pattern in (written, default, first):
+        if types == _layer_types(options["num_layers"], options["window"], pattern):
+            return int(pattern)
+    rule = "must be n sliding_attention and one full_attention, repeated"
+    raise BadCheckpoint(f"{where}: layer_types", rule, "convert another model")
+
+
+def _layer_types(num_layers: int, window: int | None, pattern: int) -> list[str]:
+    """transformers' name of each layer's attention."""
+    full = [window is None or (pattern > 0 and (i + 1) % pattern == 0) for i in range(num_layers)]
+    return ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
+
+
 def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Rotary options, from the new keys or the old; a stop where both are there and differ."""
-    new = _typed(config["rope_parameters"]) if config.get("rope_parameters") else {}
+    """Rotary options, from the new keys or the old; an error where both are there and differ."""
+    new = _new_rope(config.get("rope_parameters") or {}, family, where)
     # A null rope_scaling says: none.
     old = _typed(config["rope_scaling"] or {}) if "rope_scaling" in config else {}
-    if family.old_theta in config:
-        old["rope_theta"] = config[family.old_theta]
-    if family.partial_rotary and family.partial_rotary in config:
-        old["partial_rotary_factor"] = config[family.partial_rotary]
+    old_keys = {
+        "rope_theta": family.old_theta,
+        "rope_theta_local": family.local_theta,
+        "partial_rotary_factor": family.partial_rotary,
+    }
+    old.update({key: config[theirs] for key, theirs in old_keys.items() if theirs in config})
     for key in sorted(new.keys() & old.keys()):
         if new[key] != old[key]:
             rule = f"rope_parameters say {new[key]!r}, the old keys {old[key]!r}"
             raise BadCheckpoint(f"{where}: {key}", rule, "correct the wrong one")
-    rope = {**old, **new}
-    kind = rope.get("rope_type", "default")
-    options: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", family.defaults[family.old_theta]))}
+    defaults = {key: family.defaults[theirs] for key, theirs in old_keys.items() if theirs}
+    rope = {**defaults, **old, **new}
+    options: dict[str, Any] = {"rope_theta": float(rope["rope_theta"])}
+    if family.local_theta:
+        options["rope_theta_local"] = float(rope["rope_theta_local"])
     if family.partial_rotary:
-        options["rope_fraction"] = float(rope.get("partial_rotary_factor", family.defaults[family.partial_rotary]))
+        options["rope_fraction"] = float(rope["partial_rotary_factor"])
+    return {**options, **_read_scaling(rope, where)}
+
+
+def _new_rope(rope: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """`rope_parameters`, those of sliding-window layers as `rope_theta_local`."""
+    if not any(isinstance(value, dict) for value in rope.values()):
+        return _typed(rope) if rope else {}
+    full, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+    if not family.local_theta or _typed(local)["rope_type"] != "default":
+        rule = f"{rope!r:.80} is not supported: megalite scales no frequencies of sliding-window layers"
+        raise BadCheckpoint(f"{where}: rope_parameters", rule, "convert another model")
+    return {**_typed(full), **({"rope_theta_local": local["rope_theta"]} if "rope_theta" in local else {})}
+
+
+def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
+    """Scaling of the frequencies: none, llama3 or linear."""
+    kind = rope.get("rope_type", "default")
+    if kind not in _SCALING_KEYS:
+        rule = f"is none of {', '.join(_SCALING_KEYS)}"
+        raise BadCheckpoint(f"{where}: rope_type {kind!r:.60}", rule, "convert another model")
+    missing = [key for key in _SCALING_KEYS[kind] if key not in rope]
+    if missing:
+        raise BadCheckpoint(where, f"rope scaling {kind} has no {', '.join(missing)}", "correct it")
     if kind == "llama3":
-        missing = [key for key in _SCALING_KEYS if key not in rope]
-        if missing:
-            raise BadCheckpoint(where, f"rope scaling llama3 has no {', '.join(missing)}", "correct it")
-        options["rope_scaling"] = RopeScaling(**{key: rope[key] for key in _SCALING_KEYS})
-    elif kind != "default":
-        raise BadCheckpoint(
-            f"{where}: rope_type {kind!r:.60}", "is neither default nor llama3", "convert another model"
-        )
-    return options
+        return {"rope_scaling": RopeScaling(**{key: rope[key] for key in _SCALING_KEYS[kind]})}
+    return {"rope_linear_factor": float(rope["factor"])} if kind == "linear" else {}
 
 
 def _typed(rope: dict[str, Any]) -> dict[str, Any]:
@@ -147,24 +191,33 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
     out[family.activation] = _activations(family).get(cfg.activation, cfg.activation)
     if cfg.position == "rope":
         out.update(_write_rope(cfg, family))
+    if ("sliding_window", "window") in family.fields:
+        out["layer_types"] = _layer_types(cfg.num_layers, cfg.window, cfg.window_pattern)
+        out["sliding_window_pattern"] = cfg.window_pattern
     out.update({key: special.get(key) for key in _SPECIAL})
     _check_said(cfg, out)
     return out
 
 
 def _write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
-    scaling = {"rope_type": "default"}
+    scaling: dict[str, Any] = {"rope_type": "default"}
     if cfg.rope_scaling is not None:
         scaling = {"rope_type": "llama3", **dataclasses.asdict(cfg.rope_scaling)}
+    elif cfg.rope_linear_factor != 1:
+        scaling = {"rope_type": "linear", "factor": cfg.rope_linear_factor}
     partial = {"partial_rotary_factor": cfg.rope_fraction} if family.partial_rotary else {}
+    new: dict[str, Any] = {**scaling, "rope_theta": cfg.rope_theta, **partial}
     out: dict[str, Any] = {
-        "rope_parameters": {**scaling, "rope_theta": cfg.rope_theta, **partial},
         family.old_theta: cfg.rope_theta,
-        "rope_scaling": None if cfg.rope_scaling is None else scaling,
+        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
     }
+    if family.local_theta:
+        local = cfg.rope_theta if cfg.rope_theta_local is None else cfg.rope_theta_local
+        new = {"full_attention": new, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+        out[family.local_theta] = local
     if family.partial_rotary:
         out[family.partial_rotary] = cfg.rope_fraction
-    return out
+    return {"rope_parameters": new, **out}
 
 
 def _check_said(cfg: ModelConfig, out: dict[str, Any]) -> None:

@@ -27,6 +27,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 200.0}
 # Name of the case -> (model_type, options); the head may be tied, biased, scaled, odd.
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -43,6 +45,19 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_neox": ("gpt_neox", {**SIZES, "rope_parameters": {"rope_theta": 300.0, "partial_rotary_factor": 0.25}}),
     "gpt_neox_serial": ("gpt_neox", {**SIZES, "use_parallel_residual": False}),
+    # The window is shorter than the sequence; tp and pp cut between windowed layers and others.
+    "gemma2": (
+        "gemma2",
+        {**GROUPED, "head_dim": 12, "num_hidden_layers": 4, "query_pre_attn_scalar": 20, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {**GROUPED, "head_dim": 12, "num_hidden_layers": 4, "query_pre_attn_scalar": 20, "sliding_window": 5}
+        | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}}
+        | {"sliding_window_pattern": 3},
+    ),
+    "gemma3_capped": ("gemma3_text", {**GROUPED, "sliding_window": 64, "final_logit_softcapping": 1.5}),
     "phi3": ("phi3", {**GROUPED, "pad_token_id": 0}),
 }
 # A family without a case of its own is tested with Llama's keys.
@@ -59,7 +74,8 @@ def make_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **sa
         options = _old_keys(options)
     config = AutoConfig.for_model(model_type, **options)
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    # Eager: the one implementation that has every part of every model.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 1:
@@ -72,6 +88,9 @@ def _old_keys(options: dict[str, Any]) -> dict[str, Any]:
     """Rotary options as transformers 4 takes them."""
     old = {k: v for k, v in options.items() if k != "rope_parameters"}
     rope = dict(options.get("rope_parameters", {}))
+    if "sliding_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
     if "partial_rotary_factor" in rope:
         return old | {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
     if rope:
@@ -85,13 +104,20 @@ def tokens() -> torch.Tensor:
     return torch.arange(32).view(2, 16) * 7 % 90
 
 
-def logits_of(folder: Path) -> torch.Tensor:
-    """fp32 logits of a folder as `from_pretrained` loads it, nothing missing and nothing left over."""
+def load_model(folder: Path) -> Any:
+    """A folder as `from_pretrained` loads it, in fp32 and evaluation mode, nothing missing and nothing left over."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    )
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     assert not info["mismatched_keys"], info
+    return model.eval()
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """fp32 logits of a folder."""
     with torch.no_grad():
-        return model.eval()(tokens()).logits
+        return load_model(folder)(tokens()).logits
