@@ -5,27 +5,20 @@ A save in the foreground is a save in the background that is waited for.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
-import select
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import megalite
 from megalite.checkpoint import folder
 from megalite.checkpoint.lock import RunLock
-from megalite.checkpoint.snapshot import Snapshot, boxes_of
-from megalite.checkpoint.writer import ABANDONED, IGNORED_SIGNALS, receive, send
+from megalite.checkpoint.snapshot import WriterProcess, boxes_of
+from megalite.checkpoint.writer import ABANDONED
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
@@ -46,28 +39,18 @@ class _Save:
     """A save under way: begun, handed to the writer, answered by it, and then committed or failed.
 
     Attributes:
-        job: what the writer was given.
+        name: of the checkpoint's folder.
+        temporary: folder in which it is written.
         started: time at which it began.
         stalled: seconds that training waited for the snapshot.
-        answer: the writer's, None until it is there.
-        reported: whether `poll` has reported the answer.
+        reported: whether `poll` has reported the writer's answer.
     """
 
-    job: dict[str, Any]
+    name: str
+    temporary: Path
     started: float
     stalled: float = 0.0
-    answer: dict[str, Any] | None = None
     reported: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name of the checkpoint's folder."""
-        return self.job["name"]
-
-    @property
-    def error(self) -> str:
-        """Why this rank's part failed; "" while it has not."""
-        return self.answer.get("error", "") if self.answer else ""
 
 
 class Checkpointer:
@@ -100,10 +83,7 @@ class Checkpointer:
         self._base = -1
         self._own: set[str] = set()
         agree(ctx, self._open)
-        self._writer, self._channel = _start_writer()
-        self._snapshot = Snapshot(ctx.device)
-        # Whether the writer has the snapshot's memory; nothing to share until there is something to save.
-        self._shared = True
+        self._writer = WriterProcess(ctx.device)
         self._current: _Save | None = None
 
     def _open(self) -> None:
@@ -175,11 +155,10 @@ class Checkpointer:
         json.dumps(meta, allow_nan=False)
         started = time.perf_counter()
         save_id = self._make_folder(name)
-        grown = self._snapshot.take(boxes)
-        job = self._make_job(name, step, boxes, meta, save_id)
-        self._current = save = _Save(job, started)
-        self._hand_over(save, grown)
+        save = _Save(name, self._temporary(name, save_id), started)
+        self._writer.start_job(self._make_job(save, save_id, step, meta), boxes)
         save.stalled = time.perf_counter() - started
+        self._current = save
         path = self.root / name
         return path if background or self.finish() else None
 
@@ -199,21 +178,16 @@ class Checkpointer:
             raise SaveError(f"checkpoint not saved: {answer}")
         return answer[3:]
 
-    def _make_job(
-        self, name: str, step: int, boxes: list[dict[str, Any]], meta: dict[str, Any], save_id: str
-    ) -> dict[str, Any]:
+    def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any]) -> dict[str, Any]:
         """What the writer needs to know; rank 0's also commits."""
         job = {
             "root": str(self.root),
-            "temporary": str(self._temporary(name, save_id)),
-            "name": name,
-            "full": name == folder.step_name(step),
+            "temporary": str(save.temporary),
+            "name": save.name,
+            "full": save.name == folder.step_name(step),
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
-            "num_bytes": self._snapshot.num_bytes,
-            "capacity": self._snapshot.capacity,
-            "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
         }
         if self.ctx.rank == 0:
             job |= {
@@ -233,15 +207,6 @@ class Checkpointer:
         """Of this save alone: a writer that outlived an earlier run may still be at a save of the same step."""
         return self.root / f"{folder.TEMPORARY}{name}_{save_id}"
 
-    def _hand_over(self, save: _Save, new_memory: bool) -> None:
-        # The writer keeps its view of the memory from one save to the next.
-        self._shared = self._shared and not new_memory
-        try:
-            send(self._channel, save.job, () if self._shared else (self._snapshot.descriptor,))
-            self._shared = True
-        except OSError:
-            save.answer = self._restart_writer()
-
     def _not_continued(self) -> list[str]:
         """Checkpoints of this folder that are of a history this run left: all later ones, all of them in a new run."""
         return [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._own]
@@ -256,11 +221,11 @@ class Checkpointer:
             SaveError: this rank's write failed; the other ranks learn of it in `finish`.
         """
         save = self._current
-        if save is None or save.reported or not self._receive(save, 0):
+        if save is None or save.reported or not self._writer.wait(0):
             return None
         save.reported = True
-        if save.error:
-            self._fail(f"rank {self.ctx.rank}: {save.error}")
+        if self._writer.error:
+            self._fail(f"rank {self.ctx.rank}: {self._writer.error}")
             return None
         return self._log_commit(save) if self.ctx.rank == 0 else None
 
@@ -278,14 +243,13 @@ class Checkpointer:
             return True
         # Rank 0's writer waits for all others: it must hear of a failure among them.
         if not rank0:
-            self._receive(save, None)
-        errors = self._gather_errors(save)
+            self._writer.wait(None)
+        errors = self._gather_errors()
         if rank0:
-            if any(errors) and not self._receive(save, 0):
-                with contextlib.suppress(OSError):
-                    send(self._channel, {"abandon": True})
-            self._receive(save, None)
-        errors = [early or late for early, late in zip(errors, self._gather_errors(save))]
+            if any(errors) and not self._writer.wait(0):
+                self._writer.abandon()
+            self._writer.wait(None)
+        errors = [early or late for early, late in zip(errors, self._gather_errors())]
         self._current = None
         if not any(errors):
             if rank0 and not save.reported:
@@ -293,41 +257,19 @@ class Checkpointer:
             self._own.add(save.name)
             return True
         if rank0:
-            shutil.rmtree(save.job["temporary"], ignore_errors=True)
+            shutil.rmtree(save.temporary, ignore_errors=True)
         first = next(rank for rank, text in enumerate(errors) if text and text != ABANDONED)
         self._fail(f"rank {first}: {errors[first]}")
         return False
 
-    def _gather_errors(self, save: _Save) -> list[str]:
-        return list(gather_texts(save.error, self.ctx.world, self.ctx.device))
-
-    def _receive(self, save: _Save, seconds: float | None) -> bool:
-        """Wait for the writer's answer; return whether it is there."""
-        if save.answer is not None:
-            return True
-        if not select.select([self._channel], [], [], seconds)[0]:
-            return False
-        try:
-            message = receive(self._channel)
-        except OSError:
-            message = None
-        save.answer = message[0] if message else self._restart_writer()
-        return True
-
-    def _restart_writer(self) -> dict[str, Any]:
-        """Replace a writer that died; return what is then its answer."""
-        code = self._writer.wait()
-        self._channel.close()
-        self._writer, self._channel = _start_writer()
-        self._shared = self._snapshot.capacity == 0
-        return {"error": f"the process that writes checkpoints died (exit code {code})"}
+    def _gather_errors(self) -> list[str]:
+        return list(gather_texts(self._writer.error, self.ctx.world, self.ctx.device))
 
     def _log_commit(self, save: _Save) -> Path:
-        assert save.answer is not None
         path = self.root / save.name
         whole = time.perf_counter() - save.started
         logger.info(f"saved {path} in {whole:.2f} s, training stood still for {save.stalled:.2f} s")
-        for moved in save.answer.get("moved", ()):
+        for moved in self._writer.moved:
             logger.warning(f"set aside, as this run does not continue it: {moved}")
         return path
 
@@ -339,34 +281,7 @@ class Checkpointer:
     def close(self) -> None:
         """Release the folder and end the writer. A save under way gets a few seconds more; `finish` waits for it."""
         if self._current is not None:
-            self._receive(self._current, _CLOSE_S)
-        self._channel.close()
-        self._writer.wait()
-        self._snapshot.free()
+            self._writer.wait(_CLOSE_S)
+        self._writer.close()
         if self.ctx.rank == 0:
             self._lock.release()
-
-
-def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    # By path, so that it runs whatever the current folder is and whether megalite is installed or not.
-    root = str(Path(megalite.__file__).resolve().parent.parent)
-    code = f"import sys; sys.path.insert(0, {root!r}); from megalite.checkpoint import writer; writer.main({{}})"
-    command = [sys.executable, "-c", code.format(theirs.fileno())]
-    with signals_held(IGNORED_SIGNALS):
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
-    return process, ours
-
-
-@contextlib.contextmanager
-def signals_held(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """A process started inside is not ended by these signals before it can say that it ignores them.
-
-    It inherits the mask, in which they wait; once it ignores them it lets them through.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,17 +1,25 @@
-"""What a rank saves, and the copy of it that training leaves behind for the writer."""
+"""What a rank saves, the copy of it that training leaves behind, and the process that writes the copy."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import megalite
 from megalite.checkpoint.safetensors_io import num_bytes
+from megalite.checkpoint.writer import IGNORED_SIGNALS, receive, send
 from megalite.log import logger
 from megalite.sharding import StateTensor
 from megalite.slices import Slice
@@ -82,6 +90,110 @@ class Snapshot:
         self._tensor = torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)
         self.descriptor = -1
+
+
+class WriterProcess:
+    """The writer of this rank as training sees it: a process, the channel to it, and the memory that both map.
+
+    Attributes:
+        process: the writer; another one after it died.
+        error: why the job failed; "" while it has not.
+        moved: folders that the commit set aside, as "old -> new".
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._snapshot = Snapshot(device)
+        self._start()
+        self._answer: dict[str, Any] | None = None
+
+    def _start(self) -> None:
+        self.process, self._channel = _start_writer()
+        # Whether the writer maps the snapshot: it keeps its view from one job to the next.
+        self._mapped = False
+
+    def start_job(self, job: dict[str, Any], boxes: Sequence[dict[str, Any]]) -> None:
+        """Copy the boxes' sources, which may change afterwards, and hand the copy and `job` to the writer."""
+        if self._snapshot.take(boxes):
+            self._mapped = False
+        job |= {
+            "num_bytes": self._snapshot.num_bytes,
+            "capacity": self._snapshot.capacity,
+            "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
+        }
+        self._answer = None
+        shared = () if self._mapped or not self._snapshot.capacity else (self._snapshot.descriptor,)
+        try:
+            send(self._channel, job, shared)
+            self._mapped = True
+        except OSError:
+            self._replace()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for the answer to the job, for ever with None; return whether it is there."""
+        if self._answer is not None:
+            return True
+        if not select.select([self._channel], [], [], seconds)[0]:
+            return False
+        try:
+            message = receive(self._channel)
+        except OSError:
+            message = None
+        if message:
+            self._answer = message[0]
+        else:
+            self._replace()
+        return True
+
+    def _replace(self) -> None:
+        """Start another writer for one that died."""
+        code = self.process.wait()
+        self._channel.close()
+        self._start()
+        self._answer = {"error": f"the process that writes checkpoints died (exit code {code})"}
+
+    @property
+    def error(self) -> str:
+        return self._answer.get("error", "") if self._answer else ""
+
+    @property
+    def moved(self) -> list[str]:
+        return self._answer.get("moved", []) if self._answer else []
+
+    def abandon(self) -> None:
+        """Make the writer give the job up."""
+        with contextlib.suppress(OSError):
+            send(self._channel, {"abandon": True})
+
+    def close(self) -> None:
+        """End the writer; a job that it has not committed is lost."""
+        self._channel.close()
+        self.process.wait()
+        self._snapshot.free()
+
+
+def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    # By path, so that it runs whatever the current folder is and whether megalite is installed or not.
+    root = str(Path(megalite.__file__).resolve().parent.parent)
+    code = f"import sys; sys.path.insert(0, {root!r}); from megalite.checkpoint import writer; writer.main({{}})"
+    command = [sys.executable, "-c", code.format(theirs.fileno())]
+    with signals_held(IGNORED_SIGNALS):
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    return process, ours
+
+
+@contextlib.contextmanager
+def signals_held(numbers: Collection[signal.Signals]) -> Iterator[None]:
+    """A process started inside is not ended by these signals before it can say that it ignores them.
+
+    It inherits the mask, in which they wait; once it ignores them it lets them through.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[str, Any]]:

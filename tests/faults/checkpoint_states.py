@@ -129,7 +129,7 @@ def save_with_limit(rank: int, world: int, root: str, limit: int) -> tuple[str, 
     ctx = context(world)
     checkpointer = Checkpointer(root, ctx)
     if rank == 1:
-        resource.prlimit(checkpointer._writer.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        resource.prlimit(checkpointer._writer.process.pid, resource.RLIMIT_FSIZE, (limit, limit))
     error = ""
     try:
         checkpointer.save(5, states_at(5, rank, world), {})
@@ -145,7 +145,7 @@ def kill_writer(rank: int, world: int, root: str, on_error: str) -> dict[str, An
     checkpointer = Checkpointer(root, ctx, on_error=on_error)  # type: ignore[arg-type]
     checkpointer.save(5, states_at(5, rank, world), {"step": 5})
     kept = digest(Path(root) / "step_00000005")
-    writer = checkpointer._writer
+    writer = checkpointer._writer.process
     if rank == 1:
         os.kill(writer.pid, signal.SIGSTOP)
     checkpointer.save(10, states_at(10, rank, world), {"step": 10}, background=True)

@@ -65,11 +65,11 @@ from megalite.sharding import ParamSpec
 from tests.faults import checkpoint_states as cs
 root, big, stop = sys.argv[1], int(sys.argv[2]), "stop" in sys.argv
 checkpointer = Checkpointer(root, ParallelContext.single(), run_id="victim")
-print("writer", checkpointer._writer.pid, flush=True)
+print("writer", checkpointer._writer.process.pid, flush=True)
 specs = [ParamSpec("w", (big, 1024))] if big else None
 for step in (5, 10):
     if step == 10 and stop:
-        os.kill(checkpointer._writer.pid, signal.SIGSTOP)
+        os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
     checkpointer.save(step, cs.states_at(step, specs=specs), {"step": step}, background=step == 10)
     print("step", step, flush=True)
 time.sleep(600)
@@ -136,11 +136,11 @@ def test_a_writer_that_outlives_its_rank_disturbs_no_later_run(tmp_path: Path) -
     """It wakes while the next run saves the same step. A block or less to write: it never looks for its rank."""
     left_behind = orphan(tmp_path, 0)
     checkpointer = Checkpointer(tmp_path, ParallelContext.single(), run_id="next")
-    os.kill(checkpointer._writer.pid, signal.SIGSTOP)
+    os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
     checkpointer.save(10, cs.states_at(10), {"step": 10, "run": "next"}, background=True)
     os.kill(left_behind, signal.SIGCONT)
     assert gone(left_behind), "no process is left behind"
-    os.kill(checkpointer._writer.pid, signal.SIGCONT)
+    os.kill(checkpointer._writer.process.pid, signal.SIGCONT)
     assert checkpointer.finish()
     checkpointer.close()
     assert read_meta(tmp_path / "step_00000010")["run"] == "next"
@@ -225,7 +225,7 @@ def test_background_writer_killed(pool: WorkerPool, tmp_path: Path, on_error: st
 def test_signals_do_not_cut_a_save_short(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, ParallelContext.single())
     checkpointer.save(5, cs.states_at(5), {"step": 5})
-    pid = checkpointer._writer.pid
+    pid = checkpointer._writer.process.pid
     os.kill(pid, signal.SIGSTOP)
     checkpointer.save(10, cs.states_at(10), {"step": 10}, background=True)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
@@ -239,7 +239,7 @@ def test_signals_do_not_end_a_writer_that_is_still_starting(tmp_path: Path) -> N
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     checkpointer = Checkpointer(tmp_path, ParallelContext.single())
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(checkpointer._writer.pid, number)
+        os.kill(checkpointer._writer.process.pid, number)
     assert checkpointer.save(5, cs.states_at(5), {"step": 5})
     checkpointer.close()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask, "this process gets its signals as before"

@@ -245,7 +245,7 @@ def install(fault: dict[str, Any]) -> None:
                 # The save before this one is not to be hit.
                 if run.checkpointer._current is not None:
                     run.checkpointer._receive(None)
-                os.kill(run.checkpointer._writer.pid, signal.SIGKILL)
+                os.kill(run.checkpointer._writer.process.pid, signal.SIGKILL)
 
         before(loop, "save", kill_writer)
     elif place == "flip":

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.checkpoint.save import signals_held
+from megalite.checkpoint.snapshot import signals_held
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.pipeline.schedule import Op, Program

@@ -47,14 +47,14 @@ def save_steps(root: Path, *steps: int, after: Path | None = None, keep_last: in
 def test_states_may_change_while_they_are_written(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, CTX, keep_last=9)
     states = cs.states_at(5)
-    os.kill(checkpointer._writer.pid, signal.SIGSTOP)
+    os.kill(checkpointer._writer.process.pid, signal.SIGSTOP)
     path = checkpointer.save(5, states, {"step": 5}, background=True)
     assert path is not None
     assert checkpointer.poll() is None
     assert not path.exists()
     for state in states:
         state.flat.fill_(float("nan"))
-    os.kill(checkpointer._writer.pid, signal.SIGCONT)
+    os.kill(checkpointer._writer.process.pid, signal.SIGCONT)
     while (done := checkpointer.poll()) is None:
         time.sleep(0.01)
     assert done == path
@@ -187,7 +187,7 @@ def test_describe(tmp_path: Path) -> None:
 def test_the_writer_starts_without_torch(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, CTX)
     checkpointer.save(1, cs.states_at(1), {})
-    maps = Path(f"/proc/{checkpointer._writer.pid}/maps").read_text()
+    maps = Path(f"/proc/{checkpointer._writer.process.pid}/maps").read_text()
     checkpointer.close()
     assert "libtorch" not in maps
     assert "megalite-snapshot" in maps
