@@ -221,7 +221,7 @@ def install(fault: dict[str, Any]) -> None:
     if place in ("step", "nan"):
         before(loop, "train_step", lambda engine, batch, number, **_: arm(at in (number, "always")))
     if place == "step":
-        before(executor._Flight, "forward", when_armed)
+        before(executor._Run, "forward", when_armed)
     elif place == "nan":
 
         def poison(self: Any, _microbatch: int, stage: int, *_: Any) -> None:
@@ -229,12 +229,12 @@ def install(fault: dict[str, Any]) -> None:
                 for parameter in self.executor.stages[stage].parameters():
                     parameter.main_grad.view(-1)[0] = torch.nan
 
-        before(executor._Flight, "backward", poison)
+        before(executor._Run, "backward", poison)
     elif place == "every_step":
-        before(executor._Flight, "forward", lambda *_: act())
+        before(executor._Run, "forward", lambda *_: act())
     elif place == "eval":
         before(loop, "evaluate", lambda run: arm(run.step == at))
-        before(executor._Flight, "forward", when_armed)
+        before(executor._Run, "forward", when_armed)
     elif place == "save":
         before(loop, "save", lambda run, **_: arm(run.step == at))
         before(Snapshot, "take", when_armed)
@@ -244,7 +244,7 @@ def install(fault: dict[str, Any]) -> None:
             if run.step == at:
                 # The save before this one is not to be hit.
                 if run.checkpointer._current is not None:
-                    run.checkpointer._receive(None)
+                    run.checkpointer._writer.wait(None)
                 os.kill(run.checkpointer._writer.process.pid, signal.SIGKILL)
 
         before(loop, "save", kill_writer)
