@@ -1,21 +1,20 @@
 """Text to tokens to batches. Nothing here needs torch."""
 
-from megalite.data.blend import BlendedDataset, BlendOrder
-from megalite.data.build import Datasets, build_datasets, parse_data, prefixes_of
+from megalite.data.blend import BlendedDataset
+from megalite.data.build import (
+    Datasets,
+    build_datasets,
+    check_tokenizer_matches,
+    prefixes_of,
+    read_sidecar,
+)
 from megalite.data.loader import BatchLoader
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.tokens import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    check_tokenizer_matches,
-    read_sidecar,
-    token_dtype,
-)
+from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 
 __all__ = [
     "BatchLoader",
-    "BlendOrder",
     "BlendedDataset",
     "Dataset",
     "Datasets",
@@ -27,7 +26,6 @@ __all__ = [
     "build_datasets",
     "check_tokenizer_matches",
     "load_tokenizer",
-    "parse_data",
     "prefixes_of",
     "read_sidecar",
     "split_documents",

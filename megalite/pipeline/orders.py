@@ -10,8 +10,9 @@ micro-batch gradients in the same order under every schedule, and `main_grad` is
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import NamedTuple
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
@@ -109,48 +110,46 @@ class _Emitter:
         return op
 
 
-def naive(place: Placement, m: int) -> Orders:
-    """One micro-batch at a time through all stages and back: the reference that others are compared with."""
-    orders: Orders = []
-    for r in range(place.pp):
-        e = _Emitter(place, r)
-        chunks = range(place.vp)
-        e.add(" ".join([f"F{c}" for c in chunks] + [f"B{c}" for c in reversed(chunks)]), m)
-        orders.append(e.ops)
+def _per_rank(emit: Callable[..., None]) -> Callable[..., Orders]:
+    """Make a schedule of `emit(e, p, r, m)`, which adds the ops of rank r of p."""
+
+    @wraps(emit)
+    def orders(place: Placement, m: int, **options: bool) -> Orders:
+        emitters = [_Emitter(place, r) for r in range(place.pp)]
+        for r, e in enumerate(emitters):
+            emit(e, place.pp, r, m, **options)
+        return [e.ops for e in emitters]
+
     return orders
 
 
-def gpipe(place: Placement, m: int) -> Orders:
+@_per_rank
+def naive(e: _Emitter, p: int, r: int, m: int) -> None:
+    """One micro-batch at a time through all stages and back: the reference for all other schedules."""
+    chunks = range(len(e.stages))
+    e.add(" ".join([f"F{c}" for c in chunks] + [f"B{c}" for c in reversed(chunks)]), m)
+
+
+@_per_rank
+def gpipe(e: _Emitter, p: int, r: int, m: int) -> None:
     """All forwards, then all backwards, chunk by chunk (Huang et al. 2019; for vp > 1 breadth-first, 2211.05953)."""
-    orders: Orders = []
-    for r in range(place.pp):
-        e = _Emitter(place, r)
-        for c in range(place.vp):
-            e.add(f"F{c}", m)
-        for c in reversed(range(place.vp)):
-            e.add(f"B{c}", m)
-        orders.append(e.ops)
-    return orders
+    chunks = range(len(e.stages))
+    for c in chunks:
+        e.add(f"F{c}", m)
+    for c in reversed(chunks):
+        e.add(f"B{c}", m)
 
 
-def one_f_one_b(place: Placement, m: int, eager: bool = False) -> Orders:
+@_per_rank
+def one_f_one_b(e: _Emitter, p: int, r: int, m: int, eager: bool = False) -> None:
     """1F1B (PipeDream-flush, 2006.09503): p-r-1 warm-up forwards, then one forward, one backward.
 
     Eager: twice the warm-up, so that a transfer can hide behind a compute op each way.
     """
-    orders: Orders = []
-    for r in range(place.pp):
-        warmup = min((place.pp - r - 1) * (2 if eager else 1), m)
-        e = _Emitter(place, r)
-        e.add("F0", warmup)
-        e.add("F0 B0", m - warmup)
-        e.add("B0", warmup)
-        orders.append(e.ops)
-    return orders
-
-
-def one_f_one_b_eager(place: Placement, m: int) -> Orders:
-    return one_f_one_b(place, m, eager=True)
+    warmup = min((p - r - 1) * (2 if eager else 1), m)
+    e.add("F0", warmup)
+    e.add("F0 B0", m - warmup)
+    e.add("B0", warmup)
 
 
 def interleaved(place: Placement, m: int, group_size: int) -> Orders:
@@ -174,64 +173,49 @@ def interleaved(place: Placement, m: int, group_size: int) -> Orders:
     return orders
 
 
-def zb_h1(place: Placement, m: int, doubled: bool = False) -> Orders:
-    """Zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B."""
-    orders: Orders = []
-    for r in range(place.pp):
-        factor = 2 if doubled else 1
-        warmup = min((place.pp - r - 1) * factor, m)
-        delay = min(r * factor, m - warmup)
-        e = _Emitter(place, r)
-        e.add("F0", warmup)
-        e.add("F0 I0", delay)
-        e.add("F0 I0 W0", m - warmup - delay)
-        e.add("I0 W0", warmup)
-        e.add("W0", delay)
-        orders.append(e.ops)
-    return orders
+@_per_rank
+def zb_h1(e: _Emitter, p: int, r: int, m: int, doubled: bool = False) -> None:
+    """Zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B.
+
+    Doubled: H2, with twice the warm-up and memory.
+    """
+    factor = 2 if doubled else 1
+    warmup = min((p - r - 1) * factor, m)
+    delay = min(r * factor, m - warmup)
+    e.add("F0", warmup)
+    e.add("F0 I0", delay)
+    e.add("F0 I0 W0", m - warmup - delay)
+    e.add("I0 W0", warmup)
+    e.add("W0", delay)
 
 
-def zb_h2(place: Placement, m: int) -> Orders:
-    """Zero bubble H2 (2401.10241): twice the warm-up and memory of H1. With a flush it gains nothing over H1."""
-    return zb_h1(place, m, doubled=True)
-
-
-def zb_v(place: Placement, m: int) -> Orders:
-    """Zero bubble V (ZB-V, 2405.15362): two chunks a rank in a V, at the memory of 1F1B on every rank."""
-    p = place.pp
+@_per_rank
+def zb_v(e: _Emitter, p: int, r: int, m: int) -> None:
+    """Zero bubble V (ZB-V, 2405.15362): two chunks per rank in a V, at the memory of 1F1B on every rank."""
     padded = max(m, 2 * p - 1)
-    orders: Orders = []
-    for r in range(p):
-        e = _Emitter(place, r)
-        e.add("F0", 2 * (p - r) - 1)
-        e.add("F1 F0", r)
-        e.add("F1 I1 W1", p - r)
-        e.add("F0 I0 W0 F1 I1 W1", padded - 2 * p + r + 1)
-        e.add("I0 W0 F1 I1 W1", p - 1 - r)
-        e.add("I0 I1", r)
-        e.add("I0 W0", p - r)
-        e.add("W1", r)
-        e.add("W0", r)
-        orders.append([op for op in e.ops if op.microbatch < m])
-    return orders
+    e.add("F0", 2 * (p - r) - 1)
+    e.add("F1 F0", r)
+    e.add("F1 I1 W1", p - r)
+    e.add("F0 I0 W0 F1 I1 W1", padded - 2 * p + r + 1)
+    e.add("I0 W0 F1 I1 W1", p - 1 - r)
+    e.add("I0 I1", r)
+    e.add("I0 W0", p - r)
+    e.add("W1", r)
+    e.add("W0", r)
+    e.ops = [op for op in e.ops if op.microbatch < m]
 
 
-def dualpipev(place: Placement, m: int) -> Orders:
+@_per_rank
+def dualpipev(e: _Emitter, p: int, r: int, m: int) -> None:
     """DualPipeV (DeepSeek-V3's DualPipe cut in half), with the overlapped pairs as two ops. m >= 2p."""
-    p = place.pp
-    orders: Orders = []
-    for r in range(p):
-        e = _Emitter(place, r)
-        e.add("F0", 2 * (p - r - 1))
-        e.add("F0 F1", r + 1)
-        e.add("I1 W F1", p - r - 1)
-        e.add("F0 B1 F1 B0", m - 2 * p + r + 1)
-        e.add("B1 F1 B0", p - r - 1)
-        # Of the last 2(r+1) backwards the second half is split.
-        e.add("B1 B0", (r + 1) // 2)
-        e.add("B1 I0", 1 - r % 2)
-        e.add("I1 I0", (r + 1) // 2)
-        e.add("W I0", p - r - 1)
-        e.add("W", len(e.pending_w))
-        orders.append(e.ops)
-    return orders
+    e.add("F0", 2 * (p - r - 1))
+    e.add("F0 F1", r + 1)
+    e.add("I1 W F1", p - r - 1)
+    e.add("F0 B1 F1 B0", m - 2 * p + r + 1)
+    e.add("B1 F1 B0", p - r - 1)
+    # Of the last 2(r+1) backwards the second half is split.
+    e.add("B1 B0", (r + 1) // 2)
+    e.add("B1 I0", 1 - r % 2)
+    e.add("I1 I0", (r + 1) // 2)
+    e.add("W I0", p - r - 1)
+    e.add("W", len(e.pending_w))

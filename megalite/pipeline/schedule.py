@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megalite.errors import UserError
 from megalite.pipeline import orders
@@ -106,14 +106,14 @@ SCHEDULES: dict[str, _Kind] = {
     "naive": _Kind(orders.naive),
     "gpipe": _Kind(orders.gpipe),
     "1f1b": _Kind(orders.one_f_one_b, vp=1),
-    "1f1b-eager": _Kind(orders.one_f_one_b_eager, vp=1),
+    "1f1b-eager": _Kind(partial(orders.one_f_one_b, eager=True), vp=1),
     "interleaved": _Kind(orders.interleaved, grouped=True),
     "zb-h1": _Kind(orders.zb_h1, vp=1),
     "zb-v": _Kind(orders.zb_v, vp=2, v_shape=True),
 }
 # No flags for these: with a flush zb-h2 is zb-h1 at twice the memory; dualpipev needs overlapped forward and backward.
 RESEARCH_SCHEDULES: dict[str, _Kind] = {
-    "zb-h2": _Kind(orders.zb_h2, vp=1),
+    "zb-h2": _Kind(partial(orders.zb_h1, doubled=True), vp=1),
     "dualpipev": _Kind(orders.dualpipev, vp=2, v_shape=True, min_microbatches_per_rank=2),
 }
 

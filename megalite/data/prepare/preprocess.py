@@ -242,7 +242,7 @@ def preprocess(
 
 
 def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats) -> dict[str, Any]:
-    """The contents of `PREFIX.json`, see `tokens.read_sidecar`."""
+    """The contents of `PREFIX.json`, see `build.read_sidecar`."""
     return {
         "tokenizer_kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
