@@ -1,4 +1,4 @@
-"""The one exception for mistakes in what was asked, and the door that turns it into one `error:` line and exit 2."""
+"""The exception for user mistakes, and the wrapper that turns it into one `error:` line and exit code 2."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Faults of the machine that a tool's user can mend.
+# Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class UserError(Exception):
-    """A mistake in what was asked: configuration, data, checkpoint or topology (exit code 2).
+    """A user mistake in configuration, data, checkpoint or layout (exit code 2).
 
     Args:
         given: what was given, with its value ("--tp 3").
         rule: the rule it breaks ("num_heads 8 must be divisible by tp").
         remedy: what to change ("use --tp 2 or --tp 4").
-        only_here: other ranks of the run may not see it; this rank must tell it itself.
     """
 
-    def __init__(self, given: str, rule: str, remedy: str, only_here: bool = False) -> None:
-        self.only_here = only_here
-        # One line always: messages quote file contents and library errors, which may hold newlines.
+    def __init__(self, given: str, rule: str, remedy: str) -> None:
+        # Always one line: messages quote file contents and library errors, which may contain newlines.
         super().__init__(" ".join(f"{given}: {rule}; {remedy}".split()))
 
     @classmethod
-    def told(cls, message: str) -> UserError:
-        """The error with a message that another rank has put together."""
+    def from_message(cls, message: str) -> UserError:
+        """Make the error from a complete message, for instance another rank's."""
         error = cls.__new__(cls)
-        error.only_here = False
         Exception.__init__(error, message)
         return error
+
+
+class LocalUserError(UserError):
+    """A user mistake that other ranks may not see: this rank has to report it itself."""
 
 
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a command-line tool's `main` and end the process.
 
-    A `UserError` is told in one `error:` line and ends with 2; a disk that is full or fails likewise, with 1; Ctrl-C
-    with 130; a reader that has gone away (`| head`) quietly.
+    A `UserError` prints one `error:` line and exits with 2, a full or failing disk likewise with 1, Ctrl-C with 130.
+    A reader that has closed the pipe (`| head`) ends it quietly.
     """
     try:
         code = main() or 0
@@ -51,7 +52,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        # Python would complain once more when it flushes standard output at exit.
+        # Otherwise Python complains again when it flushes standard output at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as e:
@@ -72,7 +73,7 @@ def require(ok: bool, given: str, rule: str, remedy: str) -> None:
 
 
 def in_range(owner: Any, names: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Check low <= value < high (`above`: low < value) of the options in `names`; those at None are left to follow."""
+    """Check low <= value < high (`above`: low < value) for the options in `names`; None is skipped."""
     for name in names.split():
         value, flag = getattr(owner, name), "--" + name.replace("_", "-")
         top = "finite" if high == math.inf else f"below {high}"
@@ -82,7 +83,7 @@ def in_range(owner: Any, names: str, low: float, high: float = math.inf, *, abov
 
 
 def step_range(flag: str, given: str | None) -> range:
-    """Steps of an A:B option: B is the first that does not count any more; none for None."""
+    """Parse the half-open step range of an A:B option (B excluded); empty for None."""
     if given is None:
         return range(0)
     first, colon, end = given.partition(":")

@@ -1,4 +1,4 @@
-"""Rank-aware logging: rank 0 speaks on the console, every rank may write its own file."""
+"""Rank-aware logging: rank 0 logs to the console, and every rank may write its own file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ logger = logging.getLogger("megalite")
 
 
 def env_rank() -> int:
-    """This process's global rank as torchrun names it (0 when started alone)."""
+    """Return this process's global rank as torchrun sets it (0 when started alone)."""
     return int(os.environ.get("RANK", "0"))
 
 
 def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None:
-    """Console: rank 0 from INFO, others from WARNING with their rank in front; `log_file` takes everything from INFO.
+    """Log to the console (rank 0 from INFO, others from WARNING, prefixed with their rank) and from INFO to `log_file`.
 
-    May be called again (with the file, once the run directory is known).
+    May be called again, with the file, once the run directory is known.
     """
     rank = env_rank() if rank is None else rank
     for handler in list(logger.handlers):

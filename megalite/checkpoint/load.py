@@ -198,7 +198,7 @@ def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) ->
             return path
         except UserError as e:
             if not fallback and name != names[-1]:
-                raise UserError.told(f"{e}, or go on from the one before it with --resume-fallback") from None
+                raise UserError.from_message(f"{e}, or go on from the one before it with --resume-fallback") from None
             if not fallback:
                 raise
             logger.warning(f"--resume-fallback: passing over {path}: {e}")

@@ -1,4 +1,4 @@
-"""Ranks that fail together: what goes wrong on one rank is told once and ends all of them alike."""
+"""Ranks that fail together: an error on one rank is reported once and ends all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def agree(ctx: ParallelContext, action: Callable[[], T]) -> T:
     for rank, text in enumerate(messages):
         if text:
             where = "" if rank == 0 or all(messages) else f"rank {rank}: "
-            raise UserError.told(where + text)
+            raise UserError.from_message(where + text)
     return result  # type: ignore[return-value]
 
 

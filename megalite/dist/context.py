@@ -1,4 +1,4 @@
-"""Process groups of one run, as `Axis` objects that are passed to whoever needs one. Nothing here is global."""
+"""Process groups of one run, as `Axis` objects that are passed explicitly. Nothing here is global."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import fresh_store
-from megalite.errors import UserError
+from megalite.errors import LocalUserError
 
-# A stopped peer is noticed after this long; a dead one at once.
+# A stopped peer is detected after this long; a dead one immediately.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -107,7 +107,7 @@ class ParallelContext:
 
         def make(name: str, candidates: Sequence[tuple[int, ...]]) -> Axis:
             # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of
-            # one kind are disjoint, and every rank makes the kinds in one order: nobody waits for a later group.
+            # one kind are disjoint, and every rank makes the kinds in one order: no rank waits for a later group.
             ranks = next((g for g in candidates if rank in g), (rank,))
             if len(ranks) == 1:
                 return Axis(name, ranks=ranks)
@@ -122,7 +122,7 @@ class ParallelContext:
         axes[("ends",)] = make("ends", [(g[0], g[-1]) for g in grid.groups("pp")] if grid["pp"] > 1 else [])
         everyone = tuple(range(grid.world))
         world = Axis("world", grid.world, rank, everyone, dist.group.WORLD if grid.world > 1 else None)
-        # NCCL makes a communicator at its first use: here, in one order on all ranks, and not amid a step.
+        # NCCL creates a communicator at its first use: do it here, in the same order on all ranks, not during a step.
         for axis in (*(axis for names, axis in axes.items() if names != ("pp",)), world):
             if axis.size > 1:
                 dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
@@ -132,22 +132,22 @@ class ParallelContext:
 
 
 def _meet_neighbors(axis: Axis, device: torch.device) -> None:
-    """Exchange one element with each pipeline neighbour, pair by pair in one order.
+    """Exchange one element with each pipeline neighbor, pair by pair in one order.
 
-    NCCL makes a communicator of its own for each pair, at its first message.
+    NCCL creates a separate communicator for each pair, at its first message.
     """
     pairs = {frozenset((i, (i + 1) % axis.size)) for i in range(axis.size)} if axis.size > 1 else set()
     for pair in sorted(sorted(p) for p in pairs):
         if axis.rank in pair:
             peer = axis.ranks[pair[0] if axis.rank == pair[1] else pair[1]]
-            word = torch.zeros(1, device=device)
-            # One side speaks first: two sends that wait for each other would hang.
-            for say in (dist.send, dist.recv) if axis.rank == pair[0] else (dist.recv, dist.send):
-                say(word, peer, group=axis.group)
+            element = torch.zeros(1, device=device)
+            # One side sends first: two sends that wait for each other would hang.
+            for transfer in (dist.send, dist.recv) if axis.rank == pair[0] else (dist.recv, dist.send):
+                transfer(element, peer, group=axis.group)
 
 
 def pick_device(name: str, tp: int = 1) -> torch.device:
-    """The device of this rank: `auto` takes CUDA where there is one, one GPU a local rank."""
+    """Choose this rank's device: `auto` takes CUDA where available, one GPU per local rank."""
     if tp > 1:
         # One hardware queue: a collective that was launched first also starts before the matrix product it overlaps
         # with. Only read when CUDA starts, which is below.
@@ -156,14 +156,13 @@ def pick_device(name: str, tp: int = 1) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        rule = "needs a CUDA device and a CUDA build of torch"
-        raise UserError("--device cuda", rule, "use --device cpu", only_here=True)
+        rule = "requires a CUDA device and a CUDA build of torch"
+        raise LocalUserError("--device cuda", rule, "use --device cpu")
     if local_rank >= torch.cuda.device_count():
-        raise UserError(
+        raise LocalUserError(
             f"local rank {local_rank}",
-            f"needs a GPU of its own, and this host has {torch.cuda.device_count()}",
+            f"requires its own GPU, and this host has {torch.cuda.device_count()}",
             "start fewer processes per node, or use --device cpu",
-            only_here=True,
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -171,49 +170,47 @@ def pick_device(name: str, tp: int = 1) -> torch.device:
 
 
 def launched_together() -> bool:
-    """Whether torchrun or Slurm started this rank, which end all ranks when one has left."""
+    """Whether torchrun or Slurm started this rank: they end all ranks when one exits."""
     return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def only_deterministic_kernels() -> None:
-    """`--deterministic`. Before the process group: NCCL decides once, at its start, against reductions in the switch."""
+    """Apply `--deterministic`. Call it before the process group exists: NCCL reads it once, at start-up."""
     torch.use_deterministic_algorithms(True)
-    # Filling every new tensor with NaN finds bugs, at the price of another pass over memory.
+    # Filling every new tensor with NaN finds bugs, but costs another pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def world_size(otherwise: int = 1) -> int:
-    """Number of ranks, from torchrun's (or Slurm's) environment; `otherwise` where it says nothing."""
+    """Number of ranks, from torchrun's (or Slurm's) environment; `otherwise` where it is not set."""
     _adopt_slurm()
     return int(os.environ.get("WORLD_SIZE", otherwise))
 
 
 def init_process_group(device: torch.device) -> None:
-    """Join the default process group (gloo on CPU, NCCL on GPU); nothing to do in a world of one."""
+    """Join the default process group (gloo on CPU, NCCL on GPU); a world of one needs none."""
     if world_size() == 1:
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise UserError(
+        raise LocalUserError(
             f"WORLD_SIZE {world_size()}",
-            f"comes with {' and '.join(missing)}, which the environment does not have",
+            f"requires {' and '.join(missing)}, which the environment does not set",
             "start the ranks with torchrun, or unset WORLD_SIZE for one process",
-            only_here=True,
         )
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
         store = fresh_store(store, rank, world, TIMEOUT)
-        # No `device_id`: with it all messages of a group would share one NCCL communicator, and one that was posted
-        # early would hold up those to the other neighbour.
+        # No `device_id`: with it all messages of a group would share one NCCL communicator, and one posted early would
+        # delay those to the other neighbor.
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     except dist.DistNetworkError as e:
         port = os.environ.get("MASTER_PORT", "")
-        raise UserError(
+        raise LocalUserError(
             f"MASTER_PORT {port}",
             f"rank 0 must be able to listen on it ({str(e).splitlines()[0][:160]})",
             "choose a free port (torchrun --master-port)",
-            only_here=True,
         ) from None
 
 

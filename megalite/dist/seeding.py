@@ -1,7 +1,7 @@
-"""Random numbers as functions of what they are for.
+"""Random numbers as functions of their purpose.
 
-No generator's state lives through the run: a draw is keyed by (seed, purpose, position), so that it is the same in
-every layout and schedule, under recomputation and after a resume, and nothing has to be saved.
+No generator keeps state during the run: a draw is keyed by (seed, purpose, position), so that it is the same in every
+layout and schedule, under recomputation and after a resume, and nothing has to be saved.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 
 
 def derive(*key: int | str) -> int:
-    """A 128-bit seed from a key such as (seed, "init", name); different keys give independent streams."""
+    """Derive a 128-bit seed from a key such as (seed, "init", name); different keys give independent streams."""
     text = "\0".join(f"{type(k).__name__}:{k}" for k in key)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def philox(*key: int | str) -> np.random.Generator:
-    """A NumPy generator (counter-based Philox) for the key."""
+    """Make a NumPy generator (counter-based Philox) for the key."""
     return np.random.Generator(np.random.Philox(key=derive(*key)))
 
 
 class RngStreams:
     """Named streams of torch random numbers for dropout.
 
-    A stream says over which ranks its numbers agree: "replicated" is the same on every tensor-parallel rank,
+    A stream determines which ranks draw the same numbers: "replicated" is the same on every tensor-parallel rank,
     "tensor_parallel" differs on each (attention heads, and everything on a sequence shard).
     """
 
@@ -45,11 +45,11 @@ class RngStreams:
 
     @contextmanager
     def fork(self, name: str, device: torch.device, *position: int | str) -> Iterator[None]:
-        """Inside, torch's default generator of `device` draws the numbers of (stream, position).
+        """Make torch's default generator of `device` draw the numbers of (stream, position) inside.
 
-        After, the generator is as before. May be nested: each use has its own numbers whatever surrounds it.
+        Afterwards the generator is as before. May be nested: each use has its own numbers.
         """
-        # 63 bits is what torch takes.
+        # torch accepts 63 bits.
         seed = derive(self._seeds[name], *position) >> 65
         generator = (
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
@@ -63,7 +63,7 @@ class RngStreams:
 
     @classmethod
     def for_rank(cls, seed: int, tp_rank: int) -> RngStreams:
-        """The two streams of a training run."""
+        """Make the two streams of a training run."""
         streams = cls()
         streams.add("replicated", derive(seed, "dropout", "replicated"))
         streams.add("tensor_parallel", derive(seed, "dropout", "tensor_parallel", tp_rank))

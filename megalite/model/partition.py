@@ -1,4 +1,4 @@
-"""How layers are shared out over pipeline stages, by the work that a layer and the output layer are."""
+"""Which layers each pipeline stage holds, balanced by the work of a layer and of the output layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenWork:
 
 
 def token_work(cfg: ModelConfig) -> TokenWork:
-    """The work of one token, counted on the model's own parameter table."""
+    """Count the work of one token on the model's parameter table."""
     specs = param_map(cfg)
     layer = sum(s.numel for name, s in specs.items() if name.startswith("layers.0.") and len(s.shape) == 2)
     attention = 2 * cfg.num_heads * cfg.head_size * cfg.seq_len
@@ -33,13 +33,13 @@ def token_work(cfg: ModelConfig) -> TokenWork:
 
 
 def head_cost(cfg: ModelConfig) -> float:
-    """Work of the output layer in units of one block (causal attention): 0.7 for Llama-3-405B, 2 for Llama-3-8B."""
+    """Work of the output layer in units of one causal block: 0.7 for Llama-3-405B, 2 for Llama-3-8B."""
     work = token_work(cfg)
     return work.head / (work.layer + work.attention / 2)
 
 
 def layer_split(cfg: ModelConfig, num_stages: int) -> list[range]:
-    """Layers of each of the pp x vp stages, in order: the dearest stage is as cheap as it can be.
+    """Assign layers to the pp x vp stages, in order, minimizing the cost of the most expensive stage.
 
     The embedding is a lookup and costs nothing; the output layer counts on the last stage.
 
@@ -50,7 +50,7 @@ def layer_split(cfg: ModelConfig, num_stages: int) -> list[range]:
 
 
 def split_layers(num_layers: int, num_stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Contiguous layer ranges, one a stage, that minimise the cost of the dearest stage.
+    """Split layers into contiguous ranges, one per stage, that minimize the cost of the most expensive stage.
 
     Args:
         num_layers: transformer blocks; each costs 1.

@@ -6,11 +6,11 @@ from __future__ import annotations
 class LossScaler:
     """Dynamic loss scale: halves after an overflow, doubles after `window` steps without one.
 
-    Every rank feeds it the same all-reduced verdict, so all ranks hold the same scale.
+    Every rank passes the same all-reduced result, so all ranks hold the same scale.
 
     Args:
-        scale: first scale; the only one where `dynamic` is false.
-        dynamic: whether it changes.
+        scale: initial scale; constant if `dynamic` is false.
+        dynamic: whether the scale changes.
         window: steps without overflow before it doubles.
     """
 
@@ -19,7 +19,7 @@ class LossScaler:
         self._good = 0
 
     def update(self, overflow: bool) -> None:
-        """Take in the verdict of one step."""
+        """Update the scale after one step."""
         if not self.dynamic:
             return
         if overflow:
@@ -30,9 +30,9 @@ class LossScaler:
             self.scale, self._good = self.scale * 2, 0
 
     def scalars(self) -> dict[str, int | float]:
-        """State for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"loss_scale": self.scale, "loss_scale_good_steps": self._good}
 
     def load_scalars(self, scalars: dict[str, int | float]) -> None:
-        """Take back what `scalars` gave."""
+        """Restore what `scalars` returned."""
         self.scale, self._good = float(scalars["loss_scale"]), int(scalars["loss_scale_good_steps"])

@@ -11,7 +11,7 @@ from megalite.config.run import OptimConfig
 
 
 def learning_rate(step: int, cfg: OptimConfig, train_steps: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 1).
+    """Compute the learning rate of optimizer step `step` (the first is 1).
 
     Rises from `init_lr` at 0 to `lr` at `warmup_steps`, falls to `min_lr` at `lr_decay_steps` (default: the last step)
     and stays there.

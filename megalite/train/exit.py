@@ -18,7 +18,7 @@ from megalite.checkpoint.save import SaveError
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext, launched_together, shutdown
-from megalite.errors import UserError
+from megalite.errors import LocalUserError, UserError
 from megalite.log import env_rank, logger, setup_logging
 
 # Longer than a busy machine takes to start Python and torch, and well below the 30 s in which all ranks must be gone.
@@ -68,7 +68,7 @@ def leaving_together() -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        if not e.only_here:
+        if not isinstance(e, LocalUserError):
             _let_rank_0_speak(rank, 2)
         logger.error(f"error: {e}")
         _leave(2)

@@ -116,7 +116,7 @@ def test_world_size_without_a_launcher(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, "--mock-data", "--run-dir", str(tmp_path)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: WORLD_SIZE 2: comes with RANK and MASTER_ADDR and MASTER_PORT, which")
+    assert done.stderr.startswith("error: WORLD_SIZE 2: requires RANK and MASTER_ADDR and MASTER_PORT, which")
 
 
 @pytest.mark.parametrize(
