@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megalite.dist.context import Axis
 from megalite.dist.direct import AllGather, ReduceScatter
+
+T = TypeVar("T")
 
 # torch 2.13 renamed the two; the old names warn there and the new ones do not exist in 2.11.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,14 +35,32 @@ class Done:
         """Nothing to wait for."""
 
 
-class Pending:
-    """A collective under way. `wait()` makes the result safe to read; the inputs are kept alive until then.
+class Waits:
+    """Measures how long this process waits for its peers, in `Pending.wait` and in `read`.
 
     Attributes:
-        waited: seconds that this process has spent in `wait()`, over all handles.
+        seconds: waited so far.
+        mark: makes the context that surrounds each wait, such as a range in a profile.
     """
 
-    waited: ClassVar[float] = 0.0
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def measure(self, wait: Callable[[], T]) -> T:
+        """Run `wait` and add up its time."""
+        started = time.perf_counter()
+        with self.mark():
+            result = wait()
+        self.seconds += time.perf_counter() - started
+        return result
+
+
+waits = Waits()
+
+
+class Pending:
+    """A collective under way. `wait()` makes the result safe to read; the inputs are kept alive until then."""
 
     def __init__(self, work: Any, *keep: torch.Tensor) -> None:
         self._work, self._keep = work, keep
@@ -47,9 +68,7 @@ class Pending:
     def wait(self) -> None:
         """Block (CPU) or order the current stream after the collective (CUDA)."""
         if self._work is not None:
-            started = time.perf_counter()
-            self._work.wait()
-            Pending.waited += time.perf_counter() - started
+            waits.measure(self._work.wait)
             self._work, self._keep = None, ()
 
 
@@ -58,15 +77,7 @@ Work = Done | Pending
 
 def read(x: torch.Tensor) -> list[float]:
     """The numbers of a tensor that came from a collective. On CUDA this is where the process waits for its peers."""
-    started = time.perf_counter()
-    numbers = x.tolist()
-    Pending.waited += time.perf_counter() - started
-    return numbers
-
-
-def seconds_waited() -> float:
-    """Seconds that this process has waited in `wait` and `read`."""
-    return Pending.waited
+    return waits.measure(x.tolist)
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Work:

@@ -7,8 +7,8 @@ micro-batch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.dist.collectives import Pending
+from megalite.pipeline.observe import Observer
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Op, Program
 
@@ -57,13 +58,6 @@ class Pass:
     training: bool
 
 
-class OpClock(Protocol):
-    """Takes the times of operations (see pipeline.record.Recorder)."""
-
-    def around(self, do: Callable[[Op], None]) -> Callable[[Op], None]: ...
-    def arrived(self) -> None: ...
-
-
 class WeightGradQueue(Protocol):
     """Keeps weight gradients for later (see tensor_parallel.linear.WgradQueue)."""
 
@@ -94,11 +88,24 @@ class Executor:
     Args:
         stages: this rank's stages by global index.
         activations, gradients: channels of the two directions.
+
+    Attributes:
+        observers: watch every operation, in this order.
     """
 
     def __init__(self, stages: Mapping[int, Stage], activations: Channel, gradients: Channel) -> None:
         self.stages, self.activations, self.gradients = stages, activations, gradients
-        self.recorder: OpClock | None = None
+        self.observers: tuple[Observer, ...] = ()
+
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Have one more observer inside the context."""
+        before = self.observers
+        self.observers = (*before, observer)
+        try:
+            yield
+        finally:
+            self.observers = before
 
     def run(
         self, program: Program, microbatches: Sequence[MicroBatch], step: int, replica: int, grad_scale: float = 1.0
@@ -117,9 +124,14 @@ class Executor:
         training = torch.is_grad_enabled()
         passes = [Pass(step, replica, i, training) for i in range(len(microbatches))]
         run = _Run(self, microbatches, passes, grad_scale)
-        do = run.do if self.recorder is None else self.recorder.around(run.do)
         for op in program:
-            do(op)
+            for observer in self.observers:
+                observer.begin(op)
+            run.do(op)
+            for observer in self.observers:
+                observer.end(op)
+        for observer in self.observers:
+            observer.finished()
         return run.finish()
 
 
@@ -201,8 +213,8 @@ class _Run:
     def take(self, kind: str, mb: int, index: int) -> torch.Tensor:
         buffer, work = self.received.pop((kind, mb, index))
         work.wait()
-        if self.executor.recorder is not None:
-            self.executor.recorder.arrived()
+        for observer in self.executor.observers:
+            observer.arrived()
         return buffer
 
     def keep(self, work: Pending) -> None:

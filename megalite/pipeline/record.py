@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.log import logger
 from megalite.pipeline.executor import Executor
+from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op, Schedule
 
 
-class Recorder:
+class Recorder(Observer):
     """Writes the times of one pipeline's operations: that of the first data- and tensor-parallel rank.
 
     One file a pipeline rank, JSON lines: what was run, then for each recorded step
@@ -40,6 +41,7 @@ class Recorder:
         self.ctx, self.executor, self.schedule = ctx, executor, schedule
         self.steps = steps if ctx.dp.rank == 0 and ctx.tp.rank == 0 else range(0)
         self._marks: list[tuple[str, Any, Any, Any]] = []
+        self._begun: Any = None
         self._ready: Any = None
         self._headed = False
 
@@ -55,27 +57,21 @@ class Recorder:
         meeting.item()
         self._marks = []
         zero = self._now()
-        self.executor.recorder = self
-        try:
+        with self.executor.observed_by(self):
             yield
-        finally:
-            self.executor.recorder = None
         self._write(step, zero)
 
-    def around(self, do: Callable[[Op], None]) -> Callable[[Op], None]:
-        """`do` with its times taken."""
-
-        def timed(op: Op) -> None:
-            self._ready = None
-            begun = self._now()
-            do(op)
-            self._marks.append((str(op), begun, self._ready or begun, self._now()))
-
-        return timed
+    def begin(self, op: Op) -> None:
+        """Take the time; nothing to wait for means that the operation is ready at once."""
+        self._begun = self._ready = self._now()
 
     def arrived(self) -> None:
-        """What the present operation waited for is there."""
+        """Take the time at which the operation was ready."""
         self._ready = self._now()
+
+    def end(self, op: Op) -> None:
+        """Take the time, and keep all three."""
+        self._marks.append((str(op), self._begun, self._ready, self._now()))
 
     def _now(self) -> Any:
         if self.ctx.device.type == "cpu":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.config.run import Config
-from megalite.dist.collectives import Pending
+from megalite.dist.collectives import waits
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError, step_range
 from megalite.log import logger
-from megalite.pipeline.executor import Executor, OpClock
+from megalite.pipeline.executor import Executor
+from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op
 
 FORWARD, BACKWARD, ATTENTION = "forward matrix products", "backward matrix products", "attention"
@@ -84,20 +86,15 @@ class StepProfiler:
             self._start()
         began = time.perf_counter()
         # Only while a profile is made: a range costs some microseconds, and there are many waits.
-        wait = Pending.wait
-        Pending.wait = _marked_wait(wait)  # type: ignore[method-assign, assignment]
-        # A recorder of operations may be at work already: it stays in between.
-        before = executor.recorder
-        executor.recorder = _Marks(before)
+        waits.mark = partial(record_function, _WAIT)
         try:
-            with record_function(f"{_RANGE}{step}"):
+            with record_function(f"{_RANGE}{step}"), executor.observed_by(_Marks()):
                 yield
                 if step == self.steps[-1]:
                     settle()
                 self._synchronize()
         finally:
-            executor.recorder = before
-            Pending.wait = wait  # type: ignore[method-assign, assignment]
+            waits.mark = nullcontext
         self._done += 1
         self._wall += time.perf_counter() - began + read
         self._read += read
@@ -152,34 +149,17 @@ def _told(path: Path) -> Iterator[None]:
         logger.warning(f"{path} cannot be written ({e.strerror or e})")
 
 
-def _marked_wait(wait: Callable[[Pending], None]) -> Callable[[Pending], None]:
-    def marked(self: Pending) -> None:
-        with record_function(_WAIT):
-            wait(self)
+class _Marks(Observer):
+    """Names each pipeline operation in the trace."""
 
-    return marked
+    def begin(self, op: Op) -> None:
+        """Open a range of the operation's name."""
+        self._range = record_function(f"{_RANGE}{op.kind} {op}")
+        self._range.__enter__()
 
-
-class _Marks:
-    """Names each pipeline operation in the trace, around whatever clock is there."""
-
-    def __init__(self, inner: OpClock | None) -> None:
-        self._inner = inner
-
-    def around(self, do: Callable[[Op], None]) -> Callable[[Op], None]:
-        """`do` inside a range of the operation's name."""
-        timed = do if self._inner is None else self._inner.around(do)
-
-        def marked(op: Op) -> None:
-            with record_function(f"{_RANGE}{op.kind} {op}"):
-                timed(op)
-
-        return marked
-
-    def arrived(self) -> None:
-        """What the operation waited for is there."""
-        if self._inner is not None:
-            self._inner.arrived()
+    def end(self, op: Op) -> None:
+        """Close the range."""
+        self._range.__exit__(None, None, None)
 
 
 def phase_times(events: list[Any], wall: float, read: float, on_gpu: bool) -> dict[str, PhaseTime]:

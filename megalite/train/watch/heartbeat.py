@@ -11,18 +11,19 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from megalite.checkpoint.snapshot import signals_held
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.pipeline.schedule import Op, Program
+from megalite.pipeline.observe import Observer
+from megalite.pipeline.schedule import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
 
 
-class Heartbeat:
+class Heartbeat(Observer):
     """Tells this rank's watchdog process where the rank is; starts and ends that process. Every rank makes one.
 
     Args:
@@ -70,9 +71,13 @@ class Heartbeat:
         self._count += 1
         LAYOUT.pack_into(self._memory, 0, self._count, *self._now, operation)
 
-    def told(self, program: Program) -> Program:
-        """The same program; whoever goes through it tells each operation on the way."""
-        return _Told(program, self)
+    def begin(self, op: Op) -> None:
+        """Report an operation of the pipeline, as part of the present phase."""
+        self._write(_description(op))
+
+    def finished(self) -> None:
+        """Report that no operation is left in this step."""
+        self._write(b"all of the schedule")
 
     def close(self) -> None:
         """End the watchdog. May be called more than once."""
@@ -86,24 +91,10 @@ class Heartbeat:
             os.close(file)
 
 
-class _Told(tuple[Op, ...]):
-    """A program that beats as it is gone through."""
-
-    _texts: list[bytes]
-    _heart: Heartbeat
-
-    def __new__(cls, program: Program, heart: Heartbeat) -> _Told:
-        self = super().__new__(cls, program)
-        # Made once: a heartbeat then costs a write, no formatting.
-        self._texts = [f"{op.kind} of micro-batch {op.microbatch} on stage {op.stage}".encode() for op in program]
-        self._heart = heart
-        return self
-
-    def __iter__(self) -> Iterator[Op]:
-        for op, text in zip(super().__iter__(), self._texts):
-            self._heart._write(text)
-            yield op
-        self._heart._write(b"all of the schedule")
+@cache
+def _description(op: Op) -> bytes:
+    # Made once: a heartbeat then costs a write, no formatting.
+    return f"{op.kind} of micro-batch {op.microbatch} on stage {op.stage}".encode()
 
 
 def _shared_file(size: int) -> int:

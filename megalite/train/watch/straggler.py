@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from megalite.dist.collectives import all_gather, seconds_waited
+from megalite.dist.collectives import all_gather, waits
 from megalite.dist.context import ParallelContext
 
 INTERVAL = 20
@@ -35,7 +35,7 @@ class StragglerReport:
 
     def start(self) -> None:
         """A step begins."""
-        self._waited = seconds_waited()
+        self._waited = waits.seconds
 
     def end(self, seconds: float) -> list[tuple[int, float, float]]:
         """The step that took so long has ended.
@@ -44,7 +44,7 @@ class StragglerReport:
             (rank, its seconds a step, its peers') of the slow ranks, when they are not those named before; every
             `INTERVAL` steps, else empty.
         """
-        self._times.append(seconds - (seconds_waited() - self._waited))
+        self._times.append(seconds - (waits.seconds - self._waited))
         self._steps.append(seconds)
         if len(self._times) < INTERVAL:
             return []
