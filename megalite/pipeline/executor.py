@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,11 @@ class MicroBatch:
     targets_SB: torch.Tensor | None
     positions_SB: torch.Tensor | None = None
     segments_SB: torch.Tensor | None = None
+
+    def samples(self, begin: int, end: int) -> MicroBatch:
+        """Cut every field alike: samples `begin` up to, but not including, `end`."""
+        given = {name: x for name, x in vars(self).items() if x is not None}
+        return replace(self, **{name: x[:, begin:end].contiguous() for name, x in given.items()})
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Progress:
         begun: step that the first one of this process follows.
         saved_at: step of the last save.
         bad_steps: steps in a row whose update was left out; not those of a dynamic loss scale.
-        problem: why this rank cannot go on; the others hear of it in the next step.
+        failure: why this rank cannot continue; the others hear of it in the next step.
         stop: some rank was asked to stop.
     """
 
@@ -44,23 +44,19 @@ class Progress:
     begun: int
     saved_at: int
     bad_steps: int = 0
-    problem: Exception | None = None
+    failure: Exception | None = None
     stop: bool = False
 
 
 def fit(run: Run) -> None:
     """Train to the last step, or until some rank is asked to stop; saves at the end."""
-    engine, cfg = run.engine, run.engine.cfg
+    cfg = run.engine.cfg
     signal.signal(signal.SIGTERM, run.on_signal)
     signal.signal(signal.SIGINT, run.on_signal)
     if run.step >= cfg.train.train_steps:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
-    engine.train_program, engine.eval_program = (
-        run.heart.told(engine.train_program),
-        run.heart.told(engine.eval_program),
-    )
-    progress = Progress(StragglerReport(engine.ctx), run.step, run.step)
+    progress = Progress(StragglerReport(run.engine.ctx), run.step, run.step)
     while run.step < cfg.train.train_steps and not progress.stop:
         result = one_step(run, progress)
         if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
@@ -68,16 +64,16 @@ def fit(run: Run) -> None:
         count_bad_steps(run, result, progress)
         if cfg.run.eval_every and run.step % cfg.run.eval_every == 0:
             evaluate(run)
-        progress.problem = failed_save(run)
+        progress.failure = save_failure(run)
         # A state after bad steps is not worth a checkpoint: wait for a good one.
         if cfg.run.save_every and run.step % cfg.run.save_every == 0 and not progress.bad_steps:
             save_now(run, progress)
         elif cfg.run.save_model_every and run.step % cfg.run.save_model_every == 0 and not progress.bad_steps:
-            run.heart.beat("save of the weights", run.step, CHILDREN)
+            run.heartbeat.beat("save of the weights", run.step, CHILDREN)
             save(run, weights_only=True)
     if progress.saved_at != run.step:
         save_now(run, progress)
-    run.heart.beat("last save", run.step, CHILDREN)
+    run.heartbeat.beat("last save", run.step, CHILDREN)
     saved = run.checkpointer.finish()
     if run.step < cfg.train.train_steps:
         remedy = "the same command goes on from here" if saved else "the last save failed"
@@ -91,18 +87,18 @@ def one_step(run: Run, progress: Progress) -> StepResult:
     patience = OWN if run.step == progress.begun else STRICT
     started = time.perf_counter()
     progress.stragglers.start()
-    run.heart.beat("reading data", step, patience)
-    batch, no_data = run.loader.next()
+    run.heartbeat.beat("reading data", step, patience)
+    batch, failure = run.loader.next()
     waited = time.perf_counter() - started
-    problem = no_data or progress.problem
-    run.heart.beat("training", step, patience)
+    failure = failure or progress.failure
+    run.heartbeat.beat("training", step, patience)
     settle = engine.optimizer.wait_weights
     with run.recorder.step(step), run.profiler.step(step, engine.executor, settle, waited):
         result = train_step(
-            engine, batch, step, stop=run.stop_asked, failed=problem is not None, loss_limit=run.spikes.limit
+            engine, batch, step, stop=run.stop_asked, failed=failure is not None, loss_limit=run.spikes.limit
         )
     if result.failed:
-        raise_together(engine.ctx, problem)
+        raise_together(engine.ctx, failure)
     seconds = time.perf_counter() - started
     run.step = step
     progress.stop = result.stop
@@ -118,7 +114,7 @@ def one_step(run: Run, progress: Progress) -> StepResult:
 def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
     """Rewind after a spike; False where there is no checkpoint to go back to."""
     spiked_at, limit, skips_from = run.step, run.spikes.limit, run.consumed_samples
-    run.heart.beat("rewind", run.step, CHILDREN)
+    run.heartbeat.beat("rewind", run.step, CHILDREN)
     source = rewind(run)
     if source is None:
         return False
@@ -158,13 +154,13 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
 
 def save_now(run: Run, progress: Progress) -> None:
     """Start a full save."""
-    run.heart.beat("save", run.step, CHILDREN)
+    run.heartbeat.beat("save", run.step, CHILDREN)
     save(run)
     progress.saved_at = run.step
 
 
-def failed_save(run: Run) -> SaveError | None:
-    """Why this rank's part of a save in the background failed, if it did: the other ranks hear of it in their step."""
+def save_failure(run: Run) -> SaveError | None:
+    """Get why this rank's part of a save in the background failed, if it did; the other ranks hear of it in a step."""
     try:
         run.checkpointer.poll()
     except SaveError as e:
@@ -181,11 +177,11 @@ def evaluate(run: Run) -> None:
     with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, ctx.dp.rank, ctx.dp.size) as loader:
         losses = []
         for _ in range(cfg.run.eval_steps):
-            run.heart.beat("evaluation", run.step)
-            batch, no_data = loader.next()
-            loss, failed = eval_step(run.engine, batch, failed=no_data is not None)
+            run.heartbeat.beat("evaluation", run.step)
+            batch, failure = loader.next()
+            loss, failed = eval_step(run.engine, batch, failed=failure is not None)
             if failed:
-                raise_together(ctx, no_data)
+                raise_together(ctx, failure)
             losses.append(loss)
     loss = sum(losses) / len(losses)
     run.metrics.event("eval", step=run.step, loss=loss)

@@ -50,7 +50,7 @@ class Run:
         recorder: times of pipeline operations, in the steps that `--record-schedule` names.
         profiler: `--profile` and `--memory-snapshot`.
         meta: what every checkpoint says of the run besides its state (config, hashes).
-        heart: tells the watchdog where this rank is.
+        heartbeat: reports to the watchdog where this rank is.
         spikes: which loss is a spike.
         step: optimizer steps done so far.
         sample_offset: samples consumed beyond those of `step` batches: skipped by a rewind, or of another batch size.
@@ -68,7 +68,7 @@ class Run:
     recorder: Recorder
     profiler: StepProfiler
     meta: dict[str, Any]
-    heart: Heartbeat
+    heartbeat: Heartbeat
     spikes: SpikeDetector
     step: int = 0
     sample_offset: int = 0
@@ -83,10 +83,10 @@ class Run:
 
     def close(self) -> None:
         """Stop reading ahead and finish what is being written."""
-        self.heart.beat("closing", self.step, OWN)
+        self.heartbeat.beat("closing", self.step, OWN)
         with contextlib.ExitStack() as left:
             # All of them, in this order from the last, also where one of them fails.
-            for part in (self.heart, self.checkpointer, self.metrics, self.loader, self.profiler):
+            for part in (self.heartbeat, self.checkpointer, self.metrics, self.loader, self.profiler):
                 left.callback(part.close)
 
     def on_signal(self, signum: int, _frame: FrameType | None) -> None:
@@ -104,37 +104,39 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         UserError: something asked for cannot be, on every rank; what was opened is closed again.
     """
     with contextlib.ExitStack() as opened:
-        heart = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
-        opened.callback(heart.close)
+        heartbeat = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
+        opened.callback(heartbeat.close)
         cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg))
         digest = hashlib.sha256(cli.to_yaml(cfg).encode()).hexdigest()[:16]
         check_equal(ctx, "the configuration", digest, "start every rank with the same flags and files")
         cfg.num_microbatches(ctx.dp.size)
-        heart.beat("set-up: data", patience=OWN)
+        heartbeat.beat("set-up: data", patience=OWN)
         datasets = agree(ctx, lambda: open_data(cfg, tokenizer))
         meta = {
             "config": dataclasses.asdict(cfg),
             "data_hash": datasets.train.content_hash(),
             "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
         }
-        heart.beat("set-up: model", patience=OWN)
+        heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: build_engine(cfg, ctx))
         run_dir = Path(cfg.run.run_dir)
         agree(ctx, lambda: make_run_dir(run_dir))
         setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log")
         logger.info(banner(engine))
-        heart.beat("set-up: checkpoint", patience=OWN)
+        heartbeat.beat("set-up: checkpoint", patience=OWN)
         folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
         checkpointer = Checkpointer(folder, ctx, keep_last=keep, on_error=on_error)
         opened.callback(checkpointer.close)
         source = choose_checkpoint(cfg, run_dir, ctx)
-        state = resume(engine, source, meta) if source else begin(engine)
+        state = resume(engine, source, meta) if source else init_weights(engine)
         if source:
             tell_changes(state, meta)
         # Only now is it this run's folder: an earlier run's description stays until it is certain to be continued.
         if ctx.rank == 0:
             (run_dir / "config.yaml").write_text(cli.to_yaml(cfg))
-        run = assemble(engine, datasets, meta, state, checkpointer, heart)
+        run = make_run(
+            engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
+        )
         if source:
             checkpointer.continues(source)
             older = step_folders(source.parent) if source.parent == run_dir / "checkpoints" else []
@@ -147,8 +149,8 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         return run
 
 
-def begin(engine: Engine) -> dict[str, Any]:
-    """Weights of a new run, initial or from a Hugging Face folder; what a checkpoint would say of it."""
+def init_weights(engine: Engine) -> dict[str, Any]:
+    """Give a new run its weights, initial or from a Hugging Face folder; return what its checkpoint would record."""
     folder = engine.cfg.run.init_from_hf
     if folder is None:
         engine.optimizer.init_parameters(engine.cfg.train.seed)
@@ -158,15 +160,16 @@ def begin(engine: Engine) -> dict[str, Any]:
     return {"step": 0, "consumed_samples": 0}
 
 
-def assemble(
+def make_run(
     engine: Engine,
+    *,
     datasets: Datasets,
     meta: dict[str, Any],
     state: dict[str, Any],
     checkpointer: Checkpointer,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
 ) -> Run:
-    """The run from the state that it starts in."""
+    """Make the run from the state that it starts in."""
     cfg, ctx = engine.cfg, engine.ctx
     run_dir, batch = Path(cfg.run.run_dir), cfg.train.global_batch_size
     step, consumed = int(state["step"]), int(state["consumed_samples"])
@@ -185,10 +188,22 @@ def assemble(
     recorder = Recorder(run_dir / "schedule", ctx, engine.executor, schedule_of(cfg, ctx.dp.size), steps)
     threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
-    run = Run(engine, datasets, loader, metrics, checkpointer, recorder, profiler, meta, heart, spikes, step)
-    run.sample_offset = consumed - step * batch
-    run.skipped_steps = int(state.get("skipped_steps", 0))
-    return run
+    engine.executor.observers = (heartbeat,)
+    return Run(
+        engine=engine,
+        datasets=datasets,
+        loader=loader,
+        metrics=metrics,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        profiler=profiler,
+        meta=meta,
+        heartbeat=heartbeat,
+        spikes=spikes,
+        step=step,
+        sample_offset=consumed - step * batch,
+        skipped_steps=int(state.get("skipped_steps", 0)),
+    )
 
 
 def make_run_dir(run_dir: Path) -> None:

@@ -131,8 +131,5 @@ def to_microbatches(batch: npt.NDArray[np.int64], size: int, device: torch.devic
     if device.type == "cuda":
         host = host.pin_memory()  # from other memory the copy would wait for what the GPU still does
     tokens = host.to(device, non_blocking=True).t()
-    inputs, targets = tokens[:-1], tokens[1:]
-    return [
-        MicroBatch(inputs[:, i : i + size].contiguous(), targets[:, i : i + size].contiguous())
-        for i in range(0, batch.shape[0], size)
-    ]
+    whole = MicroBatch(tokens[:-1], tokens[1:])
+    return [whole.samples(i, i + size) for i in range(0, len(batch), size)]

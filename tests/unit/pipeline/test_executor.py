@@ -56,6 +56,18 @@ def microbatches() -> list[MicroBatch]:
     return batches
 
 
+def test_every_field_of_a_batch_is_cut_alike() -> None:
+    x = torch.arange(15).view(3, 5)
+    part = MicroBatch(x, x + 100, segments_SB=x + 200).samples(1, 3)
+    assert part.tokens_SB.is_contiguous()
+    assert part.tokens_SB.tolist() == [[1, 2], [6, 7], [11, 12]]
+    assert part.targets_SB is not None
+    assert torch.equal(part.targets_SB, part.tokens_SB + 100)
+    assert part.segments_SB is not None
+    assert torch.equal(part.segments_SB, part.tokens_SB + 200)
+    assert part.positions_SB is None
+
+
 def by_hand(num_stages: int) -> tuple[float, list[torch.Tensor]]:
     """(sum of losses, gradient of every stage's weight) of the plain model."""
     stages = [ToyStage(i, i == 0, i == num_stages - 1) for i in range(num_stages)]
