@@ -215,7 +215,7 @@ def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], 
 def _pace(cfg: Config, world: int) -> float:
     """A rough relative step time: recomputation by its FLOPs, pipeline by its bubble, the rest by rules of thumb."""
     p, t, flops = cfg.parallel, cfg.train, flops_per_token(cfg.model)
-    again = {"none": 0.0, "selective": flops.attention / 2 / flops.causal / 3, "full": 1 / 3}[t.recompute]
+    again = {"none": 0.0, "selective": flops.causal_attention / flops.causal / 3, "full": 1 / 3}[t.recompute]
     bubble = (p.pp - 1) / (p.vp * cfg.num_microbatches(world // (p.tp * p.pp)))
     larger = t.micro_batch_size.bit_length()
     return (1 + again) * (1 + bubble) * _LARGER_TP ** p.tp.bit_length() / _SMALLER_MICRO_BATCH**larger

@@ -35,7 +35,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     specs: list[ParamSpec] = []
 
     def norm(name: str, size: int) -> None:
-        specs.append(_vector(f"{name}.weight", size, _norm_init(cfg)))
+        specs.append(_norm_weight(cfg, name, size))
         if cfg.norm == "layernorm":
             specs.append(_vector(f"{name}.bias", size, "zeros"))
 
@@ -73,6 +73,10 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     tied = "embed_tokens.weight" if cfg.tie_embeddings else None
     specs.append(ParamSpec("lm_head.weight", (vocab, hidden), (("tp", 0),), padded=True, std=std, tied_to=tied))
     return MappingProxyType({spec.name: spec for spec in specs})
+
+
+def _norm_weight(cfg: ModelConfig, name: str, size: int) -> ParamSpec:
+    return _vector(f"{name}.weight", size, _norm_init(cfg))
 
 
 def _norm_init(cfg: ModelConfig) -> Literal["ones", "zeros"]:

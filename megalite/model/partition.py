@@ -15,12 +15,14 @@ class TokenWork:
 
     Attributes:
         layer: matrix products of one block: the elements of its weight matrices.
-        attention: scores and weighted sum of one block over all seq_len keys; causal attention needs half.
+        attention: scores and weighted sum of one block over all seq_len keys, or those of its window (mean).
+        causal_attention: the part of it that a causal mask leaves: half, without windows.
         head: the output layer, with the vocabulary as it is (no padding).
     """
 
     layer: int
-    attention: int
+    attention: float
+    causal_attention: float
     head: int
 
 
@@ -28,14 +30,17 @@ def token_work(cfg: ModelConfig) -> TokenWork:
     """Count the work of one token on the model's parameter table."""
     specs = param_map(cfg)
     layer = sum(s.numel for name, s in specs.items() if name.startswith("layers.0.") and len(s.shape) == 2)
-    attention = 2 * cfg.num_heads * cfg.head_size * cfg.seq_len
-    return TokenWork(layer, attention, specs["lm_head.weight"].numel)
+    keys = [min(cfg.window_of(i) or cfg.seq_len, cfg.seq_len) for i in range(cfg.num_layers)]
+    # The first positions of a sequence see less than a window: w^2 / 2 of s w pairs are missing.
+    causal = [n - n * n / (2 * cfg.seq_len) for n in keys]
+    per_key = 2 * cfg.num_heads * cfg.head_size / cfg.num_layers
+    return TokenWork(layer, per_key * sum(keys), per_key * sum(causal), specs["lm_head.weight"].numel)
 
 
 def head_cost(cfg: ModelConfig) -> float:
     """Work of the output layer in units of one causal block: 0.7 for Llama-3-405B, 2 for Llama-3-8B."""
     work = token_work(cfg)
-    return work.head / (work.layer + work.attention / 2)
+    return work.head / (work.layer + work.causal_attention)
 
 
 def layer_split(cfg: ModelConfig, num_stages: int) -> list[range]:

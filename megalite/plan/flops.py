@@ -33,18 +33,20 @@ class FlopsPerToken:
 
     Attributes:
         matrices: matrix products of all blocks.
-        attention: scores and weighted sums of all blocks, all seq_len keys counted.
+        attention: scores and weighted sums of all blocks, all seq_len keys counted, or those of a block's window.
+        causal_attention: the part of it that a causal mask leaves: half, without windows.
         head: output layer.
     """
 
     matrices: int
-    attention: int
+    attention: float
+    causal_attention: float
     head: int
 
     @property
     def causal(self) -> float:
-        """Total with the half of attention that a causal mask leaves (Megatron-LM today)."""
-        return self.matrices + self.attention / 2 + self.head
+        """Total with the part of attention that a causal mask leaves (Megatron-LM today)."""
+        return self.matrices + self.causal_attention + self.head
 
     @property
     def full(self) -> float:
@@ -54,7 +56,7 @@ class FlopsPerToken:
     def __str__(self) -> str:
         return (
             f"{self.causal:.5e} causal, {self.full:.5e} full attention "
-            f"(matrices {self.matrices:.4e}, attention {self.attention / 2:.4e} or {self.attention:.4e}, "
+            f"(matrices {self.matrices:.4e}, attention {self.causal_attention:.4e} or {self.attention:.4e}, "
             f"head {self.head:.4e})"
         )
 
@@ -62,7 +64,8 @@ class FlopsPerToken:
 def flops_per_token(cfg: ModelConfig) -> FlopsPerToken:
     """Model FLOPs of one token of a sequence of cfg.seq_len tokens."""
     work, layers = token_work(cfg), cfg.num_layers
-    return FlopsPerToken(6 * layers * work.layer, 6 * layers * work.attention, 6 * work.head)
+    attention, causal = 6 * layers * work.attention, 6 * layers * work.causal_attention
+    return FlopsPerToken(6 * layers * work.layer, attention, causal, 6 * work.head)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -155,8 +155,11 @@ def layer_activations(cfg: Config, recompute: str | None = None) -> int:
     if recompute == "full":
         return e * tokens * m.hidden_size // sp
     q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
-    # Inputs and outputs of both norms (with a parallel residual they share their input), and their statistics.
-    residual = (3 if m.parallel_residual else 4) * e * m.hidden_size + (16 if m.norm == "layernorm" else 8)
+    # Inputs and outputs of both norms (with a parallel residual they share their input), and their statistics; of
+    # further norms on the sub-layers' outputs the inputs, since what they make is added and dropped.
+    norms = 4 if m.norm_position == "both" else 2
+    residual = (3 if m.parallel_residual else norms + 2) * e * m.hidden_size
+    residual += norms * (8 if m.norm == "layernorm" else 4)
     if m.hidden_dropout:
         # Two masks: bytes on a GPU, of the activations' type on a CPU.
         residual += 2 * m.hidden_size * (e if cfg.parallel.device == "cpu" else 1)
@@ -164,7 +167,11 @@ def layer_activations(cfg: Config, recompute: str | None = None) -> int:
     split = e * (2 * q + 2 * kv) + e * (3 if m.gated else 2) * m.ffn_size
     if recompute == "none":
         split += _core_bytes(cfg)
-    return tokens * residual // sp + tokens * split // t
+    # 1 + weight of every norm, and a mask: a byte per score with a soft cap, else a summand of the scores.
+    fixed = 4 * norms * m.hidden_size if m.zero_centered_norm else 0
+    if recompute == "none" and (m.attention_softcap is not None or (m.window or m.seq_len) < m.seq_len):
+        fixed += m.seq_len**2 * (e if m.attention_softcap is None else 1)
+    return tokens * residual // sp + tokens * split // t + fixed
 
 
 def _core_bytes(cfg: Config) -> int:
@@ -172,6 +179,9 @@ def _core_bytes(cfg: Config) -> int:
     m, e = cfg.model, element_size(cfg)
     q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
     log_sum_exp = 4 * m.num_heads
+    if m.attention_softcap is not None:
+        # No fused kernel: bounded scores and probabilities in fp32, and probabilities in the type of v.
+        log_sum_exp = m.num_heads * m.seq_len * (8 if e == 4 else 10)
     if m.qk_norm == "none":
         return log_sum_exp
     packed_again = e * (q + 2 * kv)
@@ -209,6 +219,8 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
     asked = parse_spec(cfg.train.ops)["cross_entropy"]
     if asked == "torch" and cfg.parallel.device != "cpu":
         loss_work += _LOSS_WORK * rows * vocab
+    if m.logit_softcap is not None:
+        loss_work += e * rows * vocab  # its slope, in backward
     kept = [len(held) * per_layer + ends.get(stage, 0) for stage, held in enumerate(layers)]
     alive = logits = most = 0
     peak = (0, 0)
@@ -260,7 +272,7 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
          f"micro-batches of {t.micro_batch_size} on each dp rank"),
         ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),
         ("FLOPs", f"{flops.causal:.4g} a token (causal attention), {flops.full:.4g} (full attention)"),
-        ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.attention / 2:.3g} causal, "
+        ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
          f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} a step"),
     ]  # fmt: skip
     head = "\n".join(f"{name:<12}{text}" for name, text in rows)

@@ -75,6 +75,21 @@ def test_two_ways_of_counting_agree(preset: str) -> None:
         ("llama-3-8b", {"rope_theta": 500000.0, "norm_eps": 1e-5, "kv_heads": 8, "rope_scaling": None}),
         ("mistral-7b", {"rope_theta": 10000.0, "norm_eps": 1e-5, "kv_heads": 8}),
         ("qwen2.5-7b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True, "o_bias": False}),
+        (
+            "gemma-2-9b",
+            {"rope_theta": 10000.0, "window": 4096, "window_pattern": 2, "attention_softcap": 50.0}
+            | {"logit_softcap": 30.0, "query_pre_attn_scalar": 256, "norm_eps": 1e-6, "activation": "geglu_tanh"},
+        ),
+        (
+            "gemma-3-1b",
+            {"rope_theta": 1e6, "rope_theta_local": 1e4, "window": 512, "window_pattern": 6, "qk_norm": "head"}
+            | {
+                "attention_softcap": None,
+                "logit_softcap": None,
+                "query_pre_attn_scalar": 256,
+                "scale_embeddings": True,
+            },
+        ),
         ("qwen3-8b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": "head", "qkv_bias": False}),
     ],
 )

@@ -39,6 +39,19 @@ def test_full_attention_adds_the_other_half() -> None:
     assert flops.matrices + flops.head == 6 * (32 * (2 * 4096**2 * 5 // 4 + 3 * 4096 * 14336) + 128256 * 4096)
 
 
+def test_windows_count_the_keys_that_they_leave() -> None:
+    """Every other layer sees 4 of 24 positions: pairs counted one by one."""
+    sizes = {"hidden_size": 48, "num_heads": 4, "head_dim": 16, "vocab_size": 100, "seq_len": 24}
+    cfg = ModelConfig(num_layers=4, **sizes, window=4, window_pattern=2)
+    plain = ModelConfig(num_layers=4, **sizes)
+    flops, whole = flops_per_token(cfg), flops_per_token(plain)
+    assert flops.attention == whole.attention * (4 + 24) / 48
+    pairs = sum(min(i + 1, 4) for i in range(24)) + sum(i + 1 for i in range(24))
+    # A diagonal counts by half here, as half of all pairs are causal without windows.
+    assert flops.causal_attention / whole.causal_attention == pytest.approx((pairs - 24) / (24 * 24), rel=0.03)
+    assert flops.causal == flops.matrices + flops.causal_attention + flops.head
+
+
 def test_terms_are_printed() -> None:
     text = str(flops_per_token(LLAMA_8B))
     assert "5.14704e+10 causal" in text
@@ -46,7 +59,7 @@ def test_terms_are_printed() -> None:
     assert "matrices 4.1876e+10, attention 6.4425e+09 or 1.2885e+10, head 3.1520e+09" in text
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2"])
 def test_agrees_with_the_flop_counter_of_pytorch(arch: str) -> None:
     """The same matrices multiplied for real, on meta tensors, under torch's own counter (full attention)."""
     from torch.utils.flop_counter import FlopCounterMode

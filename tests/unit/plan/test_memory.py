@@ -64,7 +64,7 @@ def stages_of(cfg: Config, topology: Grid, rank: int, placement: Placement) -> d
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "olmo2"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "olmo2", "gemma2"])
 @pytest.mark.parametrize(
     "placement", [Placement(1, 1), Placement(2, 1), Placement(2, 3), Placement(2, 2, v_shape=True)], ids=str
 )
@@ -136,10 +136,12 @@ def net_bytes(run: Any) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "dropout"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "gemma2", "gemma3_text", "dropout"])
 def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, precision: str) -> None:
     shape = {"num_layers": 1, "hidden_dropout": 0.1 if arch == "dropout" else 0.0}
     arch = "gpt2" if arch == "dropout" else arch
+    if arch.startswith("gemma"):
+        shape["window"] = 8
     cfg = config(arch, shape, recompute=recompute, precision=precision, micro_batch_size=2)
     stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
     stage.first = stage.last = False  # its one block alone
