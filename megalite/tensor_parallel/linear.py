@@ -175,12 +175,12 @@ class ParallelLinear(nn.Module):
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, collectives.Work]:
         """Start gathering the sequence of a tensor on the replicated side: (x_S.., work)."""
-        return collectives.gather_first(x, self.tp) if self.sequence_parallel else (x, collectives.Done())
+        return collectives.start_all_gather(x, self.tp) if self.sequence_parallel else (x, collectives.Done())
 
     def reduce(self, x: torch.Tensor) -> tuple[torch.Tensor, collectives.Work]:
         """Start summing x_S.. over tp, into the layout of the replicated side: (result, work)."""
         if self.sequence_parallel:
-            return collectives.scatter_sum_first(x, self.tp)
+            return collectives.start_reduce_scatter(x, self.tp)
         return x, collectives.all_reduce(x, self.tp)
 
     def add_weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> None:

@@ -138,7 +138,7 @@ def _whole_rows(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
 
 
 def _gather_stats(stats_N3: torch.Tensor, tp: Axis) -> torch.Tensor:
-    gathered, work = collectives.gather_first(stats_N3.unsqueeze(0), tp)
+    gathered, work = collectives.start_all_gather(stats_N3.unsqueeze(0), tp)
     work.wait()
     return gathered
 

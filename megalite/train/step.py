@@ -69,7 +69,7 @@ def train_step(
     loss_sum = engine.executor.run(engine.train_program, microbatches, step, ctx.dp.rank, scale / full)
     squared_norm = optimizer.finish_grads()
     totals = sum_over_world(engine, loss_sum, batch, squared_norm, stop, failed)
-    loss, tokens, squared, stops, failures = collectives.read(totals)
+    loss, tokens, squared, stops, failures = collectives.to_host(totals)
     unscale = full / (tokens * scale)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     lr = learning_rate(step, cfg.optim, cfg.train.train_steps)
@@ -88,7 +88,7 @@ def eval_step(engine: Engine, batch: npt.NDArray[np.int64], failed: bool = False
     """(mean loss over one global batch, without dropout; whether a rank failed), the same on every rank."""
     microbatches = to_microbatches(batch, engine.cfg.train.micro_batch_size, engine.ctx.device)
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
-    loss, tokens, *_, failures = collectives.read(sum_over_world(engine, loss_sum, batch, failed=failed))
+    loss, tokens, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, batch, failed=failed))
     return loss / tokens, failures > 0
 
 
@@ -108,7 +108,7 @@ def sum_over_world(
     ctx = engine.ctx
     # Losses are alike on all tensor-parallel ranks of the last stage, and zero on other stages.
     speaks = ctx.grid.is_first(ctx.rank, "tp")
-    # Counted on the host: the first wait for a GPU in a step is that for the status, which `collectives.read` times.
+    # Counted on the host: the first wait for a GPU in a step is that for the status, which `collectives.to_host` times.
     tokens = int((batch[:, 1:] >= 0).sum()) if speaks and _holds_last(engine) else 0
     status = torch.zeros(5, dtype=torch.float64, device=ctx.device)
     status[0] = loss_sum if speaks else 0.0

@@ -297,7 +297,7 @@ def is_waiting(stacks: str) -> bool:
     if not frames:
         return False
     path = frames[0].rpartition(", ")[0]
-    return path.endswith(("dist/collectives.py", "dist/direct.py")) or "/torch/distributed/" in path
+    return path.endswith("dist/collectives.py") or "/torch/distributed/" in path
 
 
 def main() -> None:

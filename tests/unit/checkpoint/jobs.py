@@ -99,7 +99,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
     import torch.distributed as dist
 
     from megalite.checkpoint.hf.start import load_hf
-    from megalite.dist.collectives import gather_first
+    from megalite.dist.collectives import start_all_gather
     from megalite.pipeline.executor import MicroBatch, Pass
     from tests.unit.checkpoint.hf_models import tokens
 
@@ -123,7 +123,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
         if not stage.last:
             dist.send(y.contiguous(), ctx.pp.ranks[ctx.pp.rank + 1])
             return None
-        logits_VSB, work = gather_first(y.movedim(-1, 0), ctx.tp)
+        logits_VSB, work = start_all_gather(y.movedim(-1, 0), ctx.tp)
         work.wait()
         return logits_VSB[: cfg.model.vocab].permute(2, 1, 0).numpy()
 

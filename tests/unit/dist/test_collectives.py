@@ -22,9 +22,9 @@ def context(world: int, tp: int = 1, pp: int = 1) -> ParallelContext:
 def figures(rank: int) -> dict[str, list[float]]:
     tp = context(4, tp=4).tp
     rows = torch.arange(4.0).view(4, 1).expand(4, 3).contiguous()
-    scattered, work = collectives.scatter_sum_first(rows, tp)
+    scattered, work = collectives.start_reduce_scatter(rows, tp)
     work.wait()
-    gathered, work = collectives.gather_first(torch.full((4,), float(rank)), tp)
+    gathered, work = collectives.start_all_gather(torch.full((4,), float(rank)), tp)
     work.wait()
     same = torch.full((3,), float(rank))
     collectives.all_reduce(same, tp).wait()
@@ -56,7 +56,7 @@ def test_figures(pool: WorkerPool) -> None:
 
 def low_precision_sum(rank: int) -> list[float]:
     tp = context(4, tp=4).tp
-    out, work = collectives.scatter_sum_first(torch.full((4,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16), tp)
+    out, work = collectives.start_reduce_scatter(torch.full((4,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16), tp)
     work.wait()
     return out.tolist()
 
