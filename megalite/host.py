@@ -1,7 +1,7 @@
-"""What there is to know about the machine that this runs on: for preflight and for the cluster check.
+"""Facts about the machine that this runs on, for preflight and for the cluster check.
 
-Preflight sends this file over ssh to the standard input of `python3 - JSON`, so it needs no checkout there, and uses
-the standard library alone (Python 3.8 or later). JSON: `{"python", "dir", "package", "files", "data", "master",
+Preflight sends this file over ssh to the standard input of `python3 - JSON`, so it needs no checkout there and uses
+only the standard library (Python 3.8 or later). JSON: `{"python", "dir", "package", "files", "data", "master",
 "port"}`; `port` is null on every host but the master's. Output: a marked line as soon as Python runs, then a marked
 line with the answers as a JSON object (login scripts print lines too).
 """
@@ -38,7 +38,7 @@ def code_hash(package: str) -> str | None:
 
 
 def digest(paths: list[str], root: str) -> str:
-    """SHA-256 of names (relative to `root`) and contents, shortened to 12 digits."""
+    """Return the SHA-256 of names (relative to `root`) and contents, shortened to 12 digits."""
     total = hashlib.sha256()
     for path in sorted(paths):
         with open(path, "rb") as f:
@@ -52,7 +52,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def nvidia_smi(*arguments: str, timeout: float | None = None) -> str:
-    """Output of nvidia-smi; empty without the driver, or when it takes longer than `timeout` seconds."""
+    """Return the output of nvidia-smi; empty without the driver, or when it takes longer than `timeout` seconds."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
@@ -63,7 +63,10 @@ def nvidia_smi(*arguments: str, timeout: float | None = None) -> str:
 
 
 def nvlink_speed(gpu: str, matrix: str) -> float | None:
-    """Bytes per second, one way, of a GPU's NVLinks; None where `nvidia-smi topo -m` shows none or the GPU is new."""
+    """Look up the bandwidth of a GPU's NVLinks, one way, in bytes per second; None if unknown.
+
+    `matrix` is the output of `nvidia-smi topo -m`.
+    """
     if not re.search(r"\bNV\d+\b", matrix):
         return None
     return next((speed for name, speed in _NVLINK.items() if re.search(rf"\b{name}\b", gpu)), None)
@@ -85,7 +88,7 @@ def adapters(root: str = INFINIBAND) -> list[str]:
 
 
 def network_speed(root: str = INFINIBAND) -> float | None:
-    """Sum of the rates of all active ports, bytes per second; None without any."""
+    """Sum the rates of all active ports, bytes per second; None without any."""
     rates = [re.search(r"ACTIVE, ([\d.]+) Gb", line) for line in adapters(root)]
     return sum(float(rate[1]) for rate in rates if rate) * 1e9 / 8 or None
 

@@ -1,1 +1,1 @@
-"""What is wrong with a cluster or a run: checks under torchrun, memory that does not fit, scaling."""
+"""Diagnose a cluster or a run: checks under torchrun, memory that does not fit."""

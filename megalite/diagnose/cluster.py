@@ -1,4 +1,4 @@
-"""`torchrun … tools/cluster_check.py --tp 2 --pp 2`: is this cluster fit for a run, and if not, where is it broken?"""
+"""`torchrun … tools/cluster_check.py --tp 2 --pp 2`: check that a cluster is fit for a run, and locate faults."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ _SHOWN = 16
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description="Check the ranks that torchrun started: versions, sums and messages on every axis, bandwidth, "
-        "speed, clocks, the shared run directory. Exit 0: all is well; 1: something is wrong, and the table says "
-        "where.",
+        "speed, clocks, the shared run directory. Exit code 0: all is well; 1: something is wrong, and the table "
+        "shows where.",
         epilog="torchrun --nproc-per-node 8 tools/cluster_check.py --tp 2 --pp 2 --run-dir runs/big --json check.json",
     )
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the run to come (default 1)")
-    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1); dp is what is left")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the planned run (default 1)")
+    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1); dp = world size / (tp x pp)")
     p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    p.add_argument("--run-dir", type=Path, help="also check that all ranks share this folder")
+    p.add_argument("--run-dir", type=Path, help="also check that all ranks share this directory")
     p.add_argument("--size-mb", type=float, help="megabytes of a large message (default: 256 on GPUs, 4 on CPUs)")
-    p.add_argument("--slow-factor", type=float, help="times slower than the others' median that is a problem "
+    p.add_argument("--slow-factor", type=float, help="how many times slower than the others' median is a problem "
                    "(default: 1.3 on GPUs, 5 on CPUs)")  # fmt: skip
     p.add_argument("--burn", type=float, nargs="?", const=10.0, default=0.0, metavar="SECONDS",
-                   help="also multiply matrices on every GPU and compare all results (10 s unless told)")  # fmt: skip
+                   help="also multiply matrices on every GPU and compare all results (default 10 s)")  # fmt: skip
     p.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                   help="a check that takes longer is stuck: name who is at fault and leave (default 60)")  # fmt: skip
+                   help="a check that takes longer is stuck: name the ranks at fault, exit (default 60)")  # fmt: skip
     p.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     return p
 
 
 def main(environment: Mapping[str, str], argv: Sequence[str] | None = None) -> int:
-    """Run the checks on this rank; rank 0 tells. The same exit code on every rank.
+    """Run the checks on this rank; rank 0 prints the results. The exit code is the same on every rank.
 
     Args:
-        environment: the process's: torchrun's LOCAL_WORLD_SIZE, and what steers communication.
-        argv: command line; default: the process's.
+        environment: of the process: torchrun's LOCAL_WORLD_SIZE, and variables that affect communication.
+        argv: command line; default: that of the process.
     """
     args = _parser().parse_args(argv)
     for flag in ("size_mb", "slow_factor", "timeout"):
@@ -77,11 +77,7 @@ def main(environment: Mapping[str, str], argv: Sequence[str] | None = None) -> i
 
 
 def _check(
-    args: argparse.Namespace,
-    grid: Grid,
-    device: torch.device,
-    watch: StuckWatch,
-    environment: Mapping[str, str],
+    args: argparse.Namespace, grid: Grid, device: torch.device, watch: StuckWatch, environment: Mapping[str, str]
 ) -> int:
     size, group = grid.world, dist.group.WORLD
     world = Axis("world", size, dist.get_rank(), tuple(range(size)), group) if size > 1 else Axis("world")
@@ -92,7 +88,7 @@ def _check(
     with watch.stage("comparison of versions"):
         facts = measure.host_facts(device, environment)
         reports = gather(RankReport(facts))
-    # Ranks of different code need not even take the same steps from here on.
+    # From here on, ranks of different code need not even take the same steps.
     if problems := find_problems(reports):
         return _publish(args, grid, reports, problems)
     with watch.stage("creation of all process groups"):
@@ -131,7 +127,7 @@ def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: measure.Host
 
 
 def _publish(args: argparse.Namespace, grid: Grid, reports: list[RankReport], problems: list[Problem]) -> int:
-    """Print the page and write the JSON file, on rank 0; the exit code."""
+    """Print the page and write the JSON file, on rank 0. Returns the exit code."""
     if env_rank() == 0:
         skipped = "burn: skipped, there is no GPU (device cpu)" if args.burn and not reports[0].burn else ""
         hardware = host.hardware()
@@ -147,7 +143,7 @@ def _publish(args: argparse.Namespace, grid: Grid, reports: list[RankReport], pr
 
 
 def as_json(grid: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], hardware: str) -> dict[str, Any]:
-    """Everything measured."""
+    """Return everything measured."""
     return {
         "ok": not problems,
         "problems": [dataclasses.asdict(p) for p in problems],
@@ -159,7 +155,7 @@ def as_json(grid: Grid, reports: Sequence[RankReport], problems: Sequence[Proble
 
 
 def table(grid: Grid, reports: Sequence[RankReport], problems: Sequence[Problem], skipped: str, hardware: str) -> str:
-    """The page that a person reads."""
+    """Format the page for humans."""
     facts = [r.facts for r in reports]
     hosts = list(dict.fromkeys(f.host for f in facts))
     versions = ", ".join(f"{name} {version}" for name, version in facts[0].versions.items())

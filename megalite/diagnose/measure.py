@@ -1,4 +1,4 @@
-"""What one rank measures: its host, sums and messages on every axis, bandwidth, speed, clock, run directory.
+"""Measurements of one rank: its host, sums and messages on every axis, bandwidth, speed, clock, run directory.
 
 Nothing is judged here: verdict.py compares the ranks.
 """
@@ -125,20 +125,20 @@ def host_facts(device: torch.device, environment: Mapping[str, str]) -> HostFact
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def meet(axis: Axis, device: torch.device) -> None:
-    """Return when every rank of the axis has come here."""
+    """Wait until every rank of the axis has reached this point."""
     meeting = torch.zeros(1, device=device)
     collectives.all_reduce(meeting, axis).wait()
     meeting.item()
 
 
 def check_axis(axis: Axis, device: torch.device, size: int) -> AxisReading:
-    """Sum, latency and bandwidth of one axis of two ranks or more.
+    """Measure sum, latency and bandwidth of an axis of at least two ranks.
 
     Every rank contributes a block of its own, zeros elsewhere: a wrong block names the rank it came from.
 
@@ -176,9 +176,9 @@ def _times(act: Callable[[], object], device: torch.device, repeats: int) -> lis
 
 
 def check_pipeline(ctx: ParallelContext, size: int) -> tuple[LinkReading, ...]:
-    """Messages over every boundary of the pipeline: activations downstream, gradients upstream; [] when pp is 1.
+    """Exchange messages over every boundary of the pipeline: activations downstream, gradients upstream.
 
-    The last rank and the first are neighbours too, as they are with interleaved schedules.
+    The last rank and the first are neighbors too, as they are with interleaved schedules. Empty when pp is 1.
     """
     n, here = ctx.pp.size, ctx.pp.rank
     readings = []
@@ -213,9 +213,9 @@ def _receive(channel: Channel, axis: Axis, sender: int) -> LinkReading:
 
 
 def compute_time(device: torch.device) -> float:
-    """Mean time of the same ten matrix products on every rank, seconds: a slow, throttled or crowded one stands out.
+    """Measure the mean time of ten equal matrix products, seconds: a slow, throttled or crowded rank stands out.
 
-    The mean, not the best: a rank that is held up now and then is slow too.
+    The mean, not the best: a rank that stalls now and then is slow too.
     """
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a = torch.ones(size, size, dtype=dtype, device=device)
@@ -223,7 +223,7 @@ def compute_time(device: torch.device) -> float:
 
 
 def clock_offset(world: Axis, device: torch.device) -> float:
-    """This rank's clock minus rank 0's, seconds; true to the time in which ranks leave an all-reduce together."""
+    """Measure this rank's clock minus rank 0's, seconds, as accurately as ranks leave an all-reduce together."""
     offsets = []
     for _ in range(_CLOCK_ROUNDS):
         meet(world, device)
@@ -235,7 +235,7 @@ def clock_offset(world: Axis, device: torch.device) -> float:
 
 
 def unseen_files(run_dir: Path, world: Axis, device: torch.device) -> tuple[tuple[int, ...], str]:
-    """Write a file a rank into the run directory and look for those of all ranks.
+    """Write one file per rank into the run directory and look for those of all ranks.
 
     Returns:
         (ranks whose file this rank does not see, why this rank could not write its own).
@@ -258,20 +258,21 @@ def unseen_files(run_dir: Path, world: Axis, device: torch.device) -> tuple[tupl
     meet(world, device)
     mine.unlink(missing_ok=True)
     meet(world, device)
-    # All ranks of this file system try, one of them succeeds.
+    # All ranks of this file system try; one of them succeeds.
     with contextlib.suppress(OSError):
         folder.rmdir()
     return tuple(missing), problem
 
 
 def burn(device: torch.device, seconds: float, size: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Burn:
-    """Multiply two matrices of -1, 0 and 1 until `seconds` are over.
+    """Repeat a matrix product for `seconds`, checked against a verified result, to catch silent data corruption.
 
-    All sums stay small enough to be exact in `dtype`, so every device has to give the same bits. The first result is
-    held against A (B v) in fp64 (Freivalds 1977), each later one against the first, bit by bit.
+    The matrices hold -1, 0 and 1: all sums stay small enough to be exact in `dtype`, so every device must compute the
+    same bits. The first result is checked against A (B v) in fp64 (Freivalds 1977), each later one against the first,
+    bit by bit.
 
     Args:
-        size: rows of the square matrices. Up to 4096, 256 (to which bf16 has all integers) is 8 standard deviations.
+        size: rows of the square matrices. At 4096, 256 (up to which bf16 has all integers) is 8 standard deviations.
     """
     generator = torch.Generator().manual_seed(1)
     # A third of zeros in one and two thirds in the other: a sum of `size` terms has variance 2/9 of size.

@@ -1,4 +1,4 @@
-"""A check that never comes back: say which one, and which ranks are the reason, then leave."""
+"""Watch for a check that never returns: report which one, and which ranks cause it, then exit."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch.distributed as dist
 
 _BEAT_S = 1.0
-# Beats of a rank that is about to leave: it looks for the culprit, or has read all it needs.
+# Beats of a rank that is about to exit: it looks for the culprit, or has read all it needs.
 _LOOKING, _DONE = -1, -2
-# Rank 0 may host the store, and waits so long for the others to read it.
+# Rank 0 may host the store, and waits this long for the others to read it.
 _PATIENCE_S = 15.0
 
 
 class StuckWatch:
-    """Ends this process when a stage takes longer than `limit` seconds.
+    """End this process when a stage takes longer than `limit` seconds.
 
     Every rank's thread writes "stage beats" into the rendezvous store once a second. A rank that is stopped, dead or
     cut off has no new beats; one that is stuck elsewhere is in an earlier stage.
@@ -39,7 +39,7 @@ class StuckWatch:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def join(self, world: int) -> None:
-        """The process group exists: beats go to its store from now on."""
+        """Send beats to the store of the process group, which exists now."""
         if world > 1:
             # A client of its own: the main thread may block inside the other.
             store = cast(Any, dist.distributed_c10d._get_default_store()).clone()
@@ -48,7 +48,7 @@ class StuckWatch:
 
     @contextmanager
     def stage(self, name: str, grace: float = 0.0) -> Iterator[None]:
-        """What the process does inside; it has `grace` seconds more than the limit."""
+        """Name what the process does inside; `grace` seconds are added to the limit."""
         self._stage, self._number, self._since = name, self._number + 1, time.monotonic() + grace
         yield
         self._stage = ""
@@ -58,13 +58,13 @@ class StuckWatch:
         while True:
             time.sleep(_BEAT_S)
             beats += 1
-            with suppress(dist.DistError):  # its host has left: what this rank has to say is said all the same
+            with suppress(dist.DistError):  # its host has exited: this rank reports all the same
                 if self._store is not None:
                     self._store.set(f"cluster_check/{self.rank}", f"{self._number} {beats}")
             if self._stage and time.monotonic() - self._since > self.limit:
-                self._leave()
+                self._exit()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         found: list[str] = []
 
         def read() -> None:
@@ -85,7 +85,7 @@ class StuckWatch:
         os._exit(1)
 
     def _await_readers(self) -> None:
-        """Return when every rank that is alive has read the store too."""
+        """Wait until every rank that is alive has read the store too."""
         while any(self._read()[r][1] != _DONE for r in range(1, self._world) if r not in self._silent):
             time.sleep(_BEAT_S)
 
@@ -99,10 +99,10 @@ class StuckWatch:
     def _culprits(self) -> str:
         store = self._store
         if store is None:
-            return "not all ranks came to the rendezvous"
+            return "not all ranks reached the rendezvous"
         mine = f"cluster_check/{self.rank}"
         before = self._read()
-        # The others' threads must beat meanwhile, and this one's cannot.
+        # The others' threads must beat meanwhile; this one's cannot.
         store.set(mine, f"{self._number} {_LOOKING}")
         time.sleep(3 * _BEAT_S)
         after = self._read()
@@ -118,4 +118,4 @@ class StuckWatch:
             return f"no sign of life from rank {', '.join(map(str, silent))}: stopped, dead or cut off"
         if behind:
             return f"rank {', '.join(map(str, behind))} is in an earlier check"
-        return "all ranks are alive in it: the network between them does not pass (NCCL_SOCKET_IFNAME, firewall)"
+        return "all ranks are alive in it: the network between them does not work (NCCL_SOCKET_IFNAME, firewall)"

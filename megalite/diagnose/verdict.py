@@ -1,4 +1,4 @@
-"""From what all ranks measured to what is wrong, and where: no processes, no devices."""
+"""Find what is wrong, and where, in the measurements of all ranks: no processes, no devices."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Group:
 
 
 def groups_of(reports: Sequence[RankReport]) -> list[Group]:
-    """Every group of every axis, from the readings of its ranks."""
+    """Combine the readings of all ranks into one `Group` per group of every axis."""
     readings: dict[tuple[str, tuple[int, ...]], dict[int, AxisReading]] = {}
     for rank, report in enumerate(reports):
         for reading in report.axes:
@@ -120,7 +120,7 @@ def _hosts(reports: Sequence[RankReport], ranks: Sequence[int]) -> tuple[str, ..
 
 
 def _expected(reports: Sequence[RankReport], ranks: Sequence[int]) -> float | None:
-    """NVLink inside a host; between hosts the adapters' share of the group's ranks, as all groups talk at once."""
+    """NVLink inside a host; between hosts the adapters' share of the group's ranks, as all groups run at once."""
     facts = [reports[r].facts for r in ranks]
     members = Counter(f.host for f in facts)
     if len(members) == 1:
@@ -244,7 +244,7 @@ def _clocks(reports: Sequence[RankReport]) -> Iterator[_Finding]:
 def _not_shared(reports: Sequence[RankReport]) -> Iterator[_Finding]:
     for rank, r in enumerate(reports):
         if r.cannot_write:
-            yield "run dir", [rank], f"cannot be written there: {r.cannot_write}"
+            yield "run dir", [rank], f"not writable there: {r.cannot_write}"
     written = [rank for rank, r in enumerate(reports) if not r.cannot_write]
     # With a folder of its own on a host, many do not see it: it is the one seen by the fewest.
     unseen_by = Counter(r for report in reports for r in report.unseen or () if r in written)

@@ -1,1 +1,1 @@
-"""Starting one torchrun per host and seeing to it that nothing outlives the run: hostfile, preflight, agent, runner."""
+"""Start one torchrun per host and make sure that nothing outlives the run: hosts, preflight, agent, runner."""

@@ -1,10 +1,10 @@
 """The agent on each host: runs torchrun and stops all of it when the launcher goes away.
 
 Started by the launcher over ssh as `PYTHON agent.py COMMAND...`; this file needs the Python standard library only.
-Standard input is the control channel, a line a message:
+Standard input is the control channel, one message per line:
 
-    PING        the launcher is alive (every 3 s); 15 s of silence and the host is taken for cut off: it stops itself,
-                since whoever is on the other side of the cut has stopped and may be starting the run again
+    PING        the launcher is alive (every 3 s); after 15 s of silence this host assumes it is cut off and stops
+                itself, since the other side has stopped too and may be restarting the run
     SIG TERM    to the ranks, not to torchrun: ranks that finish the step, save and exit 0 make torchrun exit 0, while
                 a torchrun that gets the signal itself exits 1 whatever its ranks do. A second one goes to torchrun
     SIG USR1    (any other name) to every process below torchrun that has a handler for it; torchrun starts each rank
@@ -40,7 +40,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def processes() -> dict[int, tuple[int, bytes]]:
-    """Every process on this host: its parent and its state letter (proc_pid_stat(5))."""
+    """Map every process on this host to its parent and its state letter (proc_pid_stat(5))."""
     table = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -52,12 +52,12 @@ def processes() -> dict[int, tuple[int, bytes]]:
 
 
 def children(parent: int) -> list[int]:
-    """The live direct children of a process."""
+    """List the live direct children of a process."""
     return [pid for pid, (ppid, state) in processes().items() if ppid == parent and state not in _DEAD]
 
 
 def descendants(root: int) -> list[int]:
-    """The live processes below `root`."""
+    """List the live processes below `root`."""
     table = processes()
     below: dict[int, list[int]] = {}
     for pid, (parent, _) in table.items():
@@ -72,7 +72,7 @@ def descendants(root: int) -> list[int]:
 
 
 def handles(pid: int, signum: int) -> bool:
-    """Whether the process has installed a handler: without one, SIGUSR1 would kill it."""
+    """Check whether the process has installed a handler: without one, SIGUSR1 would kill it."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/status") as f:
         for line in f:
             if line.startswith("SigCgt:"):
@@ -85,38 +85,35 @@ def _kill(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
-def say(text: str) -> None:
-    """Tell the launcher, where it still listens."""
+def report(text: str) -> None:
+    """Send a line to the launcher, if it still reads."""
     with contextlib.suppress(OSError):
         os.write(2, f"agent: {text}\n".encode())
 
 
 def _before_exec() -> None:
-    """In the child: undo what `main` ignores; should the agent itself be killed, torchrun gets SIGTERM."""
+    """Restore, in the child, what `main` ignores; if the agent itself is killed, torchrun gets SIGTERM."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Agent:
-    """Runs one command and owns every process that ever descends from it."""
+    """Run one command and own every process that ever descends from it."""
 
     def __init__(self, command: list[str]) -> None:
-        # Orphans of a killed rank (data workers, a watchdog) come back to us instead of to init, so that "every
-        # descendant" stays true to the end.
+        # Orphans of a killed rank (data workers, a watchdog) are adopted by this process instead of by init, so
+        # that "every descendant" stays complete to the end.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.terminated = False
         self.child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_before_exec,
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_before_exec
         )
 
     def relay(self, name: str) -> None:
-        """Pass signal `name` ("TERM", "USR1") on."""
+        """Forward the signal `name` ("TERM", "USR1")."""
         signum = getattr(signal, "SIG" + name, None)
         if not isinstance(signum, signal.Signals):
-            say(f"unknown signal {name!r} ignored")
+            report(f"unknown signal {name!r} ignored")
             return
         if signum in (signal.SIGTERM, signal.SIGINT):
             ranks = [] if self.terminated else children(self.child.pid)
@@ -124,28 +121,28 @@ class Agent:
             for pid in ranks or [self.child.pid]:
                 _kill(pid, signum)
             return
-        deaf = 0
+        skipped = 0
         for pid in descendants(self.child.pid):
             if handles(pid, signum):
                 _kill(pid, signum)
             else:
-                deaf += 1
-        if deaf:
-            say(f"{deaf} processes without a handler for SIG{name} were left alone")
+                skipped += 1
+        if skipped:
+            report(f"{skipped} processes without a handler for SIG{name} were skipped")
 
     def stop(self) -> None:
-        """TERM to torchrun, 8 s, then KILL to whatever is left. Says nothing: the pipe to the launcher may be full."""
+        """Send TERM to torchrun and, after 8 s, KILL to the rest. Silent: the pipe to the launcher may be full."""
         _kill(self.child.pid, signal.SIGTERM)
         self.clear()
 
     def clear(self) -> None:
-        """8 s for the remaining descendants to end, then KILL; one stuck in the kernel is given up on after 5 s."""
+        """Give remaining descendants 8 s to end, then KILL; one that is stuck in the kernel is abandoned after 5 s."""
         start = time.monotonic()
         while left := descendants(os.getpid()):
             self.child.poll()
             elapsed = time.monotonic() - start
             if elapsed > TERM_GRACE_S + KILL_GRACE_S:
-                say(f"processes {left} do not die")
+                report(f"processes {left} cannot be killed")
                 return
             if elapsed > TERM_GRACE_S:
                 for pid in left:
@@ -154,7 +151,7 @@ class Agent:
 
     def run(self) -> int:
         """Serve the control channel until the command ends or must be ended."""
-        heard = time.monotonic()
+        last = time.monotonic()
         rest = b""
         while self.child.poll() is None:
             # Polled, not awaited in a thread: a starved agent that wakes late still finds the PING in the pipe first.
@@ -163,12 +160,12 @@ class Agent:
                 if not data:
                     reason = "the launcher closed the connection"
                     break
-                heard = time.monotonic()
+                last = time.monotonic()
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if line.startswith(b"SIG "):
                         self.relay(line[4:].decode("ascii", "replace"))
-            elif time.monotonic() - heard > HEARTBEAT_TIMEOUT_S:
+            elif time.monotonic() - last > HEARTBEAT_TIMEOUT_S:
                 reason = f"no heartbeat from the launcher for {HEARTBEAT_TIMEOUT_S:g} s"
                 break
         else:
@@ -176,19 +173,19 @@ class Agent:
             code = self.child.returncode
             return code if code >= 0 else 128 - code
         self.stop()
-        say(reason + ": stopped everything on this host")
+        report(reason + ": stopped everything on this host")
         return STOPPED_EXIT_CODE
 
 
 def main() -> int:
-    """`agent.py COMMAND...`"""
+    """Run `agent.py COMMAND...`."""
     # sshd's own hang-up and a stray signal to the agent must not end it before its children.
     for signum in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(signum, signal.SIG_IGN)
     try:
         agent = Agent(sys.argv[1:])
     except (OSError, AttributeError) as e:  # AttributeError: no prctl, so not Linux
-        say(f"cannot start {sys.argv[1]}: {e}")
+        report(f"cannot start {sys.argv[1]}: {e}")
         return 127
     return agent.run()
 

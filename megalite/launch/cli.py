@@ -1,4 +1,4 @@
-"""`tools/launch.py`: the command line over hostfile, preflight, runner and emit."""
+"""`tools/launch.py`: the command line of the launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FENCED_AFTER_S = HEARTBEAT_TIMEOUT_S + TERM_GRACE_S + KILL_GRACE_S
 _USER_ERROR_CODE = 2
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 
-_DESCRIPTION = """Start torchrun on every host of a hostfile over ssh and stop all of it together.
+_DESCRIPTION = """Start torchrun on every host of a hostfile over ssh and stop all of them together.
 
   launch.py --hostfile hostfile -- pretrain_gpt.py --tp 8 --pp 4 --config recipe.yaml
   launch.py --hostfile hostfile --include node1:0,1@node2:0,1 -- pretrain_gpt.py ...
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="launch.py", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    both = parser.add_argument_group("both ways")
+    both = parser.add_argument_group("in both modes")
     both.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable on every host")
     both.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all hosts again after a failure")
     both.add_argument("--python", metavar="PATH", help="the hosts' Python (this one; in images: python)")

@@ -21,7 +21,7 @@ _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What both schedulers need to know. `slots` are ranks per node, and GPUs per node unless `cpu`."""
+    """Settings that both schedulers need. `slots` are ranks per node, and GPUs per node unless `cpu`."""
 
     script: tuple[str, ...]
     nodes: int
@@ -34,26 +34,20 @@ class BatchJob:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Environment of the job."""
+        """Return the environment of the job."""
         return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env}
 
     def gpus(self) -> list[int]:
-        """GPUs per node, if any."""
+        """Return the number of GPUs per node; an empty list on CPU."""
         return [] if self.cpu else [self.slots]
 
 
 def _torchrun(job: BatchJob, nnodes: str, node_rank: str, addr: str, port: str) -> str:
-    """torchrun as a shell line: the four (shell variables) are expanded by the shell, nothing else is."""
-    words = torchrun_command(
-        job.python,
-        # Longer than a save; torchrun's own 30 s would kill ranks that are writing.
-        ["--shutdown-timeout", str(_NOTICE_S), *job.script],
-        nnodes=nnodes,
-        nproc=str(job.slots),
-        node_rank=node_rank,
-        addr=addr,
-        port=port,
-    )
+    """torchrun as a shell line: shell variables among the four are expanded by the shell, nothing else is."""
+    flags = {"nnodes": nnodes, "nproc-per-node": job.slots, "node-rank": node_rank, "master-addr": addr}
+    # Longer than a save; torchrun's own 30 s would kill ranks that are writing.
+    flags |= {"master-port": port, "shutdown-timeout": _NOTICE_S}
+    words = torchrun_command(job.python, flags, job.script)
     variables = {v for v in (nnodes, node_rank, addr, port) if v.startswith("$")}
     return "exec " + " ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in words)
 
@@ -72,7 +66,7 @@ def _fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def slurm_script(job: BatchJob, time_limit: str | None = None) -> str:
-    """An sbatch script: one task, one torchrun, per node."""
+    """Write an sbatch script: one task, one torchrun, per node."""
     command = _torchrun(job, "$SLURM_NNODES", "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
     values = {
         "name": shlex.quote(job.name),
@@ -89,7 +83,7 @@ def slurm_script(job: BatchJob, time_limit: str | None = None) -> str:
 
 
 def kubernetes_manifest(job: BatchJob, image: str, claim: str | None = None) -> str:
-    """A headless Service and an Indexed Job as YAML: pod i is node i, pod 0 the master.
+    """Write a headless Service and an Indexed Job as YAML: pod i is node i, pod 0 the master.
 
     `claim`: a PersistentVolumeClaim (ReadWriteMany) for data and checkpoints, mounted at WORKDIR/runs.
     """

@@ -1,4 +1,4 @@
-"""Which rank failed first, and its own last words: one dead rank takes all others down, and each of them complains."""
+"""Find the rank that failed first and its last output: one dead rank ends all others, each with errors of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# How a rank sounds that failed only because another one went away (gloo, NCCL, TCPStore).
+# Errors of a rank that failed only because another one went away (gloo, NCCL, TCPStore).
 _CONSEQUENCE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|recvValue failed|"
     r"failed to recv|ncclRemoteError|NCCL communicator was aborted|remote process exited|Socket Timeout|"
-    r"lost a peer|DistNetworkError|DistStoreError|Watchdog caught collective operation timeout"
+    r"lost a peer|another rank failed first|DistNetworkError|DistStoreError|"
+    r"Watchdog caught collective operation timeout"
 )
 _FAILED_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)\n\s*exitcode\s*: (-?\d+) \(pid")
 _TRACEBACK = "Traceback (most recent call last)"
@@ -22,25 +23,25 @@ _SHOWN_WITHOUT_TRACEBACK = 20
 
 @dataclass
 class RankTail:
-    """The last lines of one rank's standard error; `failed_at` is when a traceback or `error:` line arrived."""
+    """Last lines of one rank's standard error; `failed_at` is when a traceback or `error:` line arrived."""
 
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_LINES))
     failed_at: float = float("inf")
 
     def add(self, line: str, now: float) -> None:
-        """`now` in seconds of the launcher's monotonic clock: hosts' clocks differ."""
+        """Append a line. `now` is in seconds of the launcher's monotonic clock: hosts' clocks differ."""
         self.lines.append(line)
         if line.startswith((_TRACEBACK, "error: ")):
             self.failed_at = min(self.failed_at, now)
 
     def last_words(self) -> list[str]:
-        """From the first traceback kept to the end; without one, the last 20 lines."""
+        """Return the lines from the first traceback kept to the end; without one, the last 20."""
         lines = list(self.lines)
         start = next((i for i, line in enumerate(lines) if line.startswith((_TRACEBACK, "error: "))), None)
         return lines[-_SHOWN_WITHOUT_TRACEBACK:] if start is None else lines[start:]
 
     def is_consequence(self) -> bool:
-        """Whether its last words speak of a peer that went away."""
+        """Check whether its last lines report a peer that went away."""
         return bool(_CONSEQUENCE.search("\n".join(self.last_words())))
 
 
@@ -55,25 +56,25 @@ class FailedRank:
     reported_at: float
 
     def cause(self) -> str:
-        """ "exit code 1" or "killed by signal 9"."""
+        """Describe the end of the rank: "exit code 1" or "killed by signal 9"."""
         return f"exit code {self.code}" if self.code >= 0 else f"killed by signal {-self.code}"
 
 
 def parse_report(host: str, text: str, now: float) -> list[FailedRank]:
-    """The failed ranks that torchrun's closing report names (there may be none: torchrun itself failed)."""
+    """List the failed ranks of torchrun's closing report (none if torchrun itself failed)."""
     return [FailedRank(host, int(rank), int(local), int(code), now) for rank, local, code in _FAILED_RANK.findall(text)]
 
 
 def is_explained(failed: Sequence[FailedRank], tails: dict[int, RankTail]) -> bool:
-    """Whether a rank failed by itself, and not because it lost a peer or was ended."""
+    """Check whether a rank failed on its own, and not because it lost a peer or was terminated."""
     return any(_distance(f, tails) == 0 for f in failed)
 
 
 def first_failure(failed: Sequence[FailedRank], tails: dict[int, RankTail]) -> FailedRank | None:
-    """The rank to blame.
+    """Return the rank to blame.
 
-    Order: ranks that failed by themselves before those that lost a peer, before those that torchrun ended (SIGTERM);
-    within each, the one whose failure the launcher saw first.
+    Order: ranks that failed on their own, then those that lost a peer, then those that torchrun terminated (SIGTERM);
+    within each, the one whose failure reached the launcher first.
     """
 
     def key(f: FailedRank) -> tuple[int, float, int]:
@@ -84,5 +85,5 @@ def first_failure(failed: Sequence[FailedRank], tails: dict[int, RankTail]) -> F
 
 
 def _distance(f: FailedRank, tails: dict[int, RankTail]) -> int:
-    """How far from the cause: 0 failed by itself, 1 lost a peer, 2 ended by torchrun."""
+    """How far from the cause: 0 failed on its own, 1 lost a peer, 2 terminated by torchrun."""
     return 2 if f.code == -_SIGTERM else int(tails.get(f.rank, RankTail()).is_consequence())

@@ -22,7 +22,7 @@ from megalite.host import VARIABLES
 
 # ssh's exit code when the connection fails or is lost; every other one is the remote command's.
 SSH_FAILED = 255
-# Marks in front of every line of a rank; the runner turns it into "[host rank N]".
+# Prefix of every line of a rank; the runner turns it into "[host rank N]".
 RANK_MARK = "[[rank ${rank}]] "
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
@@ -176,50 +176,48 @@ class LaunchSpec:
 
 
 def launch_environment(own: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the hosts: our defaults < those of the launcher that affect ranks < `--env`.
+    """Collect the variables for the hosts: our defaults < those of the launcher that affect ranks < `--env`.
 
-    No secrets: the ssh command line is visible to everybody on both machines. CUDA_VISIBLE_DEVICES and its like are a
-    matter of each host.
+    No secrets: the ssh command line is visible to everybody on both machines. CUDA_VISIBLE_DEVICES and similar ones
+    belong to each host.
     """
     forwarded = tuple(v for v in VARIABLES if v != "CUDA_") + ("CUDA_DEVICE_MAX_CONNECTIONS",)
     return {**_DEFAULTS, **{k: v for k, v in own.items() if k.startswith(forwarded)}, **given}
 
 
-def torchrun_command(
-    python: str, script: Sequence[str], *, nnodes: str, nproc: str, node_rank: str, addr: str, port: str
-) -> list[str]:
-    """torchrun with static rendezvous, as a module of `python` so that it is that environment's torchrun.
+def torchrun_command(python: str, flags: Mapping[str, object], script: Sequence[str]) -> list[str]:
+    """Build a torchrun command line, as a module of `python` so that it is that environment's torchrun.
 
     No `--max-restarts`: a restart of one host's ranks leaves the others in collectives that never complete, so
-    restarting is done one level up, all hosts at once.
+    the launcher restarts all hosts at once.
     """
-    where = ["--nnodes", nnodes, "--nproc-per-node", nproc, "--node-rank", node_rank]
-    master = ["--master-addr", addr, "--master-port", port]
-    return [python, "-m", "torch.distributed.run", *where, *master, *script]
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [python, "-m", "torch.distributed.run", *words, *script]
 
 
 def host_command(spec: LaunchSpec, hosts: Sequence[Host], node_rank: int) -> list[str]:
-    """The ssh command line for one host."""
+    """Build the ssh command line for one host."""
     host = hosts[node_rank]
     assert host.slots is not None
     env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
-    torchrun = torchrun_command(
-        spec.python,
-        # Each rank writes its own files and torchrun shows them line by line, so ranks do not share a pipe and a
-        # launcher that is slow to print never holds a rank up.
-        ["--log-dir", os.path.join(spec.log_dir, host.name), "--tee", "3", *spec.script],
-        nnodes=str(len(hosts)),
-        nproc=str(len(host.slots)),
-        node_rank=str(node_rank),
-        addr=spec.master_addr,
-        port=str(spec.master_port),
-    )
+    flags = {
+        "nnodes": len(hosts),
+        "nproc-per-node": len(host.slots),
+        "node-rank": node_rank,
+        "master-addr": spec.master_addr,
+        "master-port": spec.master_port,
+        # Each rank writes its own files and torchrun prints them line by line, so ranks do not share a pipe and a
+        # launcher that is slow to print never blocks a rank.
+        "log-dir": os.path.join(spec.log_dir, host.name),
+        "tee": 3,
+    }
+    torchrun = torchrun_command(spec.python, flags, spec.script)
     run = ["exec", "env", *(f"{k}={v}" for k, v in env.items()), spec.python, spec.agent, *torchrun]
     return [*ssh_prefix(spec.ssh_config), host.name, f"{shlex.join(['cd', spec.workdir])} && {shlex.join(run)}"]
 
 
 def ssh_prefix(ssh_config: str | None) -> list[str]:
-    """ssh that never prompts, and that notices a dead connection after about 11 s (3 keepalives of 3 s)."""
+    """Build the start of an ssh command that never prompts; a dead connection is noticed after 11 s (3 keepalives)."""
     options = {"BatchMode": "yes", "ConnectTimeout": "10", "ServerAliveInterval": "3", "ServerAliveCountMax": "3"}
     # Its own connection: a shared one (ControlMaster) has the keepalives of whoever opened it.
     options["ControlPath"] = "none"

@@ -1,4 +1,4 @@
-"""One attempt: an ssh per host, their output line by line, heartbeats, relayed signals, and one end for all."""
+"""One attempt: an ssh per host, their output line by line, heartbeats, forwarded signals, and one end for all."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from megalite.log import logger
 HEARTBEAT_S = 3.0
 # The agents have 8 s of grace and 5 s of killing; then the connection itself is cut.
 CLOSE_TO_KILL_S = 15.0
-# How long the other hosts have for naming a cause when ranks of one have failed that only lost a peer.
+# How long the other hosts have to report a cause after ranks of one host failed only because they lost a peer.
 REPORT_S = 15.0
 _POLL_S = 0.3
 _MAX_LINE = 1 << 16
-# After our mark, megalite's logger ("[rank 3] ") and torch's traceback printer ("[rank3]: ") say the rank once more.
+# After our prefix, megalite's logger ("[rank 3] ") and torch's traceback printer ("[rank3]: ") repeat the rank.
 _RANK_LINE = re.compile(r"\[\[rank (\d+)\]\] ?(?:\[rank \1\] |\[rank\1\]: )?(.*)", re.DOTALL)
 
 
 @dataclass
 class Remote:
-    """One host's ssh and what is known of it."""
+    """One host's ssh process and its state."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -47,7 +47,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: the first non-zero exit code, the rank to blame, hosts whose agent was not seen to end."""
+    """How an attempt ended: the first non-zero exit code, the rank to blame, hosts whose end was not observed."""
 
     code: int
     culprit: FailedRank | None
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs one command per host until all have ended."""
+    """Run one command per host until all have ended."""
 
     def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], log_dir: str) -> None:
         self._log_dir = log_dir
@@ -88,9 +88,9 @@ class Runner:
         return remote
 
     def run(self) -> Outcome:
-        """Relay until every host has ended; whatever happens here, the hosts are told to stop."""
+        """Forward output until every host has ended; whatever happens here, the hosts are asked to stop."""
         done = threading.Event()
-        # A thread: the main loop may block for long when nobody reads our output (Ctrl-S, a pager).
+        # A thread: the main loop may block for long when our output is not read (Ctrl-S, a pager).
         heartbeat = threading.Thread(target=self._heartbeat, args=(done,), daemon=True)
         heartbeat.start()
         try:
@@ -111,7 +111,7 @@ class Runner:
         return Outcome(self._first_code, culprit, tuple(sorted(self._unseen)), self._stop_requests > 0)
 
     def send(self, line: str, to: Remote | None = None) -> None:
-        """Write one line to the agents' standard inputs; a host that does not take it is noticed by other means."""
+        """Write one line to the agents' standard inputs; a host that does not read it is detected by other means."""
         with self._input_lock:
             for remote in self._remotes if to is None else [to]:
                 stdin = remote.process.stdin
@@ -122,7 +122,7 @@ class Runner:
                         stdin.close()
 
     def close_inputs(self) -> None:
-        """Tell every agent to stop; 15 s later their connections are cut."""
+        """Ask every agent to stop; 15 s later their connections are closed."""
         self._close_at = float("inf")
         self._kill_at = min(self._kill_at, time.monotonic() + CLOSE_TO_KILL_S)
         with self._input_lock:
@@ -141,7 +141,7 @@ class Runner:
             if self._stop_requests == 1:
                 self.send("SIG TERM\n")
                 name = signal.Signals(signum).name
-                logger.warning(f"launch: {name}: ranks save and stop; once more to stop now")
+                logger.warning(f"launch: {name}: ranks save and stop; repeat it to stop now")
             else:
                 self.close_inputs()
 
@@ -183,7 +183,7 @@ class Runner:
             label = f"[{remote.name}]"
             in_report = bool(remote.torchrun_report) or line.startswith("Traceback (most recent call last)")
             if which == "err" and in_report and not line.startswith("agent: "):
-                # torchrun's own forty lines: kept for the summary (and in full if it names no rank), not shown.
+                # torchrun's own forty lines: kept for the summary (and printed if they name no rank).
                 remote.torchrun_report.append(line)
                 return
         target = sys.stdout if which == "out" else sys.stderr
@@ -201,7 +201,7 @@ class Runner:
         if time.monotonic() > self._kill_at:
             for remote in self._remotes:
                 if remote.process.poll() is None:
-                    logger.warning(f"launch: {remote.name} does not end: cutting its connection")
+                    logger.warning(f"launch: {remote.name} does not end: closing its connection")
                     self._unseen.add(remote.name)
                     _kill_session(remote.process)
             self._kill_at = time.monotonic() + CLOSE_TO_KILL_S
@@ -214,7 +214,7 @@ class Runner:
         failed = parse_report(remote.name, "\n".join(remote.torchrun_report), time.monotonic())
         self._failed += failed
         unexplained = bool(self._failed) and not is_explained(self._failed, self._tails)
-        # Then the cause is on a host that is about to end by itself, and stopped now it would not name it.
+        # Then the cause is on a host that is about to end on its own; stopped now, it would not report it.
         wait = unexplained and not lost and any(r.code is None for r in self._remotes)
         if not self._first_code:
             if not failed:
@@ -222,7 +222,7 @@ class Runner:
                     sys.stderr.write(f"[{remote.name}] {line}\n")
             self._first_code = remote.code
             ended = ": connection lost" if lost else f" ended with exit code {remote.code}"
-            then = "its ranks lost a peer: waiting for the other hosts to say why" if wait else "stopping all hosts"
+            then = "its ranks lost a peer: waiting for the other hosts to report why" if wait else "stopping all hosts"
             logger.error(f"launch: {remote.name}{ended}; {then}")
         if wait:
             self._close_at = min(self._close_at, time.monotonic() + REPORT_S)
@@ -230,17 +230,17 @@ class Runner:
             self.close_inputs()
 
     def _explain(self, culprit: FailedRank | None) -> None:
-        """The end of the log: the rank that failed first, in its own words."""
+        """End the log with the rank that failed first and its last output."""
         if culprit is None:
             return
-        words = "\n".join(f"    {line}" for line in self._tails[culprit.rank].last_words())
+        tail = "\n".join(f"    {line}" for line in self._tails[culprit.rank].last_words())
         others = sorted({f.rank for f in self._failed} - {culprit.rank})
         if others:
             logger.error(f"launch: ranks {', '.join(map(str, others))} ended because of it")
         log = f"{culprit.host}:{self._log_dir}/{culprit.host}/*/attempt_0/{culprit.local_rank}/stderr.log"
         logger.error(
             f"launch: first failure: rank {culprit.rank} on {culprit.host}, {culprit.cause()} "
-            f"(all it wrote: {log}):\n{words or '    (nothing on its standard error)'}"
+            f"(full output: {log}):\n{tail or '    (nothing on its standard error)'}"
         )
 
     def _end_leftovers(self) -> None:
@@ -253,7 +253,7 @@ class Runner:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Also a ProxyCommand below ssh, which would hold our pipes open."""
+    """Kill ssh and a ProxyCommand below it, which would hold our pipes open."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -263,6 +263,6 @@ def _shell_code(returncode: int) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Three pipes a host: the usual soft limit of 1024 files would end at some 330 hosts."""
+    """Raise the limit of open files: with three pipes per host, the usual 1024 suffice for some 330 hosts."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

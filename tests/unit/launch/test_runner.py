@@ -60,7 +60,7 @@ def test_the_first_failure_ends_all_and_is_told_last(
     assert done.unseen == ()
     assert caplog.messages[0] == "launch: b ended with exit code 7; stopping all hosts"
     told = caplog.messages[-1]
-    assert "first failure: rank 3 on b, exit code 1 (all it wrote: b:L/b/*/attempt_0/0/stderr.log)" in told
+    assert "first failure: rank 3 on b, exit code 1 (full output: b:L/b/*/attempt_0/0/stderr.log)" in told
     assert told.endswith("    Traceback (most recent call last):\n    ValueError: boom")
     err = capfd.readouterr().err
     assert "ChildFailedError" not in err  # torchrun's own lines are not shown when a rank is named
@@ -95,7 +95,7 @@ sys.exit(1)
     done = Seen(["a", "b"], [on_host(LOSES_A_PEER), [sys.executable, "-c", reports]], "L").run()
     assert done.culprit is not None
     assert (done.code, done.culprit.host, done.culprit.rank) == (1, "b", 2)
-    waits = "launch: a ended with exit code 1; its ranks lost a peer: waiting for the other hosts to say why"
+    waits = "launch: a ended with exit code 1; its ranks lost a peer: waiting for the other hosts to report why"
     assert caplog.messages[0] == waits
     assert caplog.messages[-1].endswith("ValueError: boom")
 
@@ -125,7 +125,7 @@ def test_a_lost_connection_and_one_that_does_not_end(
     assert done.code == 255
     assert done.unseen == ("a", "b")
     assert "launch: b: connection lost; stopping all hosts" in caplog.messages
-    assert "launch: a does not end: cutting its connection" in caplog.messages
+    assert "launch: a does not end: closing its connection" in caplog.messages
 
 
 def test_heartbeats_are_sent_and_without_them_the_agent_stops(monkeypatch: pytest.MonkeyPatch) -> None:
