@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.safetensors_io import write_file
+from megalite.child import stat_of
 from megalite.errors import UserError
 from megalite.log import logger
 
@@ -94,6 +95,9 @@ class RunLock:
         """Whether the owner may still run: another host's always may."""
         if owner["host"] != self._mine["host"]:
             return True
+        if not (owner["started"] and self._mine["started"]):
+            # Without /proc, there or here, a later process of the same pid cannot be told from the owner.
+            return _exists(owner["pid"])
         return _process(owner["pid"]) == {k: owner[k] for k in ("pid", "boot", "started")}
 
 
@@ -102,10 +106,20 @@ def _process(pid: int) -> dict[str, Any]:
     boot = started = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # After the command in parentheses: state is field 3, start time field 22.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        started = "" if fields[0] == "Z" else fields[19]
+    fields = stat_of(pid)
+    if fields and fields[0] != "Z":
+        started = fields[19]
     return {"pid": pid, "boot": boot, "started": started}
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:

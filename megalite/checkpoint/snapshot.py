@@ -6,20 +6,17 @@ import contextlib
 import mmap
 import os
 import select
-import signal
 import socket
 import subprocess
-import sys
-import tempfile
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-import megalite
+from megalite.checkpoint import writer
 from megalite.checkpoint.safetensors_io import num_bytes
-from megalite.checkpoint.writer import IGNORED_SIGNALS, receive, send
+from megalite.checkpoint.writer import receive, send
+from megalite.child import shared_memory, start_child
 from megalite.log import logger
 from megalite.sharding import StateTensor
 from megalite.slices import Slice
@@ -61,14 +58,8 @@ class Snapshot:
         return grown
 
     def _allocate(self, size: int) -> None:
-        """Memory with a descriptor, not under /dev/shm, whose size containers limit."""
         self.free()
-        if hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create("megalite-snapshot")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.descriptor = os.dup(file.fileno())
-        os.ftruncate(self.descriptor, size)
+        self.descriptor = shared_memory("snapshot", size)
         self._tensor = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         if self._on_gpu:
             # Page-locked, so that the copy from the GPU runs at full speed.
@@ -173,27 +164,9 @@ class WriterProcess:
 
 def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
-    # By path, so that it runs whatever the current folder is and whether megalite is installed or not.
-    root = str(Path(megalite.__file__).resolve().parent.parent)
-    code = f"import sys; sys.path.insert(0, {root!r}); from megalite.checkpoint import writer; writer.main({{}})"
-    command = [sys.executable, "-c", code.format(theirs.fileno())]
-    with signals_held(IGNORED_SIGNALS):
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    process = start_child(writer.__name__, {"descriptor": theirs.fileno()}, [theirs.fileno()])
     theirs.close()
     return process, ours
-
-
-@contextlib.contextmanager
-def signals_held(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """A process started inside is not ended by these signals before it can say that it ignores them.
-
-    It inherits the mask, in which they wait; once it ignores them it lets them through.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[str, Any]]:

@@ -14,10 +14,8 @@ import json
 import mmap
 import os
 import select
-import signal
 import socket
 import struct
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,6 @@ from megalite.slices import Slice
 
 # The answer of a writer that was told to give up.
 ABANDONED = "another rank's write failed"
-# The training process decides when to stop: a signal to the whole group must not cut a save short.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Abandoned(Exception):
@@ -68,10 +64,6 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 def main(descriptor: int) -> None:
     """Serve jobs from the socket `descriptor` until the training process closes it."""
-    for ignored in IGNORED_SIGNALS:
-        signal.signal(ignored, signal.SIG_IGN)
-    # They were held back while this process started, see `signals_held`.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     # Where training needs every core, it has them: a save then takes longer, and has all once it is waited for.
     os.nice(15)
     channel = socket.socket(fileno=descriptor)
@@ -176,7 +168,3 @@ def _assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest
     for (kind, name, dtype, shape), boxes in found.items():
         tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(boxes))
     return Manifest(head["run_id"], head["step"], head["topology"], head["meta"], tuple(files), tensors)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

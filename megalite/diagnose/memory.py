@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import resource
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -67,7 +68,7 @@ def is_out_of_memory(e: BaseException) -> bool:
     return isinstance(e, RuntimeError) and "allocate memory" in str(e)
 
 
-@contextmanager
+@contextlib.contextmanager
 def diagnosing_memory(cfg: Config, topology: Grid, device: torch.device, rank: int) -> Iterator[Known]:
     """If what is inside runs out of memory, tell why and what helps; the error goes on its way.
 
@@ -94,18 +95,26 @@ def usable_bytes(device: torch.device) -> int:
     """What this process can still take: the GPU's free memory, or the tightest limit on the host's."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    used = {key: int(status[key].split()[0]) * 1024 for key in ("VmSize", "VmData", "VmRSS")}
-    meminfo = Path("/proc/meminfo").read_text().split("MemTotal:")[1]
-    limits = [int(meminfo.split()[0]) * 1024 - used["VmRSS"]]
+    used, installed = _sizes("/proc/self/status"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    resident = used.get("VmRSS", 0)
+    limits = [_sizes("/proc/meminfo").get("MemTotal", installed) - resident]
     for kind, key in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY:
-            limits.append(soft - used[key])
+            limits.append(soft - used.get(key, 0))
     group = Path("/sys/fs/cgroup/memory.max")
     if group.exists() and group.read_text().strip() != "max":
-        limits.append(int(group.read_text()) - used["VmRSS"])
+        limits.append(int(group.read_text()) - resident)
     return max(0, min(limits))
+
+
+def _sizes(path: str) -> dict[str, int]:
+    """Sizes in bytes by name, of a table in /proc; empty where there is no /proc."""
+    try:
+        rows = [line.split() for line in Path(path).read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
 
 
 def page(known: Known, message: str) -> str:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -294,6 +295,10 @@ def be_rank(job: dict[str, Any]) -> None:
             pretrain_gpt.main()
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1
+    except Exception:
+        # A fault that cannot be installed; the run itself never gets here.
+        traceback.print_exc()
+        code = 3
     finally:
         sys.stderr.flush()
         os._exit(code)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
-import json
 import mmap
 import os
 import secrets
 import subprocess
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 
-from megalite.checkpoint.snapshot import signals_held
+from megalite.child import shared_memory, start_child
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.pipeline.observe import Observer
@@ -35,7 +31,7 @@ class Heartbeat(Observer):
     def __init__(self, run_dir: Path, ctx: ParallelContext, timeout: float) -> None:
         # Reports of an earlier run must not be taken for this one's.
         name = gather_texts(secrets.token_hex(4), ctx.world, ctx.device)[0]
-        self._files = [_shared_file(LAYOUT.size), _shared_file(0)] if timeout else []
+        self._files = [shared_memory("heartbeat", LAYOUT.size), shared_memory("stacks", 0)] if timeout else []
         self._memory = mmap.mmap(self._files[0] if timeout else -1, LAYOUT.size)
         self._count, self._now = 0, (0, STRICT, b"")
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,10 +46,7 @@ class Heartbeat(Observer):
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         theirs, self._alive = os.pipe()
         settings |= {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": theirs}
-        # By path, isolated and without site: it starts in some 20 ms and imports nothing of ours.
-        command = [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(settings)]
-        with signals_held(watchdog.IGNORED_SIGNALS):
-            self._process = subprocess.Popen(command, pass_fds=[beats, stacks, theirs], stdin=subprocess.DEVNULL)
+        self._process = start_child(watchdog.__name__, settings, [beats, stacks, theirs], isolated=True)
         os.close(theirs)
 
     def beat(self, phase: str, step: int = 0, patience: int = STRICT) -> None:
@@ -95,15 +88,3 @@ class Heartbeat(Observer):
 def _description(op: Op) -> bytes:
     # Made once: a heartbeat then costs a write, no formatting.
     return f"{op.kind} of micro-batch {op.microbatch} on stage {op.stage}".encode()
-
-
-def _shared_file(size: int) -> int:
-    """A descriptor of memory that a child process can share."""
-    if hasattr(os, "memfd_create"):
-        file = os.memfd_create("megalite-heartbeat")
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    with contextlib.suppress(OSError):
-        os.ftruncate(file, size)
-    return file

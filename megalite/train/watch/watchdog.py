@@ -1,6 +1,6 @@
 """The watchdog process of one rank: ends it when it hangs, and says which rank all the others are waiting for.
 
-Started as a script by `megalite.train.watch.heartbeat`, standard library only. The rank writes heartbeats into shared
+Started by `megalite.train.watch.heartbeat`, standard library only. The rank writes heartbeats into shared
 memory; what else the watchdog knows comes from the operating system and from the reports of the other ranks' watchdogs,
 small files that are written only when something hangs.
 """
@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.child import stat_of
+
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")
 # What counts as life besides a heartbeat: nothing; the processor time and I/O of the rank's children (a save); also its
@@ -34,8 +36,6 @@ GRACE_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR2
 # A rank that is stuck in the kernel never prints its stacks; one that gets no processor may take long.
 _STACKS_S = 10.0
-# The watchdog's end is the rank's end: what is sent to the whole group is not meant for it.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # A process that works uses this share of a processor or moves so many bytes between two looks.
 _WORKING_SHARE, _WORKING_BYTES = 0.05, 1 << 16
 
@@ -254,17 +254,15 @@ def usage(pids: list[int]) -> tuple[int, int]:
     ticks = moved = 0
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
+            if fields := stat_of(pid):
+                ticks += int(fields[11]) + int(fields[12])
             moved += sum(int(n) for n in re.findall(r"[rw]char: (\d+)", Path(f"/proc/{pid}/io").read_text()))
     return ticks, moved
 
 
 def process_state(pid: int) -> str:
     """The letter that ps shows: R, S, D, T, Z; empty where there is no /proc."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+    return next(iter(stat_of(pid)), "")
 
 
 def is_stopped(pid: int) -> bool:
@@ -300,13 +298,6 @@ def is_waiting(stacks: str) -> bool:
     return path.endswith("dist/collectives.py") or "/torch/distributed/" in path
 
 
-def main() -> None:
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    # They were held back while this process started, see `signals_held`.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    Watchdog(**json.loads(sys.argv[1])).run()
-
-
-if __name__ == "__main__":
-    main()
+def main(**settings: Any) -> None:
+    """Watch the rank that `Watchdog`'s arguments describe."""
+    Watchdog(**settings).run()

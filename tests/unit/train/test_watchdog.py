@@ -18,10 +18,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from megalite.child import shared_memory
 from megalite.dist.context import ParallelContext
 from megalite.pipeline.orders import Op
 from megalite.train.watch import watchdog
-from megalite.train.watch.heartbeat import Heartbeat, _shared_file
+from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import (
     LAYOUT,
     STACKS_SIGNAL,
@@ -116,7 +117,7 @@ SLEEPER = (
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watchdog, int]]:
     """The watchdog of rank 0 of 2, which sleeps, and the rank's pid."""
     monkeypatch.setattr(watchdog, "_STACKS_S", 300.0)
-    beats, stacks = _shared_file(LAYOUT.size), _shared_file(0)
+    beats, stacks = shared_memory("beats", LAYOUT.size), shared_memory("stacks", 0)
     alive, theirs = os.pipe()
     command = [sys.executable, "-c", SLEEPER, str(stacks)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[stacks]) as rank:
