@@ -1,8 +1,8 @@
 """Command line of a run: flat flags from the fields of `Config`, presets, YAML files, and Megatron-LM's spellings.
 
-Order, later wins: defaults < options of the family (`--arch`) < `--preset` < `--config FILE` (repeatable) < flags.
+Precedence, lowest first: defaults, options of the family (`--arch`), `--preset`, `--config FILE` (repeatable), flags.
 Each of these is a layer {option: `Given`} of typed values; the layers are merged, and `Config` checks the result.
-A mistake is a `UserError`: what was given, the rule, what to change.
+A mistake is a `UserError`: the value, the rule it breaks, the fix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megalite.families import FAMILIES, PRESETS
 
 @dataclass(frozen=True)
 class Start:
-    """What to begin with, and what to show instead of training."""
+    """Where to start from, and what to print instead of training."""
 
     preset: str | None = None
     """Named model; --config and flags override it."""
@@ -38,11 +38,11 @@ class Start:
     print_config: bool = False
     """Print the resolved options as YAML and exit."""
     dry_run: bool = False
-    """Print layout, parameters and memory of each rank and exit."""
+    """Print layout, parameters and memory per rank and exit."""
 
 
 class Parsed(NamedTuple):
-    """A checked configuration, and whether to show it (`print_config`) or what it would do (`dry_run`) instead."""
+    """A checked configuration, and whether to only print it (`print_config`) or its layout (`dry_run`)."""
 
     config: Config
     print_config: bool
@@ -57,7 +57,7 @@ class Given(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The flag it was given with; `--x` and `--no-x` are one."""
+        """The flag it was given with; `--x` and `--no-x` count as one."""
         return self.written.split(" ")[0].replace("--no-", "--")
 
 
@@ -69,14 +69,14 @@ def parse(
     prog: str = "pretrain_gpt.py",
     read_model: Callable[[str], ModelConfig] | None = None,
 ) -> Parsed:
-    """Read a command line (default: this process's).
+    """Parse a command line (default: that of this process).
 
     `--help` prints the options and raises SystemExit(0).
 
     Args:
-        argv: the words after the program's name.
-        prog: that name, for `--help`.
-        read_model: the model of an `--init-from-hf` folder; its options come before preset, files and flags.
+        argv: the words after the program name.
+        prog: the program name, for `--help`.
+        read_model: reads the model options of an `--init-from-hf` directory; preset, files and flags override them.
 
     Raises:
         UserError: the command line, a file it names, or the configuration they make is wrong.
@@ -102,7 +102,7 @@ def parse(
 
 
 def to_yaml(config: Config) -> str:
-    """Write the whole configuration by group; `--config` reads it back to an equal `Config`."""
+    """Format the configuration as YAML, by group; `--config` reads it back to an equal `Config`."""
     tree = dataclasses.asdict(config)
     for options in tree.values():
         options.update({name: list(value) for name, value in options.items() if isinstance(value, tuple)})
@@ -117,7 +117,7 @@ def _merge(layers: Iterable[Layer]) -> Layer:
 
 
 def _values(layers: Iterable[Layer]) -> dict[str, Any]:
-    """All options; those that no layer gives at their defaults."""
+    """All options, at their defaults if no layer sets them."""
     defaults = {f.name: f.default for cls in GROUPS.values() for f in dataclasses.fields(cls)}
     return defaults | {name: given.value for name, given in _merge(layers).items()}
 
@@ -127,7 +127,7 @@ def _layer(options: Mapping[str, Any], written: str) -> Layer:
 
 
 def _family_layer(layers: Iterable[Layer]) -> Layer:
-    """Options of the family that the layers name. They must agree: a preset or file fits only its own family."""
+    """Options of the family that the layers name. They must agree: a preset or file fits its own family only."""
     named = [layer["arch"] for layer in layers if "arch" in layer]
     if not named:
         return {}
@@ -136,8 +136,8 @@ def _family_layer(layers: Iterable[Layer]) -> Layer:
         if other.value != arch:
             raise UserError(
                 written,
-                f"{other.written} is of the family {other.value}",
-                "drop one of the two (single options of a preset or file are overridden by their own flags)",
+                f"{other.written} belongs to the family {other.value}",
+                "drop one of the two (to override single options of a preset or file, use their flags)",
             )
     if arch not in FAMILIES:
         raise UserError(written, f"must be one of {', '.join(FAMILIES)}", suggest(arch, FAMILIES))
@@ -164,9 +164,9 @@ def _yaml_layer(path: Path) -> Layer:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
     except OSError as e:
-        raise UserError(f"--config {path}", e.strerror or str(e), "give a YAML file that can be read") from None
+        raise UserError(f"--config {path}", e.strerror or str(e), "give a readable YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UserError(f"--config {path}", f"is not YAML: {e}", "correct the file") from None
+        raise UserError(f"--config {path}", f"is not valid YAML: {e}", "correct the file") from None
     layer: Layer = {}
     for group, options in _mapping(tree, f"--config {path}").items():
         if group not in GROUPS:
@@ -180,7 +180,7 @@ def _yaml_layer(path: Path) -> Layer:
 
 def _mapping(tree: Any, where: str) -> dict[Any, Any]:
     if not isinstance(tree, dict | None):
-        raise UserError(where, "must hold 'name: value' lines", "write it as --print-config does")
+        raise UserError(where, "must contain 'name: value' lines", "see --print-config for the format")
     return tree or {}
 
 
@@ -219,14 +219,14 @@ def _read_flags(tokens: Iterable[str]) -> tuple[Layer, dict[str, Given]]:
     if unknown := list(dict.fromkeys(flag for flag, _ in given if flag not in known)):
         rule, remedy = _unknown_flag(unknown[0], known)
         others = ", ".join(f"--{flag}" for flag in unknown[1:])
-        raise UserError(f"--{unknown[0]}", rule, remedy + (f" (no such flags either: {others})" if others else ""))
+        raise UserError(f"--{unknown[0]}", rule, remedy + (f" (also unknown or refused: {others})" if others else ""))
     flags: Layer = {}
     computed: dict[str, Given] = {}
     for flag, words in given:
         written = " ".join([f"--{flag}", *words])
         if flag in _SWITCHES:
             if words:
-                raise UserError(written, "takes no value", f"write --{flag} alone, or leave it out")
+                raise UserError(written, "takes no value", f"write --{flag} alone, or drop it")
             for name, value in _SWITCHES[flag].items():
                 _add(flags, name, read_value(_HINTS[name], value, written), written)
             continue
@@ -260,7 +260,7 @@ def _split(tokens: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def _add(flags: Layer, name: str, value: Any, written: str) -> None:
-    """Add an option. A repeated flag overrides the earlier one, a list continues; flags that disagree are an error."""
+    """Add an option. A repeated flag overrides the earlier one (a list is extended); conflicting flags are an error."""
     given, before = Given(value, written), flags.get(name)
     if before is not None and before.source == given.source:
         if isinstance(value, tuple):
@@ -268,7 +268,7 @@ def _add(flags: Layer, name: str, value: Any, written: str) -> None:
     elif before is not None and megatron.REFINES.get(before.source) == given.source:
         given = before
     elif before is not None and megatron.REFINES.get(given.source) != before.source and before.value != value:
-        raise UserError(written, f"{before.written} says otherwise", "keep one of the two")
+        raise UserError(written, f"{before.written} conflicts with it", "keep one of the two")
     flags[name] = given
 
 
@@ -279,9 +279,9 @@ def _unknown_flag(flag: str, known: Iterable[str]) -> tuple[str, str]:
     by_letters = suggest(flag, known, "--")
     texts = {name: text for cls in GROUPS.values() for name, text in _texts(cls).items()}
     in_words, start = flag.replace("-", " "), f"{flag.replace('-', '_')}_"
-    told = [f"--{_dashed(n)}" for n, text in texts.items() if in_words in text.lower() or n.startswith(start)]
-    if told and not by_letters.startswith("did you mean"):
-        return "is an unknown flag", f"did you mean {' or '.join(told[:3])}?"
+    mentioned = [f"--{_dashed(n)}" for n, text in texts.items() if in_words in text.lower() or n.startswith(start)]
+    if mentioned and not by_letters.startswith("did you mean"):
+        return "is an unknown flag", f"did you mean {' or '.join(mentioned[:3])}?"
     return "is an unknown flag", by_letters
 
 
@@ -289,14 +289,14 @@ def _unknown_flag(flag: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def _help(prog: str) -> str:
-    """All flags by group, one line each."""
+    """List all flags by group, one line each."""
     lines = [
         f"usage: torchrun --nproc-per-node N {prog} [--name value ...]",
         "",
-        "Order, later wins: defaults, options of the family (--arch), --preset, --config, flags.",
+        "Precedence, lowest first: defaults, options of the family (--arch), --preset, --config, flags.",
         f"Families: {', '.join(FAMILIES)}.",
         f"Presets: {', '.join(PRESETS)}.",
-        "Flags of Megatron-LM and Megatron-DeepSpeed are understood too: see docs/megatron.md.",
+        "Flags of Megatron-LM and Megatron-DeepSpeed are accepted too: see docs/megatron.md.",
     ]
     for group, cls in {"start": Start, **GROUPS}.items():
         lines += ["", f"{group}: {inspect.getdoc(cls)}"]
@@ -316,7 +316,7 @@ def _help_line(field: dataclasses.Field[Any], text: str) -> str:
 
 
 def _texts(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, read from the source: Python does not keep it."""
+    """The string under each field of a dataclass, read from the source, as Python does not keep it."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     return {

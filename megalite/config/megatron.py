@@ -1,7 +1,7 @@
-"""How flags of Megatron-LM and Megatron-DeepSpeed are spelled here; read by `megalite.config.cli`.
+"""Translation of the flags of Megatron-LM and Megatron-DeepSpeed, for `megalite.config.cli`.
 
-A flag of theirs is renamed, is a switch that stands for some of our options, needs arithmetic, or is refused with the
-reason. Nothing is accepted and then ignored. docs/megatron.md prints these tables. Underscores in flags read as dashes.
+One of their flags is renamed, is a switch that sets some of our options, requires arithmetic, or is refused with the
+reason. None is accepted and then ignored. docs/megatron.md prints these tables. Underscores in flags count as dashes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SPELLINGS: dict[str, str] = {
 }
 
 RENAMED: dict[str, str] = {flag: ours for ours, flags in _SPELLINGS.items() for flag in flags.split()}
-"""Their flag -> our option; values are taken as they are, but for `VALUES`."""
+"""Their flag -> our option; values are unchanged except for `VALUES`."""
 
 VALUES: dict[str, dict[str, str]] = {
     "norm": {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"},
@@ -71,7 +71,7 @@ VALUES: dict[str, dict[str, str]] = {
     "device": {"nccl": "cuda", "gloo": "cpu"},
     "zero": {"no_shard": "0", "optim": "1"},
 }
-"""Our option -> {value as they spell it: value as we do}."""
+"""Our option -> {their spelling of a value: ours}."""
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -97,13 +97,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
 """Their flag without a value -> our options."""
 
 REFINES: dict[str, str] = {"--add-qkv-bias": "--disable-bias-linear"}
-"""Finer flag -> the coarser one that it overrides, in either order."""
+"""Specific flag -> the general one that it overrides, in either order."""
 
 
 def _layers_per_chunk(_: str, written: str, chunk: int, options: Mapping[str, Any]) -> int:
     layers, pp = options["num_layers"], options["pp"]
     if chunk < 1 or pp < 1 or layers % (pp * chunk):
-        rule = f"--num-layers {layers} over --pp {pp} does not make whole chunks of {chunk}"
+        rule = f"--num-layers {layers} over --pp {pp} cannot be split into chunks of {chunk}"
         raise UserError(written, rule, "give the number of chunks per rank as --vp (they may be uneven)")
     return int(layers // (pp * chunk))
 
@@ -112,7 +112,7 @@ def _steps(flag: str, written: str, samples: int, options: Mapping[str, Any]) ->
     batch = options["global_batch_size"]
     if batch < 1 or samples % batch:
         remedy = f"give {flag} {samples // max(batch, 1)}"
-        raise UserError(written, f"is no multiple of --global-batch-size {batch}", remedy)
+        raise UserError(written, f"is not a multiple of --global-batch-size {batch}", remedy)
     return int(samples // batch)
 
 
@@ -142,82 +142,85 @@ context parallelism is outside megalite's scope -> use --tp, which shards the se
     context-parallel-size cp-* hierarchical-context-parallel-sizes ds-sequence-parallel-size force-ds-sequence-parallel
 mixture of experts is outside megalite's scope -> choose a dense model
     num-experts* expert-* moe-* topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
-layers are split over the stages by cost, embedding and output layer counted -> drop it
+layers are distributed over the stages by cost, including embedding and output layer -> drop it
     decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-* account-for-*
     standalone-embedding-stage
-it runs --pp micro-batches through a chunk before the next -> drop it
+the interleaved schedule runs --pp micro-batches through a chunk before the next -> drop it
     microbatch-group-size-per-virtual-pipeline-stage
 communication is always overlapped with computation where the schedule allows it -> drop it
     overlap-param-gather-with-optimizer-step *overlap-p2p-* tp-comm-* no-align-* defer-embedding-wgrad-compute
-megalite has one gradient buffer and one ZeRO of its own -> use --zero, --bucket-size and --grad-reduce-dtype
+megalite has its own gradient buffer and ZeRO -> use --zero, --bucket-size and --grad-reduce-dtype
     DDP-impl ddp-* zero-* no-contiguous-buffers-in-local-ddp use-megatron-fsdp use-torch-fsdp2
     num-distributed-optimizer-instances
 nothing is offloaded to the CPU -> use --zero 1, more --tp or --pp, or --recompute
     cpu-* optimizer-cpu-offload optimizer-offload-* remote-device use-pin-memory checkpoint-in-cpu
-there is no DeepSpeed engine here -> drop it; --zero, --precision and --clip-grad say what its file did
+megalite has no DeepSpeed engine -> drop it; --zero, --precision and --clip-grad replace its file
     deepspeed* no-pipeline-parallel ds-fused-adam
-torchrun tells every rank who it is -> start with torchrun or tools/launch.py
+torchrun sets the rank of each process -> start with torchrun or tools/launch.py
     local-rank lazy-mpu-init
-full recomputes every block and selective the attention core; there is no finer choice -> drop it
+full recomputes every block, selective the attention core; there is nothing in between -> drop it
     recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
-kernels are chosen by themselves, and the choice is printed -> drop it
+kernels are selected automatically and logged -> drop it
     no-*-fusion cross-entropy-* use-flash-attn* attention-backend transformer-impl no-persist-layer-norm
     use-fused-rmsnorm use-te-activation-func use-mcore-models use-legacy-models spec
 norms, softmax and loss are computed in fp32 and the residual stream in --precision -> drop it
     *-query-key-layer-scaling attention-softmax-in-fp32 fp32-residual-connection fp16-lm-cross-entropy
     embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul
-the model has no such variant -> drop it, or see --help for the model's options
+the model does not support this variant -> drop it, or see --help for the model's options
     squared-relu quick-geglu apply-layernorm-1p apply-residual-connection-post-layernorm embed-layernorm
     use-alibi-position-embeddings no-position-embedding rotary-* rope-type qk-l2-norm softmax-type
-    multi-latent-attention window-size sliding-window mtp-num-layers relative-attention-*
+    multi-latent-attention mtp-num-layers relative-attention-*
     embedding-init-method-std init-method-xavier-uniform no-scaled-init data-parallel-random-init
---num-kv-heads alone says it -> drop it, and give --num-kv-heads
+sliding windows have options of their own -> give --window, and --window-pattern if some layers have none
+    window-size sliding-window
+--num-kv-heads is enough -> drop it, and give --num-kv-heads
     group-query-attention
-it is one number of --rope-scaling -> give --rope-scaling '{factor: F}'
+it is one field of --rope-scaling -> give --rope-scaling '{factor: F}'
     rope-scaling-factor
-initial values depend on the seed and the parameter's name alone, on any device and layout -> drop it
+initial values depend only on the seed and the name of the parameter, on any device and layout -> drop it
     use-cpu-initialization no-initialization init-model-with-meta-device
-the kind of tokenizer is read from its files -> drop it, and give the folder or file to --tokenizer
+the type of the tokenizer is read from its files -> drop it, and pass the directory or file to --tokenizer
     tokenizer-* tiktoken-* vocab-file merge-file legacy-tokenizer trust-remote-code
 padding follows from --vocab-size, --vocab-divisible-by and --tp -> drop it
     padded-vocab-size vocab-extra-ids
-samples cross document ends, and every token counts in the loss -> drop it
+samples cross document boundaries, and every token counts in the loss -> drop it
     reset-position-ids reset-attention-mask eod-mask-loss calculate-per-token-loss *create-attention-mask-in-dataloader
-data files are memory-mapped and indices are made in memory, without cache files or worker processes -> drop it
+data files are memory-mapped and indices built in memory, without cache files or worker processes -> drop it
     data-cache-path no-mmap-bin-files mmap-warmup num-workers dataloader-type data-impl num-dataset-builder-threads
-data is named by --data, --valid-data and --split -> write the prefixes after --data
+--data, --valid-data and --split define the data -> write the prefixes after --data
     test-data-path *data-args-path
-the batch size is the same in every step -> give one --global-batch-size that --micro-batch-size x dp divides
+the batch size is constant -> give one --global-batch-size that --micro-batch-size x dp divides
     rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed
-the run's length is counted in steps -> divide by --seq-len x --global-batch-size and \
+the length of a run is counted in steps -> divide by --seq-len x --global-batch-size and \
 give --train-steps, --warmup-steps or --lr-decay-steps
     train-tokens lr-*-tokens warmup
-weight decay and the two ends of the learning rate do not vary -> use --weight-decay, --lr and --min-lr
+weight decay is constant and not applied to norms and biases; all layers share one learning rate -> \
+use --weight-decay, --lr and --min-lr
     start-weight-decay end-weight-decay weight-decay-incr-style decoupled-*
     do-norm-bias-weight-decay
-the last part of wsd falls linearly -> drop it
+the final decay of wsd is linear -> drop it
     lr-wsd-decay-style
-the learning rate follows from the flags and the step, never from the checkpoint -> drop it
+the learning rate depends on the flags and the step, never on the checkpoint -> drop it
     *-opt-param-scheduler no-load-lr-state
-the dynamic loss scale has no such number -> use --loss-scale, --initial-loss-scale and --loss-scale-window
+the dynamic loss scale has no such setting -> use --loss-scale, --initial-loss-scale and --loss-scale-window
     min-loss-scale hysteresis
-there is one checkpoint format: whole, checked, loadable in any layout, with every state in it -> \
-drop it; --resume says what to start from
+there is one checkpoint format: complete, verified, loadable in any layout -> \
+drop it; --resume selects the checkpoint
     *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args no-save-optim no-save-rng
     no-load-optim no-load-rng async-save load-tag finetune
-checkpoints are counted, not spaced -> use --keep-last
+checkpoints are kept by number, not by distance -> use --keep-last
     save-retain-interval
 a run stops at --train-steps, or with a checkpoint at SIGTERM or SIGINT -> send a signal instead
     exit-* kill-switch-path adlr-autoresume skip-train
-events go to RUN_DIR/tensorboard -> give --tensorboard
+events are written to RUN_DIR/tensorboard -> give --tensorboard
     tensorboard-*
-metrics.jsonl has every figure of every step -> drop it
+metrics.jsonl records all metrics of every step -> drop it
     log-* timing-log-* no-log-loss-scale-to-tensorboard
-the run's name and folder are those of --run-dir -> drop it, or use wandb's own environment variables
+name and directory of the run are those of --run-dir -> drop it, or use the environment variables of wandb
     wandb-*
-metrics.jsonl has loss and gradient norm of every step -> drop it
+metrics.jsonl records loss and gradient norm of every step -> drop it
     *check-for-*
-there is no 8-bit training here -> use --precision bf16
+8-bit training is not supported -> use --precision bf16
     fp8-*
 megalite trains on plain text only -> drop it
     rl-* retro-*
@@ -227,11 +230,11 @@ REFUSED: list[tuple[str, str, list[str]]] = [
     (why, instead, flags.split())
     for why, instead, flags in re.findall(r"^(\S.*) -> (.*)\n((?: +.*\n)+)", _REFUSED, re.M)
 ]
-"""Why they have no counterpart, what to do instead, and their flags; `*` stands for anything."""
+"""Reason, remedy, and their flags; `*` matches anything."""
 
 
 def refusal(flag: str, known: Iterable[str]) -> tuple[str, str] | None:
-    """Return why a flag of theirs is refused and what to do instead; None if it is not, or is nearly one of `known`."""
+    """Return why one of their flags is refused and the remedy; None if it is not, or is a typo of one of `known`."""
     typo = difflib.get_close_matches(flag, list(known), n=1, cutoff=0.9)
     for why, instead, patterns in REFUSED:
         if flag in patterns or not typo and any(fnmatchcase(flag, pattern) for pattern in patterns):

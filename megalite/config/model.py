@@ -33,7 +33,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and family of the model. Options left at None follow the family (`--arch`) or the other sizes."""
+    """Shape and family of the model. Options at None follow from the family (`--arch`) or the other sizes."""
 
     arch: str = "llama"
     """Model family (named above); sets the options below."""
@@ -44,21 +44,21 @@ class ModelConfig:
     num_heads: int = 4
     """Query heads."""
     num_kv_heads: int | None = None
-    """Key/value heads (grouped-query attention); default: num_heads."""
+    """Key/value heads (grouped-query attention). Default: num_heads."""
     head_dim: int | None = None
-    """Width of a head; default: hidden_size / num_heads."""
+    """Width of a head. Default: hidden_size / num_heads."""
     ffn_hidden_size: int | None = None
-    """Inner width of the MLP; default: 4 h, or 8/3 h rounded up to a multiple of 64 with a gated activation."""
+    """Inner width of the MLP. Default: 4 h, or 8/3 h rounded up to a multiple of 64 with a gated activation."""
     vocab_size: int | None = None
-    """True vocabulary size (padding is added by itself); default: the tokenizer's."""
+    """Vocabulary size before padding (padding is automatic). Default: the tokenizer's."""
     seq_len: int = 256
-    """Tokens a sample; also the number of learned positions unless max_position_embeddings says more."""
+    """Sequence length in tokens. Also the number of learned positions, unless max_position_embeddings is larger."""
     max_position_embeddings: int | None = None
-    """Positions the model is made for; default: seq_len."""
+    """Number of positions the model supports. Default: seq_len."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Kind of normalisation."""
+    """Normalization layer."""
     norm_eps: float = 1e-5
-    """Epsilon inside the square root of the normalisation."""
+    """Epsilon inside the square root of the normalization."""
     norm_position: Literal["pre", "post", "both"] = "pre"
     """Normalize the input of each sub-layer, its output before the residual is added (OLMo 2), or both (Gemma)."""
     zero_centered_norm: bool = False
@@ -68,19 +68,19 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
-    """Share of each head that is rotated (GPT-NeoX: 0.25)."""
+    """Fraction of each head that is rotated (GPT-NeoX: 0.25)."""
     rope_scaling: RopeScaling | None = None
-    """Llama-3 frequency scaling, as '{factor: 8.0}'."""
+    """Llama 3 frequency scaling, as '{factor: 8.0}'."""
     rope_linear_factor: float = 1.0
     """Divisor of the rotary frequencies (position interpolation; Gemma 3: 8)."""
     rope_theta_local: float | None = None
-    """Base of the unscaled rotary frequencies in sliding-window layers (Gemma 3); default: as in the other layers."""
+    """Base of the unscaled rotary frequencies in sliding-window layers (Gemma 3). Default: as in the other layers."""
     window: int | None = None
-    """Positions that sliding-window layers see, their own included; default: all before it, in every layer."""
+    """Positions that sliding-window layers attend to, their own included. Default: all before, in every layer."""
     window_pattern: int = 0
-    """With --window: every n-th layer sees all positions before it (Gemma 2: 2, Gemma 3: 6); 0: no layer does."""
+    """With --window: every n-th layer attends to all positions before it (Gemma 2: 2, Gemma 3: 6); 0: no layer does."""
     query_pre_attn_scalar: int | None = None
-    """Attention scores are divided by the square root of this; default: head_dim."""
+    """Divide attention scores by the square root of this. Default: head_dim."""
     attention_softcap: float | None = None
     """Bound the attention scores c to c tanh(score / c) (Gemma 2: 50)."""
     logit_softcap: float | None = None
@@ -92,7 +92,7 @@ class ModelConfig:
     qkv_bias: bool = False
     """Bias on the q, k, v projections."""
     o_bias: bool = False
-    """Bias on the attention's output projection."""
+    """Bias on the attention output projection."""
     mlp_bias: bool = False
     """Biases in the MLP."""
     qk_norm: Literal["none", "head", "full"] = "none"
@@ -100,9 +100,9 @@ class ModelConfig:
     parallel_residual: bool = False
     """Attention and MLP read the same residual stream (GPT-NeoX)."""
     tie_embeddings: bool = False
-    """The output layer uses the input embedding."""
+    """Share the input embedding with the output layer."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; output projections take init_std / sqrt(2 num_layers)."""
+    """Standard deviation of initial weights; output projections use init_std / sqrt(2 num_layers)."""
     hidden_dropout: float = 0.0
     """Dropout on embeddings and sub-layer outputs."""
     attention_dropout: float = 0.0
@@ -156,7 +156,7 @@ class ModelConfig:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
-    # Resolved values with the types that code downstream wants (the fields are Optional only on the command line).
+    # Resolved values with their exact types (the fields are Optional only on the command line).
     @property
     def kv_heads(self) -> int:
         assert self.num_kv_heads is not None
@@ -203,12 +203,12 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> ModelConfig:
-        """The config that `dataclasses.asdict` described (a checkpoint holds it as JSON)."""
+        """Build the config from its `dataclasses.asdict`, read from a checkpoint; TypeError if malformed."""
         scaling = options.get("rope_scaling")
         return cls(**{**options, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
     @classmethod
     def from_arch(cls, arch: str, **options: Any) -> ModelConfig:
-        """A config with the family's options, then `options`."""
+        """Build a config from the family's options, overridden by `options`."""
         require(arch in FAMILIES, f"--arch {arch}", f"must be one of {', '.join(FAMILIES)}", "choose one of these")
         return cls(arch=arch, **{**FAMILIES[arch].options, **options})

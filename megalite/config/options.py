@@ -1,4 +1,4 @@
-"""Options by name: their types and groups, and how a given value becomes one of its type."""
+"""Options by name: their types and groups, and the conversion of given values to them."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def read_value(hint: Any, value: Any, written: str) -> Any:
-    """Return a word of the command line, or a value of YAML or a preset, as the type `hint`.
+    """Convert a word of the command line, or a value of YAML or a preset, to the type `hint`.
 
     Raises:
-        UserError: it does not fit; `written` is what the error quotes.
+        UserError: it does not fit. The error quotes `written`.
     """
     kind = _not_none(hint)
     try:
-        # As a flag, "null" may also be the name of a tokenizer or a project.
+        # For text, "null" may also be the name of a tokenizer or a project.
         nothing = value is None or value == "None" or (value == "null" and kind is not str)
         return None if nothing and kind is not hint else _convert(kind, value)
     except KeyError as e:
-        raise UserError(written, f"has no number {e}", suggest(str(e.args[0]), get_type_hints(kind))) from None
+        raise UserError(written, f"has no field {e}", suggest(str(e.args[0]), get_type_hints(kind))) from None
     except (ValueError, TypeError, yaml.YAMLError):
         remedy = "write it as '{factor: 8.0}'" if dataclasses.is_dataclass(kind) else "correct the value"
         choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []

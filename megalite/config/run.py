@@ -1,6 +1,6 @@
-"""Every option of a run: frozen dataclasses, checked where they are made. Field names are the flags' names.
+"""Options of a run: frozen dataclasses, checked on construction. Field names are the names of the flags.
 
-Errors say the value, the rule it breaks, and what to change (`UserError`, exit code 2).
+Errors name the value, the rule it breaks, and the fix (`UserError`, exit code 2).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from megalite.errors import in_range, require, step_range
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Layout: world = dp x pp x tp; dp is what is left."""
+    """Layout: world = dp x pp x tp; dp = world / (pp x tp)."""
 
     tp: int = 1
-    """Tensor-parallel size: ranks that share every layer."""
+    """Tensor-parallel size: ranks that each layer is split over."""
     pp: int = 1
-    """Pipeline-parallel size: ranks that share the depth."""
+    """Pipeline-parallel size: ranks that the layers are distributed over."""
     vp: int = 1
-    """Virtual pipeline chunks a rank (interleaved schedule)."""
+    """Virtual pipeline stages per rank (interleaved and zb-v schedules)."""
     sequence_parallel: bool = True
     """Shard norms, dropout and residual stream over the sequence when tp > 1."""
     schedule: Literal["auto", "naive", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-v"] = "auto"
@@ -29,17 +29,17 @@ class ParallelConfig:
     zero: Literal[0, 1] = 1
     """ZeRO stage: 1 shards optimizer states and fp32 master weights over dp, 0 replicates them."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto takes CUDA when there is one."""
+    """Where to run; auto uses CUDA if available."""
     bucket_size: int = 40_000_000
-    """Elements a gradient bucket; a bucket is reduced as soon as its gradients are final."""
+    """Gradient bucket size in elements. A bucket is reduced as soon as all its gradients are ready."""
     overlap_grad_reduce: bool = True
-    """Reduce gradients over dp while backward still runs."""
+    """Reduce gradients over dp while backward is still running."""
     overlap_tp_reduce: bool = True
-    """Compute weight gradients while the input's gradient travels over tp."""
+    """Compute weight gradients while the gradient of the input is reduced over tp."""
     overlap_param_gather: bool = True
-    """ZeRO-1: gather updated weights while the next forward pass already runs."""
+    """ZeRO-1: gather updated weights while the next forward pass is already running."""
     vocab_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times tp; padding never counts in the loss."""
+    """Pad the vocabulary to a multiple of this times tp; padding never counts in the loss."""
 
     def __post_init__(self) -> None:
         in_range(self, "tp pp vp bucket_size vocab_divisible_by", 1)
@@ -47,20 +47,20 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Tokens to train on."""
+    """Training and evaluation data."""
 
     data: tuple[str, ...] = ()
     """PREFIX, or WEIGHT PREFIX pairs for a blend (PREFIX.bin and PREFIX.idx)."""
     valid_data: tuple[str, ...] = ()
-    """Evaluation data, as --data; default: the second part of --split."""
+    """Evaluation data, in the form of --data. Default: the second part of --split."""
     split: str = "99,1,0"
-    """Shares of the documents for training, validation and test."""
+    """Proportions of documents for training, validation and test."""
     tokenizer: str | None = None
-    """Tokenizer folder or file that made the data."""
+    """Tokenizer directory or file that the data was made with."""
     shuffle: bool = True
     """Shuffle samples by (seed, epoch)."""
     mock_data: bool = False
-    """Train on made-up sequences; needs no files."""
+    """Train on synthetic sequences; requires no files."""
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,29 @@ class TrainConfig:
     """Batch, time, precision and memory."""
 
     micro_batch_size: int = 1
-    """Samples a forward pass."""
+    """Samples per forward pass, per data-parallel rank."""
     global_batch_size: int = 8
-    """Samples a step, over all dp ranks."""
+    """Samples per optimizer step, across all data-parallel ranks."""
     train_steps: int = 100
     """Optimizer steps of the whole run."""
     seed: int = 1234
-    """Seed of initial weights, data order and dropout."""
+    """Seed for initial weights, data order and dropout."""
     deterministic: bool = False
-    """Only deterministic kernels (slower on CUDA)."""
+    """Use deterministic kernels only (slower on CUDA)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of parameters and activations; master weights and main gradients are fp32."""
+    """Data type of parameters and activations; master weights and main gradients are fp32."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute in backward: nothing, the attention core, or whole blocks."""
+    """What to recompute in backward: nothing, the attention core, or whole blocks."""
     ops: str = "auto"
     """Kernels: a backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs, comma-separated."""
     compile: bool = False
-    """torch.compile of what lies between the matrix products of every block; no dropout then."""
+    """Compile each block (everything but the parallel linear layers). Requires dropout 0."""
     loss_chunk: int = 0
-    """Tokens at a time in the output layer and the loss, so that all logits never exist; 0: all at once."""
+    """Compute output layer and loss for this many tokens at a time, to save memory for logits; 0: all at once."""
     label_smoothing: float = 0.0
-    """Weight of the uniform distribution in the target."""
+    """Weight of the uniform distribution in the targets."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients travel over dp."""
+    """Data type in which gradients are reduced over dp."""
 
     def __post_init__(self) -> None:
         in_range(self, "micro_batch_size global_batch_size train_steps", 1)
@@ -100,8 +100,8 @@ class TrainConfig:
         require(
             not (self.loss_chunk and self.label_smoothing),
             f"--loss-chunk {self.loss_chunk} with --label-smoothing {self.label_smoothing}",
-            "the loss by chunks has no label smoothing",
-            "leave one of the two out",
+            "the chunked loss does not support label smoothing",
+            "drop one of the two",
         )
 
 
@@ -116,17 +116,17 @@ class OptimConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from init_lr."""
+    """Steps of linear warmup from init_lr."""
     init_lr: float = 0.0
-    """Learning rate at step 0 of the warm-up."""
+    """Learning rate at step 0 of the warmup."""
     lr_decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape of the decay after the warm-up."""
+    """Shape of the decay after warmup."""
     lr_decay_steps: int | None = None
-    """Step at which the decay ends; default: train_steps."""
+    """Step at which the decay ends. Default: train_steps."""
     wsd_decay_steps: int | None = None
-    """wsd: steps of the final linear decay; default: a tenth of the run."""
+    """wsd: steps of the final linear decay. Default: a tenth of the run."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; none on norms and biases."""
+    """Decoupled weight decay; not applied to norms and biases."""
     beta1: float = 0.9
     """Adam's first decay rate (lars, sgd: momentum)."""
     beta2: float = 0.95
@@ -134,9 +134,9 @@ class OptimConfig:
     eps: float = 1e-8
     """Adam's epsilon."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Maximum global gradient norm; 0 disables clipping."""
     loss_scale: float | None = None
-    """fp16: constant loss scale; default: dynamic."""
+    """fp16: constant loss scale. Default: dynamic."""
     initial_loss_scale: float = 65536.0
     """fp16: first dynamic loss scale."""
     loss_scale_window: int = 1000
@@ -144,7 +144,7 @@ class OptimConfig:
 
     @property
     def num_moments(self) -> int:
-        """fp32 numbers that the optimizer remembers of each weight: a momentum, or Adam's two moments."""
+        """Number of fp32 states per weight: a momentum, or Adam's two moments."""
         return 1 if self.optimizer in ("lars", "sgd") else 2
 
     def __post_init__(self) -> None:
@@ -168,48 +168,48 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where results go, and how often."""
+    """Output, checkpoints, evaluation and logging."""
 
     run_dir: str = "runs/run"
-    """Folder of the run: config.yaml, metrics.jsonl, checkpoints/, logs/."""
+    """Directory of the run: config.yaml, metrics.jsonl, checkpoints/, logs/."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 2
-    """Checkpoints kept; older ones are pruned after a commit."""
+    """Number of checkpoints to keep; older ones are deleted after each commit."""
     resume: str = "latest"
-    """latest, never, or the path of a checkpoint."""
+    """latest, never, or the path of a checkpoint to resume from."""
     init_from_hf: str | None = None
-    """Start a new run from this Hugging Face folder: its model options and weights."""
+    """Start a new run with the model options and weights of this Hugging Face directory."""
     resume_fallback: bool = False
-    """Where the newest checkpoint is damaged, resume from the one before it."""
+    """If the newest checkpoint is damaged, resume from the one before it."""
     save_errors: Literal["stop", "warn"] = "stop"
-    """What a failed save does to the run."""
+    """Whether a failed save stops the run or only logs a warning."""
     check_replicas: bool = True
-    """Before every save, compare the copies of each weight over dp and tp; save nothing where they differ."""
+    """Before every save, compare the copies of each weight over dp and tp; save nothing if they differ."""
     watchdog_timeout: float = 600.0
-    """Seconds without progress of any rank before the run is ended and the culprit named; 0: no watchdog."""
+    """Seconds without progress after which the run is stopped and the hanging rank named; 0: no watchdog."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
-    """A loss spike: go on, leave out its update, or go back to the last checkpoint and skip the samples since then."""
+    """On a loss spike: continue, skip its update, or rewind to the last checkpoint and skip the samples since."""
     spike_threshold: float = 1.5
-    """A spike is a loss above this multiple of the median of the last 32."""
+    """A spike is a loss above this multiple of the median of the last 32 losses."""
     save_model_every: int = 0
-    """Steps between saves of the weights alone, as bf16; 0: never."""
+    """Steps between saves of the weights only, as bf16; 0: never."""
     eval_every: int = 0
     """Steps between evaluations; 0: never."""
     eval_steps: int = 10
-    """Global batches an evaluation."""
+    """Number of global batches per evaluation."""
     log_every: int = 1
-    """Steps between console lines (metrics.jsonl has every step)."""
+    """Steps between console lines (metrics.jsonl records every step)."""
     record_schedule: str | None = None
-    """A:B writes to RUN_DIR/schedule when each pipeline operation of steps A to B - 1 ran (see tools/schedule.py)."""
+    """A:B records to RUN_DIR/schedule when each pipeline operation of steps A to B - 1 ran (see tools/schedule.py)."""
     profile: str | None = None
-    """A:B profiles steps A to B - 1: a trace and a table of times of each rank in RUN_DIR/profile."""
+    """A:B profiles steps A to B - 1: a trace and a table of times per rank in RUN_DIR/profile."""
     memory_snapshot: bool = False
-    """CUDA: record every allocation, and write RUN_DIR/profile/memory_rank_N.pickle at the end or out of memory."""
+    """CUDA: record every allocation; write RUN_DIR/profile/memory_rank_N.pickle at the end or when out of memory."""
     tensorboard: bool = False
     """Also write TensorBoard events to RUN_DIR/tensorboard."""
     wandb_project: str | None = None
-    """Also log to this Weights & Biases project (offline where there is no key)."""
+    """Also log to this Weights & Biases project (offline without an API key)."""
 
     def __post_init__(self) -> None:
         in_range(self, "save_every save_model_every eval_every", 0)
@@ -217,14 +217,14 @@ class RunConfig:
         in_range(self, "keep_last", 2)
         in_range(self, "watchdog_timeout", 0)
         in_range(self, "spike_threshold", 1, above=True)
-        require(self.run_dir != "", "--run-dir ''", "names no folder", "give a folder")
+        require(self.run_dir != "", "--run-dir ''", "is empty", "give a directory")
         step_range("--record-schedule", self.record_schedule)
         step_range("--profile", self.profile)
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """All options of a run, checked against each other."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -239,7 +239,7 @@ class Config:
             require(
                 value % p.tp == 0,
                 f"{what} {value}",
-                f"must be divisible by --tp {p.tp}: a head is never cut",
+                f"must be divisible by --tp {p.tp}: heads are never split",
                 f"use a --tp that divides {value}, or change {what}",
             )
         require(
@@ -257,21 +257,21 @@ class Config:
         require(
             not (self.train.compile and (m.hidden_dropout or m.attention_dropout)),
             f"--compile with --hidden-dropout {m.hidden_dropout} --attention-dropout {m.attention_dropout}",
-            "compiled blocks draw no masks",
-            "leave --compile out, or set both to 0",
+            "compiled blocks do not support dropout",
+            "drop --compile, or set both to 0",
         )
         for flag, asked in (("--profile", self.run.profile), ("--record-schedule", self.run.record_schedule)):
             steps, last = step_range(flag, asked), self.train.train_steps
             require(
                 asked is None or steps.start <= last,
                 f"{flag} {asked}",
-                f"begins after the last of --train-steps {last}",
-                "ask for earlier steps",
+                f"starts after the last of --train-steps {last}",
+                "choose earlier steps",
             )
         require(
             p.pp * p.vp <= m.num_layers,
             f"--pp {p.pp} --vp {p.vp}",
-            f"makes {p.pp * p.vp} stages of {m.num_layers} layers; every stage needs one",
+            f"makes {p.pp * p.vp} stages of {m.num_layers} layers, and each stage needs at least one layer",
             "lower --pp or --vp, or raise --num-layers",
         )
 
@@ -280,7 +280,7 @@ class Config:
         return self.parallel.sequence_parallel and self.parallel.tp > 1
 
     def num_microbatches(self, dp: int) -> int:
-        """Micro-batches a dp rank runs each step; `UserError` where the batch does not divide."""
+        """Return the number of micro-batches per step and dp rank; UserError if the batch does not divide."""
         t = self.train
         per_pass = t.micro_batch_size * dp
         require(

@@ -77,7 +77,7 @@ def test_the_same_family_may_be_named_twice() -> None:
     assert config("--preset", "gpt2-124m", "--arch", "gpt2") == config("--preset", "gpt2-124m")
 
 
-def test_a_flag_repeated_overrides_itself_and_data_goes_on() -> None:
+def test_a_repeated_flag_overrides_itself_and_data_is_extended() -> None:
     c = config(*shlex.split("--lr 1 --lr 2 --no-shuffle --shuffle --data 0.7 A --data 0.3 B"))
     assert (c.optim.lr, c.data.shuffle, c.data.data) == (2.0, True, ("0.7", "A", "0.3", "B"))
 
@@ -95,7 +95,7 @@ def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
     assert (c.optim.lr, c.optim.min_lr, c.train.precision) == (1e-4, 0.0, "bf16")
 
 
-def test_print_config_and_dry_run_are_told() -> None:
+def test_print_config_and_dry_run_are_reported() -> None:
     assert parse(["--print-config"]).print_config
     assert parse(["--dry-run"]).dry_run
 
@@ -110,7 +110,7 @@ FLAG_ERRORS = [
     ("--sequence-paralel", "did you mean --sequence-parallel?"),
     ("--xyzzy", "--xyzzy: is an unknown flag; see --help"),
     ("--no-tp", "--no-tp: is an unknown flag"),
-    ("--foo --lr 1 --bar", "--foo: is an unknown flag; see --help (no such flags either: --bar)"),
+    ("--foo --lr 1 --bar", "--foo: is an unknown flag; see --help (also unknown or refused: --bar)"),
     ("-tp 2", "-tp: is not a flag; flags have two dashes: --tp"),
     ("train", "train: is not a flag"),
     ("--tp two", "--tp two: must be a whole number"),
@@ -128,12 +128,15 @@ FLAG_ERRORS = [
     ("--preset llama-2-7", "; did you mean llama-2-7b?"),
     ("--preset", "--preset: takes one value"),
     ("--print-config 3", "--print-config 3: takes no value"),
-    ("--preset gpt2-124m --arch llama", "--arch llama: --preset gpt2-124m is of the family gpt2; drop one of the two"),
-    ("--rope-scaling {factr:1}", "has no number 'factr:1'"),
+    (
+        "--preset gpt2-124m --arch llama",
+        "--arch llama: --preset gpt2-124m belongs to the family gpt2; drop one of the two",
+    ),
+    ("--rope-scaling {factr:1}", "has no field 'factr:1'"),
     ("--rope-scaling 8", "--rope-scaling 8: must be a mapping of factor, low_freq_factor"),
     ("--rope-scaling {factor:", "must be a mapping of factor"),
     ("--tp 3 --num-heads 4", "--num-heads 4: must be divisible by --tp 3"),
-    ("--tp 2 --tensor-model-parallel-size 4", "--tensor-model-parallel-size 4: --tp 2 says otherwise"),
+    ("--tp 2 --tensor-model-parallel-size 4", "--tensor-model-parallel-size 4: --tp 2 conflicts with it"),
     ("--config nowhere.yaml", "--config nowhere.yaml: No such file or directory"),
 ]
 
@@ -153,10 +156,10 @@ YAML_ERRORS = [
     ("modell: {num_layers: 1}", "did you mean model?"),
     ("preset: tiny", "give --preset on the command line"),
     ("3: 4", ": 3: must be one of model"),
-    ("train: 3", ": train: must hold 'name: value' lines"),
-    ("- train", "must hold 'name: value' lines"),
-    ("train: {seed: 1, seed: 2}", "is not YAML: seed is given twice"),
-    ("train: {seed: 1", "is not YAML"),
+    ("train: 3", ": train: must contain 'name: value' lines"),
+    ("- train", "must contain 'name: value' lines"),
+    ("train: {seed: 1, seed: 2}", "is not valid YAML: seed is given twice"),
+    ("train: {seed: 1", "is not valid YAML"),
     ("train: {seed: one}", ":train.seed one: must be a whole number"),
     ("train: {seed: 1.5}", ":train.seed 1.5: must be a whole number"),
     ("train: {seed: true}", ":train.seed True: must be a whole number"),
@@ -187,13 +190,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Is a directory"):
         parse(["--config", str(tmp_path)])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="is not YAML"):
+    with pytest.raises(UserError, match="is not valid YAML"):
         parse(["--config", str(tmp_path / "binary.yaml")])
 
 
 def test_a_file_and_a_flag_of_different_families(tmp_path: Path) -> None:
     recipe = write(tmp_path / "c.yaml", {"model": {"arch": "qwen3"}})
-    with pytest.raises(UserError, match="--arch gpt2: .*model.arch qwen3 is of the family qwen3"):
+    with pytest.raises(UserError, match="--arch gpt2: .*model.arch qwen3 belongs to the family qwen3"):
         parse(["--config", recipe, "--arch", "gpt2"])
 
 

@@ -81,7 +81,7 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
     (OptimConfig, {"loss_scale": 0.0}, "--loss-scale 0.0", "must be more than 0"),
     (RunConfig, {"keep_last": 1}, "--keep-last 1", "must be at least 2"),
     (RunConfig, {"save_every": -1}, "--save-every -1", "must be at least 0"),
-    (RunConfig, {"run_dir": ""}, "--run-dir ''", "names no folder"),
+    (RunConfig, {"run_dir": ""}, "--run-dir ''", "is empty"),
 ]
 
 

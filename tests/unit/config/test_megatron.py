@@ -108,22 +108,22 @@ def test_flags_that_need_others_to_be_understood(argv: str, option: str, value: 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--num-layers 10 --pp 4 --num-layers-per-virtual-pipeline-stage 1", "does not make whole chunks of 1; give"),
-        ("--num-layers-per-virtual-pipeline-stage 0", "does not make whole chunks of 0"),
+        ("--num-layers 10 --pp 4 --num-layers-per-virtual-pipeline-stage 1", "cannot be split into chunks of 1; give"),
+        ("--num-layers-per-virtual-pipeline-stage 0", "cannot be split into chunks of 0"),
         ("--num-layers-per-virtual-pipeline-stage x", "must be a whole number"),
-        ("--pp 2 --vp 1 --num-layers-per-virtual-pipeline-stage 1", "--vp 1 says otherwise"),
-        ("--train-samples 801", "is no multiple of --global-batch-size 8; give --train-steps 100"),
-        ("--train-samples 801 --global-batch-size 0", "is no multiple of --global-batch-size 0"),
+        ("--pp 2 --vp 1 --num-layers-per-virtual-pipeline-stage 1", "--vp 1 conflicts with it"),
+        ("--train-samples 801", "is not a multiple of --global-batch-size 8; give --train-steps 100"),
+        ("--train-samples 801 --global-batch-size 0", "is not a multiple of --global-batch-size 0"),
         ("--lr-warmup-fraction 1.5", "must be between 0 and 1"),
         ("--lr-warmup-fraction nan", "must be between 0 and 1"),
         ("--load", "--load: takes one value"),
-        ("--bf16 --fp16", "--fp16: --bf16 says otherwise; keep one of the two"),
-        ("--swiglu --activation gelu", "--activation gelu: --swiglu says otherwise"),
+        ("--bf16 --fp16", "--fp16: --bf16 conflicts with it; keep one of the two"),
+        ("--swiglu --activation gelu", "--activation gelu: --swiglu conflicts with it"),
         ("--zero-stage 3", "--zero-stage 3: must be one of 0, 1"),
         ("--lr-decay-style inverse-square-root", "must be one of cosine, linear, wsd, constant"),
     ],
 )
-def test_mistakes_are_told_in_their_words(argv: str, message: str) -> None:
+def test_mistakes_are_reported_in_their_words(argv: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(shlex.split(argv))
     assert message in str(caught.value)
@@ -136,31 +136,31 @@ REFUSED = {
     "mixture of experts is outside megalite's scope": """
         num-experts expert-model-parallel-size expert-tensor-parallel-size expert-interval topk mlp-type
         enable-expert-tensor-parallelism create-moe-param-group use-tutel num-experts-switch moe-router-topk""",
-    "layers are split over the stages by cost, embedding and output layer counted": """
+    "layers are distributed over the stages by cost, including embedding and output layer": """
         decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout
         account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split standalone-embedding-stage
         pipeline-model-parallel-split-rank""",
-    "it runs --pp micro-batches through a chunk before the next": """
+    "the interleaved schedule runs --pp micro-batches through a chunk before the next": """
         microbatch-group-size-per-virtual-pipeline-stage""",
     "communication is always overlapped with computation where the schedule allows it": """
         overlap-param-gather-with-optimizer-step overlap-p2p-communication
         overlap-p2p-communication-warmup-flush tp-comm-overlap no-overlap-p2p-communication no-align-grad-reduce
         no-align-param-gather tp-comm-overlap-cfg tp-comm-overlap-rs-dgrad defer-embedding-wgrad-compute""",
-    "megalite has one gradient buffer and one ZeRO of its own": """
+    "megalite has its own gradient buffer and ZeRO": """
         DDP-impl no-contiguous-buffers-in-local-ddp use-megatron-fsdp use-torch-fsdp2 ddp-num-buckets
         ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw num-distributed-optimizer-instances
         zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size zero-allgather-bucket-size""",
     "nothing is offloaded to the CPU": """
         cpu-optimizer cpu-torch-adam optimizer-cpu-offload optimizer-offload-fraction cpu-offloading-num-layers
         remote-device use-pin-memory checkpoint-in-cpu""",
-    "there is no DeepSpeed engine here": """
+    "megalite has no DeepSpeed engine": """
         deepspeed deepspeed-config no-pipeline-parallel ds-fused-adam""",
-    "torchrun tells every rank who it is": """
+    "torchrun sets the rank of each process": """
         local-rank lazy-mpu-init""",
-    "full recomputes every block and selective the attention core; there is no finer choice": """
+    "full recomputes every block, selective the attention core; there is nothing in between": """
         recompute-method recompute-num-layers recompute-modules distribute-saved-activations
         checkpoint-num-layers distribute-checkpointed-activations partition-activations contigious-checkpointing""",
-    "kernels are chosen by themselves, and the choice is printed": """
+    "kernels are selected automatically and logged": """
         use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton attention-backend
         transformer-impl no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
         no-bias-dropout-fusion no-rope-fusion no-gradient-accumulation-fusion no-persist-layer-norm
@@ -170,66 +170,67 @@ REFUSED = {
         attention-softmax-in-fp32 apply-query-key-layer-scaling no-query-key-layer-scaling
         fp32-residual-connection fp16-lm-cross-entropy embedding-weights-in-fp32
         disable-bf16-reduced-precision-matmul""",
-    "the model has no such variant": """
+    "the model does not support this variant": """
         squared-relu quick-geglu apply-layernorm-1p apply-residual-connection-post-layernorm embed-layernorm
         use-alibi-position-embeddings no-position-embedding rotary-interleaved rope-type qk-l2-norm softmax-type
-        rotary-seq-len-interpolation-factor multi-latent-attention window-size sliding-window mtp-num-layers
+        rotary-seq-len-interpolation-factor multi-latent-attention mtp-num-layers
         relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
         data-parallel-random-init""",
-    "--num-kv-heads alone says it": """
+    "sliding windows have options of their own": "window-size sliding-window",
+    "--num-kv-heads is enough": """
         group-query-attention""",
-    "it is one number of --rope-scaling": """
+    "it is one field of --rope-scaling": """
         rope-scaling-factor""",
-    "initial values depend on the seed and the parameter's name alone, on any device and layout": """
+    "initial values depend only on the seed and the name of the parameter, on any device and layout": """
         use-cpu-initialization no-initialization init-model-with-meta-device""",
-    "the kind of tokenizer is read from its files": """
+    "the type of the tokenizer is read from its files": """
         tokenizer-type vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens tokenizer-metadata
         legacy-tokenizer trust-remote-code""",
     "padding follows from --vocab-size, --vocab-divisible-by and --tp": """
         padded-vocab-size vocab-extra-ids""",
-    "samples cross document ends, and every token counts in the loss": """
+    "samples cross document boundaries, and every token counts in the loss": """
         reset-position-ids reset-attention-mask eod-mask-loss calculate-per-token-loss
         create-attention-mask-in-dataloader no-create-attention-mask-in-dataloader""",
-    "data files are memory-mapped and indices are made in memory, without cache files or worker processes": """
+    "data files are memory-mapped and indices built in memory, without cache files or worker processes": """
         data-cache-path no-mmap-bin-files mmap-warmup num-workers dataloader-type data-impl
         num-dataset-builder-threads""",
-    "data is named by --data, --valid-data and --split": """
+    "--data, --valid-data and --split define the data": """
         test-data-path data-args-path per-split-data-args-path""",
-    "the batch size is the same in every step": """
+    "the batch size is constant": """
         rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed""",
-    "the run's length is counted in steps": """
+    "the length of a run is counted in steps": """
         train-tokens lr-decay-tokens lr-warmup-tokens warmup""",
-    "weight decay and the two ends of the learning rate do not vary": """
+    "weight decay is constant and not applied to norms and biases; all layers share one learning rate": """
         start-weight-decay end-weight-decay weight-decay-incr-style decoupled-lr decoupled-min-lr
         do-norm-bias-weight-decay""",
-    "the last part of wsd falls linearly": """
+    "the final decay of wsd is linear": """
         lr-wsd-decay-style""",
-    "the learning rate follows from the flags and the step, never from the checkpoint": """
+    "the learning rate depends on the flags and the step, never on the checkpoint": """
         override-opt-param-scheduler use-checkpoint-opt-param-scheduler no-load-lr-state""",
-    "the dynamic loss scale has no such number": """
+    "the dynamic loss scale has no such setting": """
         min-loss-scale hysteresis""",
-    "there is one checkpoint format: whole, checked, loadable in any layout, with every state in it": """
+    "there is one checkpoint format: complete, verified, loadable in any layout": """
         ckpt-format use-dist-ckpt dist-ckpt-format auto-detect-ckpt-format ckpt-fully-parallel-save
         no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-strictness
         universal-checkpoint no-save-optim no-save-rng no-load-optim no-load-rng async-save ckpt-step load-tag
         finetune pretrained-checkpoint use-checkpoint-args use-mp-args-from-checkpoint-args
         exit-on-missing-checkpoint verify-checkpoint""",
-    "checkpoints are counted, not spaced": """
+    "checkpoints are kept by number, not by distance": """
         save-retain-interval""",
     "a run stops at --train-steps, or with a checkpoint at SIGTERM or SIGINT": """
         exit-interval exit-duration-in-mins exit-signal-handler kill-switch-path adlr-autoresume skip-train""",
-    "events go to RUN_DIR/tensorboard": """
+    "events are written to RUN_DIR/tensorboard": """
         tensorboard-dir tensorboard-log-interval tensorboard-queue-size""",
-    "metrics.jsonl has every figure of every step": """
+    "metrics.jsonl records all metrics of every step": """
         log-throughput log-progress log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option
         log-timers-to-tensorboard log-memory-to-tensorboard log-batch-size-to-tensorboard
         log-validation-ppl-to-tensorboard log-world-size-to-tensorboard log-optimizer-states-to-tensorboard
         no-log-loss-scale-to-tensorboard""",
-    "the run's name and folder are those of --run-dir": """
+    "name and directory of the run are those of --run-dir": """
         wandb-exp-name wandb-save-dir wandb-entity""",
-    "metrics.jsonl has loss and gradient norm of every step": """
+    "metrics.jsonl records loss and gradient norm of every step": """
         no-check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads""",
-    "there is no 8-bit training here": """
+    "8-bit training is not supported": """
         fp8-format""",
     "megalite trains on plain text only": """
         rl-x retro-x""",
@@ -251,10 +252,10 @@ def test_a_typo_of_an_option_is_not_taken_for_a_flag_that_is_refused(typo: str) 
         parse([f"--{typo}", "1"])
 
 
-def test_all_refusals_of_a_script_are_told_at_once() -> None:
+def test_all_refusals_of_a_script_are_reported_at_once() -> None:
     with pytest.raises(UserError) as caught:
         parse(shlex.split("--tp 2 --tokenizer-type X --use-mcore-models --bf16 --foo 3 --use-mcore-models"))
-    assert str(caught.value).endswith("(no such flags either: --use-mcore-models, --foo)")
+    assert str(caught.value).endswith("(also unknown or refused: --use-mcore-models, --foo)")
 
 
 def test_tables_do_not_contradict_each_other() -> None:
