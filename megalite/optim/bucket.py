@@ -1,10 +1,10 @@
 """Buckets: flat storage of a unit's weights, gradients and optimizer state, each whole or cut over the batch axes.
 
-A unit (embedding, block, norm, head) is what a stage uses at one time; buckets never cross a unit's border, but small
-neighbors share one. All parameters of a bucket are treated alike (`GradKind`), so that the optimizer is one flat call
-per bucket, and the few gradients that must also be summed over tensor-parallel ranks or between the two copies of a
-tied embedding are whole buckets. Source of the design: Megatron-LM's distributed optimizer; ZeRO: Rajbhandari et al.
-2019, section 5.
+A unit (embedding, block, norm, head) is what a stage uses at one time. Small neighboring units share a bucket; a large
+one has one or more of its own. All parameters of a bucket are treated alike (`GradKind`), so that the optimizer is one
+flat call per bucket, and the few gradients that must also be summed over tensor-parallel ranks or between the two
+copies of a tied embedding are whole buckets. Source of the design: Megatron-LM's distributed optimizer; ZeRO:
+Rajbhandari et al. 2019, section 5.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sharded:
 
     @classmethod
     def stage(cls, zero: int) -> Sharded:
-        """The setting of a ZeRO stage."""
+        """Return the setting of a ZeRO stage."""
         return cls(zero >= 1, zero >= 2, zero >= 3)
 
 
@@ -58,7 +58,7 @@ class GradKind:
 
     @classmethod
     def of(cls, param: ShardedParameter, sharded: Sharded) -> GradKind:
-        """The kind of a parameter."""
+        """Return the kind of a parameter."""
         shard = param.shard
         primary = shard.is_primary(shared=shard.layout.batch if sharded.state else ())
         return cls(shard.spec.weight_decay, shard.reduce, primary)
@@ -105,7 +105,7 @@ def plan_buckets(units: Sequence[Sequence[int]], bucket_size: int | None) -> lis
 
 
 def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
-    """(start of every parameter, elements of the bucket). Padded only when it is cut into several shares."""
+    """Lay out a bucket: (start of every parameter, elements of the bucket). Padded only if cut into several shares."""
     starts, end = [], 0
     align = _PARAM_ALIGN if shares > 1 else 1
     for size in sizes:
@@ -185,7 +185,7 @@ class Bucket:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """What the share holds of each parameter."""
+        """List what the share holds of each parameter."""
         out = []
         for param, start in zip(self.params, self.starts):
             low = min(max(start, self.owned.start), self.owned.stop)
@@ -194,7 +194,7 @@ class Bucket:
         return tuple(out)
 
     def start_step(self, num_microbatches: int) -> None:
-        """Forget the last step's gradients and expect those of `num_microbatches`."""
+        """Clear the gradients and expect those of `num_microbatches`."""
         _resize(self.grad, self.numel)
         self.grad.zero_()
         if self._own_grad is not None:
@@ -265,7 +265,7 @@ def _resize(flat: torch.Tensor, numel: int) -> None:
 
 @torch.no_grad()
 def _move_grad(param: torch.Tensor) -> None:
-    """Post-accumulate hook of parameters whose gradient autograd computes: move it to `main_grad`."""
+    """Move a gradient that autograd computed to `main_grad`; a post-accumulate hook."""
     assert isinstance(param, ShardedParameter)
     if param.grad is not None:
         param.main_grad.add_(param.grad)
@@ -282,7 +282,7 @@ def make_buckets(
     reduce_dtype: torch.dtype = torch.float32,
     overlap: bool = True,
 ) -> list[Bucket]:
-    """Buckets over the parameters of units (in forward order): one or more for each kind."""
+    """Make buckets over the parameters of units (in forward order): one or more for each kind."""
     by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
     for number, unit in enumerate(units):
         for param in unit:

@@ -1,7 +1,7 @@
-"""The optimizer over buckets: a dp rank updates its share (ZeRO-1) or all of it (ZeRO-0), then weights are gathered.
+"""The optimizer over buckets: a rank updates its share (ZeRO-1) or all of it (ZeRO-0), then weights are gathered.
 
-Master weights are fp32; with fp32 parameters they are the parameters themselves. Adam's moments and the masters are
-described to the checkpoint room as rectangles of logical parameters (`StateTensor`), so that no layout is in a file.
+Master weights are fp32; with fp32 parameters they are the parameters themselves. Checkpoints get moments and masters as
+slices of logical parameters (`StateTensor`), so that files do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class DistributedOptimizer:
 
     Args:
         buckets: from `make_buckets`.
-        cfg: learning rates are given at each step; the rest is read here.
+        cfg: everything but the learning rate, which is given at each step.
         ctx: this rank's axes.
         ops: the kernels in use.
-        overlap_gather: let the gathering of weights run on into the next forward pass (modules given to
-            `wait_before` wait for their own weights); otherwise `step` waits.
+        overlap_gather: let the gathering of weights overlap with the next forward pass (modules given to `wait_before`
+            wait for their own weights); otherwise `step` waits.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def init_parameters(self, seed: int) -> None:
-        """Initial values of weights and masters: functions of (seed, global name), unrounded in the masters."""
+        """Set weights and masters to their initial values, functions of (seed, global name); masters stay unrounded."""
         for state in self._states:
             for segment in state.bucket.segments:
                 value = segment.param.shard.initial(seed).to(segment.param.device)
@@ -68,7 +68,7 @@ class DistributedOptimizer:
                 state.master[segment.at : segment.at + segment.numel] = value.view(-1)[segment.start : segment.stop]
 
     def wait_before(self, modules: Iterable[nn.Module]) -> None:
-        """Make each module wait, before its forward, for the weights it holds."""
+        """Make each module wait for its weights before its forward pass."""
         for module in modules:
             wanted = {id(p) for p in module.parameters()}
             mine = [b for b in self.buckets if any(id(p) in wanted for p in b.params)]
@@ -86,10 +86,10 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def finish_grads(self) -> torch.Tensor:
-        """Wait until all gradients are final.
+        """Wait until all gradients are complete.
 
         Returns:
-            This rank's part of the squared global norm, fp64: summed over the world it counts every parameter once.
+            This rank's part of the squared global norm, fp64: the sum over the world counts every parameter once.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.ctx.device)
         for bucket in self.buckets:
@@ -100,13 +100,13 @@ class DistributedOptimizer:
                 )
             share = bucket.finish_reduce()
             norm = self.ops.l2_norm(share).double()
-            # What another rank counts adds nothing, unless it is not finite here: 0 * inf is NaN, and all ranks skip.
+            # What another rank counts adds 0 here, unless it is not finite: 0 * inf is NaN, and all ranks skip.
             total += norm.square() if bucket.kind.primary else norm * 0.0
         return total
 
     @torch.no_grad()
     def step(self, lr: float, grad_multiplier: torch.Tensor) -> None:
-        """One update with the reduced gradients times `grad_multiplier` (0-dim: clipping and unscaling)."""
+        """Update once with the reduced gradients times `grad_multiplier` (0-dim: clipping and unscaling)."""
         self.num_steps += 1
         cfg = self.cfg
         for state in self._states:
@@ -148,7 +148,7 @@ class DistributedOptimizer:
             out.copy_(state.master)
 
     def gather(self) -> None:
-        """Start gathering all weights, those of the first layers first."""
+        """Start gathering all weights, the first layers first."""
         for bucket in reversed(self.buckets):
             bucket.gather()
 
@@ -158,7 +158,7 @@ class DistributedOptimizer:
             bucket.wait_weights()
 
     def states(self) -> list[StateTensor]:
-        """Everything a checkpoint must hold of this rank, by logical parameter."""
+        """Describe all state of this rank that a checkpoint holds, by logical parameter."""
         out = []
         for state in self._states:
             roles = {"master": state.master, "exp_avg": state.exp_avg}
@@ -169,16 +169,16 @@ class DistributedOptimizer:
         return out
 
     def scalars(self) -> dict[str, int | float]:
-        """State that is not a tensor."""
+        """Return the state that is not a tensor."""
         return {"num_steps": self.num_steps}
 
     def load_scalars(self, scalars: dict[str, int | float]) -> None:
-        """Take back what `scalars` gave."""
+        """Restore what `scalars` returned."""
         self.num_steps = int(scalars["num_steps"])
 
     @torch.no_grad()
     def finish_load(self) -> None:
-        """After masters were filled: refresh the weights everywhere."""
+        """Refresh the weights on all ranks after the masters have been filled."""
         for state in self._states:
             state.bucket.weight_share.copy_(state.master)
         self.gather()

@@ -17,12 +17,12 @@ from megalite.ops import Ops
 from megalite.optim.bucket import Bucket
 
 LARS_TRUST = 0.001
-"""How far LARS lets a parameter move in a step at learning rate 1, of its norm (eta; You et al. 2017, section 5)."""
+"""Largest move of a parameter per step at learning rate 1, relative to its norm (eta; You et al. 2017, section 5)."""
 
 
 @dataclass(frozen=True)
 class TrustRatioUpdate:
-    """How one bucket is updated.
+    """The update of one bucket.
 
     Args:
         bucket: weights and gradients.

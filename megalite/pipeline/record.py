@@ -39,7 +39,7 @@ class Recorder(Observer):
     ) -> None:
         self.path = folder / f"pipeline_rank_{ctx.pp.rank}.jsonl"
         self.ctx, self.executor, self.schedule = ctx, executor, schedule
-        self.steps = steps if ctx.dp.rank == 0 and ctx.tp.rank == 0 else range(0)
+        self.steps = steps if ctx.grid.is_first(ctx.rank, "dp", "tp") else range(0)
         self._marks: list[tuple[str, Any, Any, Any]] = []
         self._begun: Any = None
         self._ready: Any = None
