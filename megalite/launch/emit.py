@@ -44,9 +44,9 @@ class BatchJob:
 
 def _torchrun(job: BatchJob, nnodes: str, node_rank: str, addr: str, port: str) -> str:
     """torchrun as a shell line: shell variables among the four are expanded by the shell, nothing else is."""
-    flags = {"nnodes": nnodes, "nproc-per-node": job.slots, "node-rank": node_rank, "master-addr": addr}
+    flags = {"--nnodes": nnodes, "--nproc-per-node": job.slots, "--node-rank": node_rank, "--master-addr": addr}
     # Longer than a save; torchrun's own 30 s would kill ranks that are writing.
-    flags |= {"master-port": port, "shutdown-timeout": _NOTICE_S}
+    flags |= {"--master-port": port, "--shutdown-timeout": _NOTICE_S}
     words = torchrun_command(job.python, flags, job.script)
     variables = {v for v in (nnodes, node_rank, addr, port) if v.startswith("$")}
     return "exec " + " ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in words)

@@ -191,7 +191,7 @@ def torchrun_command(python: str, flags: Mapping[str, object], script: Sequence[
     No `--max-restarts`: a restart of one host's ranks leaves the others in collectives that never complete, so
     the launcher restarts all hosts at once.
     """
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words = [word for name, value in flags.items() for word in (name, str(value))]
     return [python, "-m", "torch.distributed.run", *words, *script]
 
 
@@ -201,15 +201,15 @@ def host_command(spec: LaunchSpec, hosts: Sequence[Host], node_rank: int) -> lis
     assert host.slots is not None
     env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))}
     flags = {
-        "nnodes": len(hosts),
-        "nproc-per-node": len(host.slots),
-        "node-rank": node_rank,
-        "master-addr": spec.master_addr,
-        "master-port": spec.master_port,
+        "--nnodes": len(hosts),
+        "--nproc-per-node": len(host.slots),
+        "--node-rank": node_rank,
+        "--master-addr": spec.master_addr,
+        "--master-port": spec.master_port,
         # Each rank writes its own files and torchrun prints them line by line, so ranks do not share a pipe and a
         # launcher that is slow to print never blocks a rank.
-        "log-dir": os.path.join(spec.log_dir, host.name),
-        "tee": 3,
+        "--log-dir": os.path.join(spec.log_dir, host.name),
+        "--tee": 3,
     }
     torchrun = torchrun_command(spec.python, flags, spec.script)
     run = ["exec", "env", *(f"{k}={v}" for k, v in env.items()), spec.python, spec.agent, *torchrun]
