@@ -1,7 +1,7 @@
-"""config.json to `ModelConfig` and back.
+"""Convert config.json to `ModelConfig` and back.
 
 transformers 5 writes `rope_parameters` and `dtype`; 4.57, vLLM and llama.cpp read `rope_theta`, `rope_scaling` and
-`torch_dtype`, and silently take defaults where those are missing. Both sets are written, and either is read.
+`torch_dtype`, and silently take defaults where those are missing. Both sets are written; either is read.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _SCALING_KEYS = {"default": (), "llama3": tuple(f.name for f in dataclasses.fields(RopeScaling)), "linear": ("factor",)}
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a run may choose anew without changing what the weights mean.
+# What a run may change without changing the meaning of the weights.
 TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std")
 
 
 def _activations(family: Family) -> dict[str, str]:
-    """Activations that a family can name: its own where that is gated, else all plain ones."""
+    """Return the activations that a family can name: its own where that is gated, else all plain ones."""
     own = family.options.get("activation", "swiglu")
     return {own: _GATED[own]} if own in _GATED else _PLAIN
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
-    """The family of a config.json."""
+    """Return the family of a config.json."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         rule = f"model_type {model_type!r:.60} is not one of {', '.join(FAMILIES)}"
@@ -41,7 +41,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
 
 
 def read_config(config: dict[str, Any], where: str) -> ModelConfig:
-    """`ModelConfig` of a config.json; seq_len is the number of positions it is made for.
+    """Read the `ModelConfig` of a config.json; seq_len is the number of positions it is made for.
 
     Raises:
         UserError: an unknown family, a missing key, or something that megalite does not compute.
@@ -53,19 +53,19 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         return BadCheckpoint(f"{where}: {key} {values.get(key)!r:.80}", rule, "convert another model")
 
     options: dict[str, Any] = dict(family.options)
-    said_by: dict[str, str] = {}
+    source_of: dict[str, str] = {}
     for key, name in family.fields:
         if key not in values:
-            raise BadCheckpoint(where, f"has no {key}", "take the config.json that belongs to the weights")
-        if name in said_by and options[name] != values[key]:
-            raise refuse(key, f"differs from {said_by[name]} {options[name]!r}, and megalite has one value for both")
-        options[name], said_by[name] = values[key], key
+            raise BadCheckpoint(where, f"has no {key}", "use the config.json that belongs to the weights")
+        if name in source_of and options[name] != values[key]:
+            raise refuse(key, f"differs from {source_of[name]} {options[name]!r}, and megalite has one value for both")
+        options[name], source_of[name] = values[key], key
     window = values.get("sliding_window")
     if isinstance(window, int) and window >= (options["max_position_embeddings"] or 0):
-        # As long as the longest sequence: full attention by another name.
+        # As long as the longest sequence, so equal to full attention.
         values["sliding_window"] = None
     for key, value in family.constants.items():
-        # Null and false are both: no.
+        # Null and false mean the same.
         if (values.get(key, value) or None) != (value or None):
             raise refuse(key, f"is not supported: megalite computes {value!r}")
     if "window" in options:
@@ -91,7 +91,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -> int:
-    """`window_pattern`: from `layer_types`, which must follow one, else from the older key or the family."""
+    """Read `window_pattern`: from `layer_types`, which must follow one, else from the older key or the family."""
     default, types = options.get("window_pattern", 0), config.get("layer_types")
     written = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
     if types is None:
@@ -105,15 +105,15 @@ def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -
 
 
 def _layer_types(num_layers: int, window: int | None, pattern: int) -> list[str]:
-    """transformers' name of each layer's attention."""
+    """Name the attention of each layer as transformers does."""
     full = [window is None or (pattern > 0 and (i + 1) % pattern == 0) for i in range(num_layers)]
     return ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
 
 
 def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """Rotary options, from the new keys or the old; an error where both are there and differ."""
+    """Read the rotary options from the new keys or the old ones; raise where both are present and differ."""
     new = _new_rope(config.get("rope_parameters") or {}, family, where)
-    # A null rope_scaling says: none.
+    # A null rope_scaling means none.
     old = _typed(config["rope_scaling"] or {}) if "rope_scaling" in config else {}
     old_keys = {
         "rope_theta": family.old_theta,
@@ -136,7 +136,7 @@ def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, w
 
 
 def _new_rope(rope: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """`rope_parameters`, those of sliding-window layers as `rope_theta_local`."""
+    """Read `rope_parameters`, with those of sliding-window layers as `rope_theta_local`."""
     if not any(isinstance(value, dict) for value in rope.values()):
         return _typed(rope) if rope else {}
     full, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
@@ -147,7 +147,7 @@ def _new_rope(rope: dict[str, Any], family: Family, where: str) -> dict[str, Any
 
 
 def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
-    """Scaling of the frequencies: none, llama3 or linear."""
+    """Read the scaling of the frequencies: none, llama3 or linear."""
     kind = rope.get("rope_type", "default")
     if kind not in _SCALING_KEYS:
         rule = f"is none of {', '.join(_SCALING_KEYS)}"
@@ -161,13 +161,13 @@ def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _typed(rope: dict[str, Any]) -> dict[str, Any]:
-    """A rope dictionary with its type under `rope_type`, whatever age it is of."""
+    """Return a rope dictionary with its type under `rope_type`, whichever key it had."""
     rest = {k: v for k, v in rope.items() if k != "type"}
     return {"rope_type": rope.get("type", "default"), **rest}
 
 
 def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a model, read alike by transformers 4.57 and 5.
+    """Write the config.json of a model, which transformers 4.57 and 5 read alike.
 
     Args:
         cfg: the model.
@@ -175,7 +175,7 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
         special: ids under "bos_token_id", "eos_token_id" and "pad_token_id"; None or absent where there is none.
 
     Raises:
-        UserError: the family cannot say what this model is.
+        UserError: the family has no keys for an option of this model.
     """
     family = FAMILIES[cfg.arch]
     out: dict[str, Any] = {
@@ -195,7 +195,7 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
         out["layer_types"] = _layer_types(cfg.num_layers, cfg.window, cfg.window_pattern)
         out["sliding_window_pattern"] = cfg.window_pattern
     out.update({key: special.get(key) for key in _SPECIAL})
-    _check_said(cfg, out)
+    _check_round_trip(cfg, out)
     return out
 
 
@@ -220,8 +220,8 @@ def _write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     return {"rope_parameters": new, **out}
 
 
-def _check_said(cfg: ModelConfig, out: dict[str, Any]) -> None:
-    """What was written, read again, must be the model: else its family has no word for some option."""
+def _check_round_trip(cfg: ModelConfig, out: dict[str, Any]) -> None:
+    """Check that what was written reads back as the model: otherwise its family has no key for some option."""
     remedy = f"export needs options that {cfg.arch} models have"
     try:
         again = read_config(out, "config.json of this export")
@@ -235,5 +235,5 @@ def _check_said(cfg: ModelConfig, out: dict[str, Any]) -> None:
 
 
 def special_ids(config: dict[str, Any]) -> dict[str, Any]:
-    """Ids of the special tokens of a config.json."""
+    """Return the ids of the special tokens of a config.json."""
     return {key: config.get(key) for key in _SPECIAL}

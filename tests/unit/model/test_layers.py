@@ -157,7 +157,7 @@ def test_no_dropout_in_evaluation() -> None:
         assert torch.equal(mask, torch.ones(64, 64))
 
 
-@pytest.mark.parametrize("arch", ["llama", "gpt2", "gpt_neox", "qwen3", "olmo2"])
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "gpt_neox", "qwen3", "olmo2", "gemma2"])
 def test_weight_decay_and_partial_gradients_are_declared(arch: str) -> None:
     for name, spec in param_map(ModelConfig.from_arch(arch, vocab_size=90)).items():
         # No decay on norms and biases, decay on every matrix.
