@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Measured against simulated step time of every schedule: real processes, real messages, stages that sleep.
+"""Compare measured and simulated step time of every schedule: real processes, real messages, stages that sleep.
 
 The executor runs each schedule's programs over gloo, with stages that sleep for the cost of each op instead of
-computing. Sleeping needs no core, so pp = 4 can be measured on 2 cores. The ratio measured / simulated says how much
-the executor and the messages add; the best of several steps leaves out what other programs on the machine do.
+computing. Sleeping needs no core, so pp = 4 can be measured on 2 cores. The ratio measured / simulated shows how much
+the executor and the messages add; taking the best of several steps excludes interference by other programs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _worker(rank: int, store: str, pp: int, jobs: list[tuple[Schedule, Costs]], 
 
 
 def measure(pp: int, jobs: list[tuple[Schedule, Costs]], steps: int) -> list[list[float]]:
-    """Seconds of every step of every job, the slowest rank's."""
+    """Return the seconds of every step of every job, on the slowest rank."""
     spawn = mp.get_context("spawn")
     results = spawn.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def main() -> None:
     if args.pp < 2:
         raise UserError(f"--pp {args.pp}", "needs at least 2 ranks to pass messages between", "use --pp 2")
     if args.steps < 1 or args.op_ms <= 0:
-        raise UserError(f"--steps {args.steps} --op-ms {args.op_ms}", "both must be above 0", "leave them out")
+        raise UserError(f"--steps {args.steps} --op-ms {args.op_ms}", "both must be above 0", "use the defaults")
     jobs = []
     for name in SCHEDULES:
         vp = 2 if name in ("interleaved", "zb-v") else 1

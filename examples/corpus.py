@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A real text that every machine has: this Python's standard library, its source and its documentation topics.
+"""Make a corpus that every machine has: this Python's standard library, its source and its documentation topics.
 
     python examples/corpus.py --out corpus.jsonl --max-mb 5
 
-The text is Python's, under the PSF licence, read in place: it differs between Python versions, so the hash of what was
-taken is written to `OUT.manifest.json`.
+The text is Python's, under the PSF license, read in place: it differs between Python versions, so the hash of what was
+used is written to `OUT.manifest.json`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 from megalite.errors import UserError, run_tool
 from megalite.log import logger, setup_logging
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
 def stdlib_corpus(out: str | Path, max_mb: float | None = None) -> dict[str, Any]:
     """Write the corpus as JSON lines {"source", "text"} and what it holds to `OUT.manifest.json`.
 
     Texts are in the order of the SHA-256 of their names, not of the names, so that a part of the corpus (`max_mb`, or a
-    split by documents) is like the whole. Equal texts are taken once.
+    split by documents) is like the whole. Equal texts are written once.
 
     Args:
         out: a `.jsonl` file; its folder is made.
-        max_mb: pass over texts that would bring the sum above so many MB; all by default.
+        max_mb: skip texts that would bring the sum above this many MB; by default use all.
 
     Returns:
         The manifest: Python version, number of texts, bytes, SHA-256 over the sorted list of names and text hashes.
@@ -77,12 +77,12 @@ def stdlib_corpus(out: str | Path, max_mb: float | None = None) -> dict[str, Any
 
 
 def _texts() -> Iterator[tuple[str, str]]:
-    """(name, text) of every file and topic, in the order of the hash of the names."""
+    """Yield (name, text) of every file and topic, in the order of the hash of the names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources: dict[str, Path | str] = {
         str(path.relative_to(root)): path
         for path in root.rglob("*.py")
-        if not _LEFT_OUT.intersection(path.relative_to(root).parts)
+        if not _SKIPPED.intersection(path.relative_to(root).parts)
     }
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     sources |= {f"pydoc topic {name}": text for name, text in topics.items()}
@@ -97,15 +97,13 @@ def _texts() -> Iterator[tuple[str, str]]:
         if text:
             yield name, text
     if unread:
-        logger.info(f"standard library: {unread} files that are not readable UTF-8 are left out")
+        logger.info(f"standard library: {unread} files that are not readable UTF-8 were skipped")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write this Python's standard library as a text corpus (JSON lines).")
     parser.add_argument("--out", required=True, metavar="FILE.jsonl")
-    parser.add_argument(
-        "--max-mb", type=float, default=None, help="take at most so many MB of text (default: all, about 12)"
-    )
+    parser.add_argument("--max-mb", type=float, default=None, help="maximum MB of text (default: all, about 12)")
     args = parser.parse_args()
     setup_logging()
     manifest = stdlib_corpus(args.out, args.max_mb)

@@ -1,4 +1,4 @@
-"""Load an exported model with Hugging Face transformers, as any user of it would, and let it write.
+"""Load an exported model with Hugging Face transformers, as any user would, and generate text.
 
 python examples/generate_with_transformers.py runs/quickstart/hf --prompt "def "
 """
@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the export")
     parser.add_argument("--prompt", default="def ", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=80, help="tokens to write")
+    parser.add_argument("--max-new-tokens", type=int, default=80, help="tokens to generate")
     args = parser.parse_args()
     torch.manual_seed(0)
     logging.disable_progress_bar()

@@ -10,12 +10,12 @@ usage() { sed -n '2,5p' "$0" | cut -c3-; }
 out=runs/quickstart steps=120 input=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --out) [ $# -ge 2 ] || { echo "error: --out needs a folder" >&2; exit 2; }; out=$2; shift 2 ;;
-        --steps) [ $# -ge 2 ] || { echo "error: --steps needs a number" >&2; exit 2; }; steps=$2; shift 2 ;;
+        --out) [ $# -ge 2 ] || { echo "error: --out requires a folder" >&2; exit 2; }; out=$2; shift 2 ;;
+        --steps) [ $# -ge 2 ] || { echo "error: --steps requires a number" >&2; exit 2; }; steps=$2; shift 2 ;;
         --input) shift; while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do input+=("$(realpath -- "$1")"); shift; done
-                 [ ${#input[@]} -gt 0 ] || { echo "error: --input needs at least one file" >&2; exit 2; } ;;
+                 [ ${#input[@]} -gt 0 ] || { echo "error: --input requires at least one file" >&2; exit 2; } ;;
         -h|--help) usage; exit 0 ;;
-        *) echo "error: $1: is no option of this script; see --help" >&2; exit 2 ;;
+        *) echo "error: $1: unknown option of this script; see --help" >&2; exit 2 ;;
     esac
 done
 case $out in /*) ;; *) out=$PWD/$out ;; esac

@@ -1,4 +1,4 @@
-"""Hugging Face models to megalite checkpoints and back: one process, no GPU, tensor by tensor."""
+"""Convert Hugging Face models to megalite checkpoints and back: one process, no GPU, tensor by tensor."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from megalite.log import setup_logging
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    text = "make a checkpoint (weights alone) that training resumes from in any layout"
+    text = "make a checkpoint (weights only) that training can start from in any layout"
     into = commands.add_parser("import", help=text, description=text)
     into.add_argument("--hf", required=True, metavar="DIR", help="folder with config.json and *.safetensors")
     into.add_argument("--out", required=True, metavar="CKPT", help="checkpoint folder to make")
@@ -20,8 +20,8 @@ def main() -> None:
         "--checkpoint", required=True, metavar="CKPT", help="checkpoint folder, or a run directory (its newest)"
     )
     out.add_argument("--out", required=True, metavar="DIR", help="folder to make")
-    out.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: what it was trained or imported in)")
-    out.add_argument("--tokenizer", metavar="T", help="tokenizer folder or file (default: the one the run names)")
+    out.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: that of training or import)")
+    out.add_argument("--tokenizer", metavar="T", help="tokenizer folder or file (default: the run's)")
     args = parser.parse_args()
     setup_logging()
     if args.command == "import":

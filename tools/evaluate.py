@@ -1,4 +1,4 @@
-"""Loss and perplexity of a trained model: `python tools/evaluate.py RUN_DIR --data PREFIX` or `--text FILE`."""
+"""Compute loss and perplexity of a trained model: `python tools/evaluate.py RUN_DIR --data PREFIX` or `--text FILE`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="PREFIX", help="tokens: PREFIX.bin and PREFIX.idx")
     source.add_argument("--text", metavar="FILE", type=Path, help="a text file; also gives bits per byte")
-    parser.add_argument("--max-tokens", type=int, default=1_000_000, help="tokens read at most (default 1,000,000)")
+    parser.add_argument("--max-tokens", type=int, default=1_000_000, help="most tokens to read (default 1,000,000)")
     parser.add_argument("--tokenizer", help="tokenizer folder or file for --text (default: the run's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args()
@@ -30,7 +30,7 @@ def main() -> None:
         ids = tokens_of(args.data, args.max_tokens)
     else:
         if model.tokenizer is None:
-            raise UserError(f"{args.path}", "its run names no tokenizer that is still there", "give --tokenizer")
+            raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
         try:
             text = args.text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:

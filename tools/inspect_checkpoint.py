@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether every byte of it is as it was written."""
+"""Show what a checkpoint holds, and verify its checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One place for what can go wrong with a picture: plot.py, scaling.py and schedule.py draw with matplotlib."""
+"""Report matplotlib's failures in one place, for plot.py, scaling.py and schedule.py."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart in print and by the color-blind as well (Okabe and Ito).
+# Distinguishable in print and by color-blind readers (Okabe and Ito).
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _X_LABELS = {"step": "step", "tokens": "tokens", "time": "time in training steps"}
 # Beyond this many steps single values hide the curve: it is drawn pale under its median.
@@ -41,7 +41,7 @@ class PlottedRun:
     evals: list[dict[str, Any]]
 
     def xs(self, x: str) -> list[float]:
-        """Place of every step on the axis: its number, tokens consumed, or hours of step time so far."""
+        """Return the place of every step on the axis: its number, tokens consumed, or hours of step time so far."""
         if x == "step":
             return [float(r["step"]) for r in self.steps]
         if x == "tokens":
@@ -65,7 +65,7 @@ def load_runs(folders: Sequence[Path], x: str) -> list[PlottedRun]:
         steps, events = read_metrics(folder)
         if not steps:
             raise UserError(
-                f"run directory {folder}", f"{METRICS_FILE} in it holds no step", "wait for the run's first step"
+                f"run directory {folder}", f"{METRICS_FILE} in it has no step", "wait for the run's first step"
             )
         needed = {"tokens": "consumed_tokens", "time": "step_time_s"}.get(x)
         if needed and any(not isinstance(r.get(needed), (int, float)) for r in steps):
@@ -76,13 +76,13 @@ def load_runs(folders: Sequence[Path], x: str) -> list[PlottedRun]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Last parts of the paths, or whole paths where those are not told apart by them."""
+    """Return the last parts of the paths, or whole paths if two of those are equal."""
     short = [folder.resolve().name for folder in folders]
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
 
 
 def draw(runs: Sequence[PlottedRun], x: str) -> Figure:
-    """A large panel with losses; below it learning rate and gradient norm."""
+    """Draw a large panel with losses; below it learning rate and gradient norm."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7.5), layout="constrained")
@@ -104,7 +104,7 @@ def draw(runs: Sequence[PlottedRun], x: str) -> Figure:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.01)
-    loss.set_ylabel("nats a token")
+    loss.set_ylabel("nats per token")
     label = _X_LABELS[x] + (f" ({unit})" if unit else "")
     for axes in (loss, lr, norm):
         axes.set_xlabel(label)
@@ -117,7 +117,7 @@ def draw(runs: Sequence[PlottedRun], x: str) -> Figure:
 
 
 def _values(records: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """A field of every record; NaN, which leaves a gap, where it is missing or was not finite."""
+    """Return a field of every record; NaN, which leaves a gap, where it is missing or was not finite."""
     return [float(v) if isinstance(v := r.get(name), (int, float)) else math.nan for r in records]
 
 
@@ -129,9 +129,9 @@ def _curve(axes: Axes, xs: list[float], ys: list[float], color: str, label: str 
 
 
 def _medians(xs: list[float], ys: list[float]) -> tuple[list[float], list[float]]:
-    """Medians over a fiftieth of a curve, centred so that they do not lag behind it; windows shrink towards the ends.
+    """Return medians over a fiftieth of a curve, centered so that they do not lag; windows shrink towards the ends.
 
-    At some thousand places, however long the curve is.
+    They are taken at about a thousand places, however long the curve is.
     """
     n = len(ys)
     places = [*range(0, n - 1, max(1, n // 1000)), n - 1]
@@ -162,7 +162,7 @@ def _eval_points(axes: Axes, run: PlottedRun, xs: list[float], color: str) -> No
 
 
 def _time_unit(runs: Sequence[PlottedRun]) -> tuple[str, float]:
-    """(name, units an hour) that suits the longest run."""
+    """Return (name, units per hour) that suits the longest run."""
     hours = max(run.xs("time")[-1] for run in runs)
     if hours >= 2:
         return "hours", 1.0

@@ -1,4 +1,4 @@
-"""Text files to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json that says which tokenizer."""
+"""Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the tokenizer."""
 
 import argparse
 
@@ -23,9 +23,9 @@ def main() -> None:
         help="folder or file: sentencepiece *.model, tokenizer.json, a tiktoken rank file, or the word bytes",
     )
     parser.add_argument("--out", required=True, metavar="PREFIX", help="output path without .bin")
-    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: one a core)")
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: one per core)")
     parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out and count what does not parse")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
     args = parser.parse_args()
     setup_logging()
     stats = preprocess(args.input, args.tokenizer, args.out, workers=args.workers, key=args.key, skip_bad=args.skip_bad)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the same run on 1, 2, 4, … ranks; throughput and efficiency as a table, JSON and a picture."""
+"""Measure the same run on 1, 2, 4, … ranks: throughput and efficiency as a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Point:
     """One run.
 
     Attributes:
-        mode: "strong" (the same global batch) or "weak" (the same batch a rank).
+        mode: "strong" (the same global batch) or "weak" (the same batch per rank).
         ranks, global_batch_size: of the run.
-        step_time_s: median over the steps that count.
+        step_time_s: median over the measured steps.
         tokens_per_s: of all ranks, from that median.
-        efficiency: tokens a second of a rank, relative to that of the fewest ranks.
+        efficiency: tokens per second and rank, relative to the run on the fewest ranks.
     """
 
     mode: str
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
                    help="strong: the global batch stays; weak: it grows with the ranks, from the one given for the "
                    "fewest (default both)")  # fmt: skip
     p.add_argument("--steps", type=int, default=20, help="steps of each run (default 20)")
-    p.add_argument("--warmup", type=int, default=5, help="first steps that do not count (default 5)")
+    p.add_argument("--warmup", type=int, default=5, help="first steps, not measured (default 5)")
     p.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder for runs, table, JSON and PNG")
     p.add_argument("run", nargs="*", metavar="-- FLAG", help="flags of pretrain_gpt.py, the same for every run")
     return p
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = _counts(args.ranks)
     if not 0 <= args.warmup < args.steps:
         given = f"--warmup {args.warmup} --steps {args.steps}"
-        raise UserError(given, "some steps must be left to count", "raise --steps, or lower --warmup")
+        raise UserError(given, "some steps must remain to be measured", "raise --steps, or lower --warmup")
     batch = cli.parse(args.run).config.train.global_batch_size
     times: dict[tuple[str, int], tuple[int, float, float]] = {}
     done: dict[tuple[int, int], tuple[float, float]] = {}
@@ -92,12 +92,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _counts(given: str) -> list[int]:
     words = given.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"--ranks {given}", "must be numbers from 1 on, with commas between", "write --ranks 1,2,4")
+        raise UserError(f"--ranks {given}", "must be positive numbers separated by commas", "write --ranks 1,2,4")
     return sorted({int(word) for word in words})
 
 
 def _run(args: argparse.Namespace, ranks: int, batch: int) -> tuple[float, float]:
-    """(median step time in seconds, tokens a second) of one run."""
+    """Make one run; return (median step time in seconds, tokens per second)."""
     folder = args.out / f"ranks_{ranks}_batch_{batch}"
     own = ["--global-batch-size", str(batch), "--train-steps", str(args.steps)]
     own += ["--run-dir", str(folder), "--resume", "never"]
@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace, ranks: int, batch: int) -> tuple[float, float
 
 
 def efficiencies(times: dict[tuple[str, int], tuple[int, float, float]]) -> list[Point]:
-    """Points from {(mode, ranks): (global batch, seconds a step, tokens a second)}."""
+    """Make points from {(mode, ranks): (global batch, seconds per step, tokens per second)}."""
     points = []
     for (mode, ranks), (batch, seconds, speed) in times.items():
         fewest = min(r for m, r in times if m == mode)
@@ -134,9 +134,10 @@ def efficiencies(times: dict[tuple[str, int], tuple[int, float, float]]) -> list
 
 
 def table(points: Sequence[Point]) -> str:
-    """The points as text."""
+    """Format the points as text."""
     lines = [
-        f"{'mode':<8}{'ranks':>6}{'global batch':>14}{'step time':>13}{'tokens/s':>14}{'a rank':>12}{'efficiency':>12}"
+        f"{'mode':<8}{'ranks':>6}{'global batch':>14}{'step time':>13}{'tokens/s':>14}{'per rank':>12}"
+        f"{'efficiency':>12}"
     ]
     lines += [
         f"{p.mode:<8}{p.ranks:>6}{p.global_batch_size:>14}{p.step_time_s * 1e3:>10.1f} ms{p.tokens_per_s:>14,.0f}"
@@ -147,7 +148,7 @@ def table(points: Sequence[Point]) -> str:
 
 
 def draw(points: Sequence[Point]) -> Figure:
-    """Throughput (with the ideal, dotted) and efficiency over the number of ranks."""
+    """Draw throughput (with the ideal, dotted) and efficiency over the number of ranks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         validate(schedule)
         simulations = [simulate(schedule, costs, args.mode)]
     if args.png:
-        # naive takes so long that beside it nothing could be read.
+        # naive takes so long that the others would be unreadable beside it.
         drawn = [s for s in simulations if s.schedule.name != "naive" or len(simulations) == 1]
         _draw(drawn, args.png)
     if args.perfetto:
@@ -94,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show_run(args: argparse.Namespace) -> None:
-    """A recorded step and the same schedule simulated with its costs: text, JSON, picture, trace."""
+    """Show a recorded step and the same schedule simulated with its costs: text, JSON, picture, trace."""
     if args.schedule is not None or args.pp is not None or args.num_microbatches is not None:
-        raise UserError("--run with --schedule, --pp or -m", "the recording says what ran", "give --run alone")
+        raise UserError("--run with --schedule, --pp or -m", "the recording determines what ran", "pass --run alone")
     recording = read_recording(args.run)
     step = recording.typical_step() if args.step is None else args.step
     if step not in recording.steps:
         have = ", ".join(map(str, recording.steps))
-        raise UserError(f"--step {step}", f"only steps {have} were recorded", "name one of these, or leave it out")
+        raise UserError(f"--step {step}", f"only steps {have} were recorded", "choose one of these, or omit --step")
     measured = measured_step(recording, step)
     planned = simulate(recording.schedule, measured_costs(recording, step), args.mode)
     titles = [
@@ -128,32 +128,30 @@ def show_run(args: argparse.Namespace) -> None:
 
 
 def _check_combinations(args: argparse.Namespace) -> None:
-    """Refuses what is missing, and options that the asked-for schedule would ignore."""
+    """Refuse missing options, and options that the requested schedule would ignore."""
     if args.schedule is None or args.pp is None or args.num_microbatches is None:
         raise UserError(
             "neither --run nor all of --schedule, --pp and --num-microbatches",
             "there is nothing to show",
-            "name a schedule and its numbers, or a run directory (see --help)",
+            "pass a schedule and its numbers, or a run directory (see --help)",
         )
     if args.step is not None:
-        raise UserError(f"--step {args.step} without --run", "only a recording has steps", "give --run DIR")
+        raise UserError(f"--step {args.step} without --run", "only a recording has steps", "pass --run DIR")
     if args.max_activations is not None and args.schedule != "auto":
         given = f"--max-activations {args.max_activations} with --schedule {args.schedule}"
-        raise UserError(given, "only auto chooses by memory", "use --schedule auto, or leave it out")
+        raise UserError(given, "only auto chooses by memory", "use --schedule auto, or omit it")
     if args.group_size is not None and args.schedule in ("auto", "compare"):
         given = f"--group-size {args.group_size} with --schedule {args.schedule}"
-        raise UserError(given, "it takes the default groups of pp", "use --schedule interleaved, or leave it out")
+        raise UserError(given, "it takes the default groups of pp", "use --schedule interleaved, or omit it")
     if args.perfetto and args.schedule == "compare":
-        raise UserError("--perfetto with --schedule compare", "a trace shows one schedule", "name one schedule")
+        raise UserError("--perfetto with --schedule compare", "a trace shows one schedule", "choose one schedule")
 
 
 def _costs(args: argparse.Namespace) -> Costs:
     for name in ("forward", "input_grad", "weight_grad", "transfer"):
         value = getattr(args, name)
         if not 0 <= value < float("inf"):
-            raise UserError(
-                f"--{name.replace('_', '-')} {value}", "must be a time, 0 or more", "use 1, or leave it out"
-            )
+            raise UserError(f"--{name.replace('_', '-')} {value}", "must be a time, 0 or more", "use 1, or omit it")
     if args.forward + args.input_grad + args.weight_grad == 0:
         raise UserError("--forward 0 --input-grad 0 --weight-grad 0", "one of them must be above 0", "use --forward 1")
     if not 0 <= args.jitter < 1:
@@ -163,7 +161,7 @@ def _costs(args: argparse.Namespace) -> Costs:
         raise UserError(
             f"--stage-scale {' '.join(map(str, scale))}",
             f"needs pp * vp = {args.pp * args.vp} factors above 0",
-            "give one factor per stage, 1 for an ordinary one",
+            "pass one factor per stage, 1 for an ordinary one",
         )
     return Costs(
         args.forward,
@@ -185,17 +183,17 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as e:
-        raise UserError(f"{path}", f"cannot be written ({e.strerror})", "name a writable place") from None
+        raise UserError(f"{path}", f"cannot be written ({e.strerror})", "choose a path you can write to") from None
 
 
 def order_sha(schedule: Schedule) -> str:
-    """16 hex digits of SHA-256 of the compute orders ("F0.0 F1.0 B0.0", a line per rank): equal orders, equal text."""
+    """Return 16 hex digits of the SHA-256 of the compute orders ("F0.0 F1.0 B0.0", a line per rank)."""
     text = "\n".join(" ".join(str(op) for op in program if op.is_compute) for program in schedule.programs)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def to_json(simulation: Simulation) -> dict[str, Any]:
-    """All figures of a simulation. Times in the unit of the costs; lists by pipeline rank; programs as text."""
+    """Return all figures of a simulation. Times in the unit of the costs; lists by pipeline rank; programs as text."""
     s = simulation.schedule
     return {
         "schedule": s.name,
@@ -238,7 +236,7 @@ def summary(simulation: Simulation) -> str:
 
 
 def comparison(simulations: Sequence[Simulation]) -> str:
-    """A line per schedule: step time, bubble, peak in flight and messages of the busiest rank."""
+    """Format a line per schedule: step time, bubble, peak in flight and messages of the busiest rank."""
     lines = ["schedule         step    bubble   peak in flight   messages"]
     for simulation in simulations:
         s = simulation.schedule
@@ -250,10 +248,10 @@ def comparison(simulations: Sequence[Simulation]) -> str:
 
 
 def text_timeline(simulation: Simulation, width: int = 120, columns_per_time: float | None = None) -> str:
-    """A line per rank, time from left to right, in panels of at most `width` columns. Dots are idle time.
+    """Format a line per rank, time from left to right, in panels of at most `width` columns. Dots are idle time.
 
     Args:
-        columns_per_time: scale; default: every label is readable whole.
+        columns_per_time: scale; default: every label fits.
     """
     shown = [(event, label_of(event, simulation)) for event in simulation.compute if event.finish > event.start]
     if not shown:

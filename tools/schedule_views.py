@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-# Per kind: color of the first and of the last chunk. Told apart in print and by the color-blind as well.
+# Per kind: color of the first and of the last chunk. Distinguishable in print and by color-blind readers.
 _COLORS = {
     "F": ("#2b6cb0", "#a9cdf0"),
     "B": ("#c05621", "#f6bd8f"),
@@ -54,20 +54,20 @@ class Recording:
     steps: dict[int, list[list[Timed]]]
 
     def duration(self, step: int) -> float:
-        """First begin to last end over all ranks."""
+        """Return the time from first begin to last end over all ranks."""
         times = [t for rank in self.steps[step] for t in rank]
         return max(t.done for t in times) - min(t.begun for t in times)
 
     def typical_step(self) -> int:
-        """The step of median duration."""
+        """Return the step of median duration."""
         return sorted(self.steps, key=self.duration)[(len(self.steps) - 1) // 2]
 
 
 def read_recording(run_dir: Path) -> Recording:
-    """What `--record-schedule` wrote into a run directory.
+    """Read what `--record-schedule` wrote into a run directory.
 
     Raises:
-        UserError: there is no recording, or its files do not belong together.
+        UserError: there is no recording, or its files are of different runs.
     """
     folder = run_dir / "schedule"
     heads: list[tuple[str, int, int, int]] = []
@@ -107,7 +107,7 @@ def _timed(row: list[Any], ops: dict[str, Op]) -> Timed:
 
 
 def measured_step(recording: Recording, step: int) -> Simulation:
-    """A recorded step as a `Simulation`: an operation lasts from `ready` on, a transfer from its send to its use."""
+    """Return a recorded step as a `Simulation`: an op lasts from ready to done, a transfer from send to use."""
     schedule, ranks = recording.schedule, recording.steps[step]
     zero = min(t.begun for rank in ranks for t in rank)
     used: dict[Product, float] = {}  # when its consumer had it
@@ -130,7 +130,7 @@ def _message(send: Op) -> Product:
 
 
 def measured_costs(recording: Recording, step: int) -> Costs:
-    """Costs of the operations as they were in a step: what the planned step beside it is simulated with.
+    """Measure the costs of the operations in a step, with which the planned step beside it is simulated.
 
     Per kind the mean over stages and micro-batches, a factor per stage, and as transfer time the median of messages
     that were waited for (0 if none was).
@@ -166,14 +166,14 @@ def measured_costs(recording: Recording, step: int) -> Costs:
 
 
 def label_of(event: Event, simulation: Simulation) -> str:
-    """Kind, micro-batch, and with several chunks the chunk as a letter: F3b."""
+    """Return kind, micro-batch, and with several chunks the chunk as a letter: F3b."""
     placement = simulation.schedule.placement
     chunk = chr(ord("a") + placement.chunk_of(event.op.stage)) if placement.vp > 1 else ""
     return f"{event.op.kind}{event.op.microbatch}{chunk}"
 
 
 def draw_figure(simulations: Sequence[Simulation], titles: Sequence[str] | None = None) -> Figure:
-    """Draws simulations below each other on one time axis, transfers as lines from rank to rank."""
+    """Draw simulations one below the other on one time axis, transfers as lines from rank to rank."""
     from matplotlib.figure import Figure
 
     longest = max(s.makespan for s in simulations)
@@ -255,7 +255,7 @@ def _add_legend(figure: Figure, simulations: Sequence[Simulation]) -> None:
 def perfetto_trace(
     simulation: Simulation, microseconds: float = 1000.0, name: str = "pipeline rank", first_process: int = 0
 ) -> dict[str, Any]:
-    """The step in the Chrome trace format, a process per rank with a track for compute, sends and receives.
+    """Return the step in the Chrome trace format, with a process per rank with a track for compute, sends and receives.
 
     Args:
         simulation: the step.

@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="pieces, 256 bytes included")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
     parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
-    parser.add_argument("--max-mb", type=float, default=1000.0, help="read at most so much text (default: 1000)")
+    parser.add_argument("--max-mb", type=float, default=1000.0, help="maximum amount of text to read (default: 1000)")
     args = parser.parse_args()
     setup_logging()
     tokenizer = train_tokenizer(args.input, args.vocab_size, args.out, key=args.key, max_mb=args.max_mb)

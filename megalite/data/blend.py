@@ -1,8 +1,8 @@
-"""Several data sets in given proportions: which set, and which sample of it, at each position.
+"""Blend several datasets in given proportions: which set, and which sample of it, at each position.
 
-The rule is Megatron-LM's: with normalised weights w and t = max(i, 1), position i takes the next sample of the set with
-the greatest w_j * t - taken_j in double precision, the lowest j on ties. `csrc/data/blend.cpp` follows it some seventy
-times faster than the Python here; both give the same choices.
+The rule is Megatron-LM's: with normalized weights w and t = max(i, 1), position i takes the next sample of the set with
+the greatest w_j * t - taken_j in double precision, the lowest j on ties. `csrc/data/blend.cpp` follows it about
+seventy times faster than the Python here; both make the same choices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BlendRule = Callable[[npt.NDArray[np.float64], Ints, Ints | None, int, int], Non
 
 
 def run_in_python(weights: npt.NDArray[np.float64], taken: Ints, choices: Ints | None, start: int, stop: int) -> None:
-    """The rule, where nothing was compiled."""
+    """Follow the rule where nothing was compiled."""
     shares, counts = weights.tolist(), taken.tolist()
     for i in range(start, stop):
         t = float(max(i, 1))
@@ -48,7 +48,7 @@ def run_in_python(weights: npt.NDArray[np.float64], taken: Ints, choices: Ints |
 
 @lru_cache
 def compiled(library: Path = _LIBRARY) -> BlendRule | None:
-    """The rule in C++, or None where the install found no compiler."""
+    """Load the rule in C++; None if the installation found no compiler."""
     if not library.exists():
         return None
     try:
@@ -65,11 +65,11 @@ def compiled(library: Path = _LIBRARY) -> BlendRule | None:
 
 
 class BlendOrder:
-    """The rule's choices by position, worked out in blocks of 4,096 and only forwards; one block is held.
+    """Compute the rule's choices by position, in blocks of 4,096 and only forwards; one block is held.
 
     Args:
         weights: of the sets, each above 0; they need not sum to 1.
-        run: what follows the rule; compiled where it can be.
+        run: implementation of the rule; default: the compiled one if available.
     """
 
     def __init__(self, weights: Sequence[float], run: BlendRule | None = None) -> None:
@@ -81,7 +81,7 @@ class BlendOrder:
         self._choices = np.empty((_BLOCK, 2), dtype=np.int64)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(set, how many samples of that set came before) at a position."""
+        """Return (set, how many samples of that set came before) at a position."""
         block, within = divmod(position, _BLOCK)
         if block != self._block:
             behind = (block - self._block - 1) * _BLOCK  # `_taken` stands at the end of the block that is held
@@ -95,9 +95,9 @@ class BlendOrder:
         return chosen, before
 
     def _taken_before(self, position: int) -> Ints:
-        """Samples taken of each set before a position, following the rule from as near as possible.
+        """Count the samples taken from each set before a position, following the rule from as near as possible.
 
-        The set chosen at step i lacks most, hence not less than 0 (what all lack sums to 0). So after i steps
+        The set chosen at step i has the greatest deficit, hence not below 0 (all deficits sum to 0). So after i steps
         taken_j <= floor(w_j * (i - 1)) + 1 for every j. Where these bounds sum to i, each is reached, and the rule can
         start from there. For k sets of general weights that is one position in (k - 1)!; for weights of few decimals,
         every multiple of their common denominator. Where a million positions hold none, the rule starts from 0.
@@ -109,7 +109,7 @@ class BlendOrder:
             i: Ints = np.arange(max(stop - _SEARCH, 1), stop)
             ideal = np.multiply.outer((i - 1).astype(np.float64), w)
             bound = np.floor(ideal)
-            # Near a whole number rounding could decide; such positions are no starting points.
+            # Near a whole number rounding could decide; such positions are not used as starting points.
             clear = (np.abs(ideal - np.rint(ideal)) > stop * 2.0**-50).all(axis=1)
             good = np.flatnonzero(clear & (bound.sum(axis=1) + len(w) == i))
             if len(good):
@@ -121,17 +121,17 @@ class BlendOrder:
                 break
         if self._run is run_in_python and position - start > _SLOW:
             logger.info(
-                f"finding sample {position} of a blend of {len(w)} sets in Python, some 2 s a million; "
-                "megalite installed with a C++ compiler takes some 0.03 s a million"
+                f"finding sample {position} of a blend of {len(w)} sets in Python, about 2 s per million; "
+                "megalite installed with a C++ compiler takes about 0.03 s per million"
             )
         self._run(w, taken, None, start, position)
         return taken
 
 
 class BlendedDataset:
-    """Samples of several `GPTDataset`s in the proportions of their weights.
+    """Take samples of several `GPTDataset`s in the proportions of their weights.
 
-    Each set keeps its own order and epochs: one that is used up goes on with its next epoch, and says so once.
+    Each set keeps its own order and epochs: one that is used up continues with its next epoch, which is logged once.
 
     Args:
         datasets: of one seq_len.
@@ -140,20 +140,20 @@ class BlendedDataset:
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float]) -> None:
         if len({d.seq_len for d in datasets}) != 1 or len(datasets) != len(weights):
-            raise ValueError("a blend needs one weight a data set, and one seq_len")
+            raise ValueError("a blend needs one weight per dataset, and one seq_len")
         for dataset, weight in zip(datasets, weights):
             if not (weight > 0 and math.isfinite(weight)):
                 rule = "a blend's weights are finite numbers above 0"
-                raise UserError(f"--data {weight} {dataset.indexed.prefix}", rule, "leave out what is not to be used")
+                raise UserError(f"--data {weight} {dataset.indexed.prefix}", rule, "omit the sets not to be used")
         self.datasets, self.weights, self.seq_len = list(datasets), list(weights), datasets[0].seq_len
         self.order = BlendOrder(weights)
 
     def sample(self, position: int) -> Tokens:
-        """int64 [seq_len + 1] at a position."""
+        """Return int64 [seq_len + 1] at a position."""
         chosen, nth = self.order.locate(position)
         return self.datasets[chosen].sample(nth)
 
     def content_hash(self) -> str:
-        """Hash over the weights and the sets' hashes, in their order."""
+        """Hash the weights and the sets' hashes, in their order."""
         parts = [f"{w!r} {d.content_hash()}" for w, d in zip(self.weights, self.datasets)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""From the command line's data arguments to the data sets of a run."""
+"""Open the datasets of a run from the command line's data arguments."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from megalite.errors import UserError
 from megalite.log import logger
 
 _DATA_RULE = "must be one PREFIX, or WEIGHT PREFIX pairs"
-_DATA_REMEDY = "for instance --data books, or --data 0.7 web 0.3 books"
+_DATA_REMEDY = "use --data books, for example, or --data 0.7 web 0.3 books"
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training data, and what evaluation reads: None where its part of the split is 0 or it was not asked for."""
+    """Training data and evaluation data; the latter is None if its part of the split is 0 or it was not requested."""
 
     train: Dataset
     valid: Dataset | None
 
 
 def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
-    """(weight, prefix) of each set of `--data PREFIX` or `--data 0.7 A 0.3 B`.
+    """Return (weight, prefix) of each set of `--data PREFIX` or `--data 0.7 A 0.3 B`.
 
     Raises:
-        UserError: neither of the two forms.
+        UserError: the argument has neither form.
     """
     given = f"--data {' '.join(data)}"
     if len(data) == 1:
@@ -46,7 +46,7 @@ def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def prefixes_of(data: Sequence[str]) -> list[str]:
-    """The prefixes named by `--data`, in order."""
+    """List the prefixes named by `--data`, in order."""
     return [prefix for _, prefix in parse_data(data)]
 
 
@@ -64,9 +64,9 @@ def build_datasets(
     """Open, check and split the data.
 
     Args:
-        data: `--data` word for word: [PREFIX] or ["0.7", "A", "0.3", "B"].
+        data: the words after `--data`: [PREFIX] or ["0.7", "A", "0.3", "B"].
         split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given. The test
-            part is held out, and read by nobody here.
+            part is held out and never read here.
         seq_len: tokens per sample.
         seed: of the order of samples.
         shuffle: shuffle samples within an epoch; evaluation always reads in order.
@@ -97,7 +97,7 @@ def _dataset(
     documents: Sequence[tuple[int, int] | None] | None = None,
     **options: Any,
 ) -> Dataset:
-    """One split of the sources, blended if there are several. `documents`: the range of each, by default all."""
+    """Make one split of the sources, blended if there are several. `documents`: the range of each, by default all."""
     datasets = [
         GPTDataset(indexed, split=name, documents=own, **options)
         for (_, indexed), own in zip(sources, documents or [None] * len(sources))
@@ -113,17 +113,17 @@ def _open(data: Sequence[str], vocab_size: int | None) -> list[tuple[float, Inde
             raise UserError(
                 f"--vocab-size {vocab_size}",
                 f"{prefix} was made by a tokenizer of {sidecar['vocab_size']} entries",
-                f"use --vocab-size {sidecar['vocab_size']} or give its --tokenizer",
+                f"use --vocab-size {sidecar['vocab_size']} or pass its --tokenizer",
             )
         opened.append((weight, indexed))
     return opened
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-    """Contents of `PREFIX.json`, None where there is no such file (data made by Megatron-LM).
+    """Return the contents of `PREFIX.json`, None if there is no such file (data made by Megatron-LM).
 
     Raises:
-        UserError: the file is not one that preprocessing wrote.
+        UserError: the file was not written by preprocessing.
     """
     path = Path(f"{prefix}.json")
     try:
@@ -143,7 +143,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer_matches(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Refuse data that another tokenizer made; without `PREFIX.json` one warning says that nothing was checked.
+    """Refuse data that another tokenizer made; without `PREFIX.json`, warn once that nothing was checked.
 
     Raises:
         UserError: the tokenizer's SHA-256 is not the data's.
@@ -156,5 +156,5 @@ def check_tokenizer_matches(prefix: str | Path, tokenizer: Tokenizer) -> None:
         raise UserError(
             f"--tokenizer {tokenizer.path} with SHA-256 {tokenizer.sha256}",
             f"{prefix} was made by a {made_by}",
-            "give that tokenizer, or preprocess the text again with this one",
+            "use that tokenizer, or preprocess the text again with this one",
         )

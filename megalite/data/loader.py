@@ -1,4 +1,4 @@
-"""Global batches by position: which samples a batch holds depends on the samples consumed before it alone."""
+"""Global batches by position: the samples of a batch depend only on how many were consumed before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalite.errors import UserError
 
 
 class BatchLoader:
-    """One data-parallel rank's rows of each global batch, read ahead by a background thread.
+    """Read one data-parallel rank's rows of each global batch ahead, in a background thread.
 
     A global batch of B samples that follows N consumed samples takes positions N .. N + B - 1 of the data set's order;
     data-parallel rank r of d takes the r-th d-th of them, in order. So the set of samples of a step does not depend on
@@ -21,7 +21,7 @@ class BatchLoader:
 
     Args:
         dataset: samples by position.
-        global_batch_size: samples a step over all ranks, B.
+        global_batch_size: samples per step over all ranks, B.
         dp_rank, dp_size: this rank's place, r of d.
         consumed_samples: samples used before the first batch, N.
         prefetch: batches read ahead, at least 1.
@@ -84,7 +84,7 @@ class BatchLoader:
             return np.zeros((self.rows, self.dataset.seq_len + 1), np.int64), e
 
     def close(self) -> None:
-        """Stop reading ahead; the loader is of no use afterwards."""
+        """Stop reading ahead; the loader cannot be used afterwards."""
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
 

@@ -21,19 +21,19 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Dataset(Protocol):
-    """What a `BatchLoader` reads: an endless sequence of samples by position in the training order."""
+    """Provide samples by position in the training order, without end: what a `BatchLoader` reads."""
 
     seq_len: int
 
     def sample(self, position: int) -> Tokens:
-        """int64 [seq_len + 1]: inputs are [:-1], labels [1:]."""
+        """Return int64 [seq_len + 1]: inputs are [:-1], labels [1:]."""
 
     def content_hash(self) -> str:
-        """SHA-256 of what the samples are made of, for a checkpoint's manifest."""
+        """Return a SHA-256 of what the samples are made of, for a checkpoint's manifest."""
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Permutation of range(num_samples) that depends on (seed, epoch) alone, int64 [num_samples].
+    """Permute range(num_samples) as a function of (seed, epoch) alone, int64 [num_samples].
 
     Sorts raw Philox words: numpy promises the words of a bit generator over all its versions, not the algorithm of
     `Generator.permutation`, and an upgrade must not move the data order of a run.
@@ -43,14 +43,14 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 
 
 class GPTDataset:
-    """Samples of a contiguous range of documents.
+    """Cut samples from a contiguous range of documents.
 
     Sample i is tokens [i*seq_len, i*seq_len + seq_len] of those documents end to end; neighbours share one token.
     Position p of the order is sample p % n of epoch p // n: in order without `shuffle`, else by `epoch_order`.
 
     Args:
         indexed: the token files.
-        seq_len: tokens a sample, s.
+        seq_len: tokens per sample, s.
         documents: (first, last + 1) of the split; all by default.
         seed: of the shuffled order.
         shuffle: shuffle samples within each epoch.
@@ -99,7 +99,7 @@ class GPTDataset:
         if epoch > 0 and not self._epochs_reported:
             self._epochs_reported = True
             name = f"{self.split} split of {self.indexed.prefix}"
-            logger.info(f"{name}: its {self.num_samples} samples are used up, going on with epoch {epoch + 1}")
+            logger.info(f"{name}: its {self.num_samples} samples are used up, continuing with epoch {epoch + 1}")
         if not self.shuffle:
             return within
         if epoch != self._epoch:
@@ -108,7 +108,7 @@ class GPTDataset:
         return int(self._order[within])
 
     def sample(self, position: int) -> Tokens:
-        """int64 [seq_len + 1] at a position of the training order (any position >= 0; epochs follow each other).
+        """Return int64 [seq_len + 1] at a position of the training order (any position >= 0, over all epochs).
 
         Raises:
             UserError: an id is not in [0, vocab_size).
@@ -120,7 +120,7 @@ class GPTDataset:
         return tokens
 
     def content_hash(self) -> str:
-        """Hash of the files (see `IndexedDataset.content_hash`), the split's documents and the sample length."""
+        """Hash the files (see `IndexedDataset.content_hash`), the split's documents and the sample length."""
         digest = hashlib.sha256(self.indexed.content_hash().encode())
         digest.update(struct.pack("<3q", *self.documents, self.seq_len))
         return digest.hexdigest()
@@ -131,19 +131,19 @@ class GPTDataset:
         return UserError(
             f"token id {int(tokens[bad])} in {self.indexed.prefix}.bin, document {document}, token {offset}",
             f"ids must be in 0..{vocab_size - 1} (--vocab-size {vocab_size})",
-            "give the --tokenizer or --vocab-size that the data was made with",
+            "use the --tokenizer or --vocab-size that the data was made with",
         )
 
 
 class MockDataset:
-    """Endless tokens without a file (`--mock-data`): a function of (seed, position), with a pattern to learn.
+    """Generate endless tokens without a file (`--mock-data`): a function of (seed, position), with a pattern to learn.
 
     Ids count upwards by 7 within an alphabet of min(vocab_size, 256) ids and jump to a random one with probability
     1/8, so a model can bring the loss from ln(vocab_size) to about 1.07 nats (256 ids).
 
     Args:
         vocab_size: ids are below it.
-        seq_len: tokens a sample.
+        seq_len: tokens per sample.
         seed: of all samples; another seed gives other samples of the same pattern.
     """
 
@@ -151,7 +151,7 @@ class MockDataset:
         self.seq_len, self.seed, self.alphabet = seq_len, seed, min(vocab_size, 256)
 
     def sample(self, position: int) -> Tokens:
-        """int64 [seq_len + 1] at a position."""
+        """Return int64 [seq_len + 1] at a position."""
         count = self.seq_len + 1
         words = np.random.Philox(key=np.array([self.seed, position], np.uint64)).random_raw(2 * count)
         jumps = words[:count] % 8 == 0
@@ -166,7 +166,7 @@ class MockDataset:
 
 
 def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
-    """Contiguous document ranges (first, last + 1) of train, valid and test for weights such as "99,1,0".
+    """Return the document ranges (first, last + 1) of train, valid and test for weights such as "99,1,0".
 
     Raises:
         UserError: not one to three numbers >= 0 with a positive train part.
@@ -177,7 +177,7 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
         weights = []
     if not 1 <= len(weights) <= 3 or not all(0 <= w < float("inf") for w in weights) or weights[0] == 0:
         rule = "must be one to three numbers for train,valid,test, none negative, the first above 0"
-        raise UserError(f"--split {split}", rule, "use for instance --split 99,1,0")
+        raise UserError(f"--split {split}", rule, "use --split 99,1,0, for example")
     shares: npt.NDArray[Any] = np.cumsum(np.array(weights + [0.0] * (3 - len(weights))))
     bounds = [0, *np.rint(shares / shares[-1] * num_documents).astype(np.int64).tolist()]
     return [(bounds[i], bounds[i + 1]) for i in range(3)]

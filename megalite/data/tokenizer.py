@@ -1,6 +1,6 @@
-"""Tokenizers from local files, told apart by what the file is: sentencepiece, Hugging Face, tiktoken ranks, or bytes.
+"""Tokenizers from local files, recognized by their content: sentencepiece, Hugging Face, tiktoken ranks, or bytes.
 
-`encode` never adds special tokens and never reads them out of the text: a literal "</s>" in a document is text.
+`encode` never adds special tokens and never parses them from the text: a literal "</s>" in a document is text.
 Nothing is downloaded.
 """
 
@@ -26,7 +26,7 @@ def optional_import(module: str, package: str, extra: str | None) -> ModuleType:
     """Import a library that only some inputs need.
 
     Raises:
-        UserError: it is not installed; says which package or extra to install.
+        UserError: it is not installed; names the package or extra to install.
     """
     try:
         return importlib.import_module(module)
@@ -36,7 +36,7 @@ def optional_import(module: str, package: str, extra: str | None) -> ModuleType:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back.
+    """Convert text to ids and back.
 
     Attributes:
         kind: "sentencepiece", "huggingface", "tiktoken" or "bytes".
@@ -55,15 +55,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Return the ids of a text, without special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids 0-255, then eos 256 and bos 257. Needs no file: its path is the word "bytes"."""
+    """Encode UTF-8 bytes as ids 0-255, with eos 256 and bos 257. Needs no file: its path is the word "bytes"."""
 
     kind, path = "bytes", "bytes"
     vocab_size, eos_id, bos_id = 258, 256, 257
@@ -79,7 +79,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `*.model`."""
+    """Use a sentencepiece `*.model`."""
 
     kind = "sentencepiece"
 
@@ -102,7 +102,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json` of the Hugging Face `tokenizers` library.
+    """Use a `tokenizer.json` of the Hugging Face `tokenizers` library.
 
     The end of text comes from `eos_token` of `tokenizer_config.json` beside it, else from a well-known name.
     """
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises plain Exception
             raise UserError(f"tokenizer {path}", f"is not a tokenizer.json ({e})", "give another file") from e
-        # A saved truncation or padding would cut or fill documents without a word.
+        # A saved truncation or padding setting would silently cut or fill documents.
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
@@ -141,8 +141,8 @@ class HuggingFaceTokenizer(Tokenizer):
             return None
         token_id = self._model.token_to_id(token)
         if token_id is None:
-            rule = f"tokenizer_config.json names {name} {token!r}, which tokenizer.json does not know"
-            raise UserError(f"tokenizer {self.path}", rule, "use files of one and the same tokenizer")
+            rule = f"tokenizer_config.json names {name} {token!r}, which tokenizer.json does not have"
+            raise UserError(f"tokenizer {self.path}", rule, "use files of the same tokenizer")
         return token_id
 
 
@@ -158,7 +158,7 @@ _O200K_PATTERN = (
 )
 _LLAMA3_SPECIALS = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_last|>": 128255}
 _QWEN_SPECIALS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
-# A rank file holds neither the splitting pattern nor the special tokens; its number of ranks says whose it is.
+# A rank file holds neither the splitting pattern nor the special tokens; its number of ranks identifies the model.
 _KNOWN_RANKS: dict[int, dict[str, Any]] = {
     50256: {"pattern": _GPT2_PATTERN, "special_tokens": {"<|endoftext|>": 50256}, "eos": "<|endoftext|>"},
     50280: {"pattern": _GPT2_PATTERN, "special_tokens": {"<|endoftext|>": 50256}, "eos": "<|endoftext|>"},
@@ -187,11 +187,11 @@ _KNOWN_RANKS: dict[int, dict[str, Any]] = {
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tiktoken rank file (lines "base64 rank").
+    """Use a tiktoken rank file (lines "base64 rank").
 
     The splitting pattern and special tokens of GPT-2, p50k, cl100k, o200k, Llama 3 and Qwen are known by the number of
-    ranks. Any other file wants `FILE.json` beside it: {"pattern": ..., "special_tokens": {name: id}, "eos": name}, and
-    "bos" if there is one.
+    ranks. Any other file requires `FILE.json` beside it: {"pattern": ..., "special_tokens": {name: id}, "eos": name},
+    and "bos" if there is one.
     """
 
     kind = "tiktoken"
@@ -207,7 +207,7 @@ class TiktokenTokenizer(Tokenizer):
         extra_path = Path(f"{path}.json")
         extra = _read_json(extra_path) or _KNOWN_RANKS.get(len(ranks))
         if extra is None:
-            rule = "the splitting pattern of a tiktoken file of this size is not known"
+            rule = "the splitting pattern of a tiktoken file of this size is unknown"
             remedy = f'write {extra_path} with "pattern", "special_tokens" and "eos"'
             raise UserError(f"tokenizer {path} with {len(ranks)} ranks", rule, remedy)
         try:
@@ -230,12 +230,12 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Tokenizer of a file, of a folder that holds one, or "bytes".
+    """Load the tokenizer of a file, of a folder that holds one, or "bytes".
 
     In a folder `tokenizer.json` comes first, then `tokenizer.model`, then the only `*.model` or `*.tiktoken`.
 
     Raises:
-        UserError: nothing there, not a tokenizer, several candidates, or a library that is not installed.
+        UserError: no such file, not a tokenizer, several candidates, or a missing library.
     """
     file = Path(path)
     if str(path) == "bytes" and not file.exists():

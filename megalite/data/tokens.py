@@ -33,7 +33,7 @@ _HASH_BLOCKS, _HASH_BLOCK_BYTES = 64, 4096
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """dtype of the ids on disk: u16 below 65,500 entries (Megatron's bound, not 65,536), else i32.
+    """Return the dtype of the ids on disk: u16 below 65,500 entries (Megatron's bound, not 65,536), else i32.
 
     Args:
         vocab_size: the tokenizer's true size, not the padded one.
@@ -49,7 +49,7 @@ def locate(starts: npt.NDArray[np.int64], token: int) -> tuple[int, int]:
 
 
 class IndexedDataset:
-    """Read-only view of `PREFIX.bin` / `PREFIX.idx`; ids are read through a memory map, nothing is cached on disk.
+    """Read `PREFIX.bin` / `PREFIX.idx`; ids come from a memory map, nothing is cached on disk.
 
     A pickled instance holds only the prefix: each process opens its own map.
 
@@ -102,11 +102,11 @@ class IndexedDataset:
         return int(self.starts[-1])
 
     def document(self, i: int) -> npt.NDArray[Any]:
-        """Ids of document i in the dtype of the file, [sizes[i]]."""
+        """Return the ids of document i in the dtype of the file, [sizes[i]]."""
         return self.tokens(int(self.starts[i]), int(self.starts[i + 1]))
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
-        """Ids [start, stop) of the concatenated documents, in the dtype of the file.
+        """Return ids [start, stop) of the concatenated documents, in the dtype of the file.
 
         Raises:
             IndexError: the range leaves the file.
@@ -116,11 +116,11 @@ class IndexedDataset:
         return self._tokens[start:stop]
 
     def content_hash(self) -> str:
-        """SHA-256 telling this data from other data, cheap enough for every start.
+        """Compute a SHA-256 that distinguishes this data from other data, cheap enough for every start.
 
         Covers the whole `.idx` (dtype, number, length and order of documents), the size of `.bin`, and 64 blocks of
         4 KiB spread evenly over `.bin`, first and last included. A change of ids between the blocks that keeps every
-        document's length is not seen.
+        document's length is not detected.
         """
         digest = hashlib.sha256(self.idx_path.read_bytes())
         size = self.bin_path.stat().st_size
@@ -143,7 +143,7 @@ class IndexedDataset:
             raise UserError(str(path), f"cannot be read ({e.strerror})", "check the file and its permissions") from e
 
     def _read_header(self, header: bytes, idx_bytes: int) -> tuple[np.dtype, int, int]:
-        """(dtype, number of sequences, number of document bounds), checked against the size of `.idx`."""
+        """Return (dtype, number of sequences, number of document bounds), checked against the size of `.idx`."""
         idx = self.idx_path
         if not header.startswith(MAGIC):
             rule = f"begins with {header[:9]!r}, an index begins with {MAGIC!r}"
@@ -153,7 +153,7 @@ class IndexedDataset:
         _, version, code, num_sequences, num_bounds = HEADER.unpack(header)
         if version != VERSION:
             raise UserError(
-                f"{idx}: version {version}", f"only version {VERSION} is known", "preprocess the text again"
+                f"{idx}: version {version}", f"only version {VERSION} is supported", "preprocess the text again"
             )
         dtype = DTYPE_OF_CODE.get(code)
         if dtype is None or dtype.kind == "f":
@@ -171,7 +171,7 @@ class IndexedDataset:
     def _check_tables(
         self, lengths: npt.NDArray[Any], offsets: npt.NDArray[Any], bounds: npt.NDArray[Any]
     ) -> npt.NDArray[np.int64]:
-        """int64 [S + 1]: first token of each sequence, then the total; the three tables must agree."""
+        """Return int64 [S + 1]: first token of each sequence, then the total; the three tables must agree."""
         starts = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
         idx = str(self.idx_path)
@@ -180,7 +180,7 @@ class IndexedDataset:
         wrong = offsets != starts[:-1] * self.dtype.itemsize
         if wrong.any():
             i = int(np.argmax(wrong))
-            rule = f"sequence {i} is said to begin at byte {int(offsets[i])}, the lengths before it give "
+            rule = f"sequence {i} begins at byte {int(offsets[i])}, but the lengths before it sum to "
             raise UserError(idx, rule + f"{int(starts[i]) * self.dtype.itemsize}", _REBUILD)
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or (np.diff(bounds) < 0).any():
             raise UserError(idx, f"document bounds do not rise from 0 to {len(lengths)} sequences", _REBUILD)
@@ -188,7 +188,7 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes one `PREFIX.bin` / `PREFIX.idx`, byte for byte what Megatron-LM's builder writes, one sequence a document.
+    """Write one `PREFIX.bin` / `PREFIX.idx`, byte for byte as Megatron-LM's builder does, one sequence per document.
 
     Everything goes to `PREFIX.bin.tmp` / `PREFIX.idx.tmp` until `finalize`, which syncs, removes an older `PREFIX.idx`,
     and renames `.idx` last: a run killed at any moment leaves nothing that loads. As a context manager, leaving
@@ -211,11 +211,11 @@ class IndexedDatasetWriter:
         bin_tmp = self._path("bin.tmp")
         try:
             bin_tmp.parent.mkdir(parents=True, exist_ok=True)
-            # Not mode "wb": the file must not be cut before the lock says that it is ours.
+            # Not mode "wb": the file must not be truncated before the lock is ours.
             self._bin: BinaryIO = os.fdopen(os.open(bin_tmp, os.O_RDWR | os.O_CREAT, 0o666), "wb")
         except OSError as e:
             rule = f"{bin_tmp} cannot be written ({e.strerror})"
-            raise UserError(f"output prefix {prefix}", rule, "choose a prefix in a folder you may write") from e
+            raise UserError(f"output prefix {prefix}", rule, "choose a prefix in a folder you can write to") from e
         try:
             fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -231,7 +231,7 @@ class IndexedDatasetWriter:
             raise ValueError(f"lengths sum to {int(lengths.sum())}, {len(tokens)} tokens given")
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             given = f"a document of {int(lengths.max())} tokens"
-            raise UserError(given, "the format holds at most 2^31 - 1 a document", "split the document")
+            raise UserError(given, "the format holds at most 2^31 - 1 tokens per document", "split the document")
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).tobytes())
         self._sizes.append(lengths.astype(np.int32))
 

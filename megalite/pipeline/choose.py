@@ -24,7 +24,7 @@ _SPLIT_BACKWARD = frozenset({"zb-h1", "zb-v"})
 def simulate_all(
     pp: int, vp: int, num_microbatches: int, costs: Costs | None = None, mode: str = "dir"
 ) -> list[Simulation]:
-    """Every schedule on offer that can run these numbers, simulated, in the order of `SCHEDULES`."""
+    """Simulate every schedule that can run these numbers, in the order of `SCHEDULES`."""
     check_schedule("naive", pp, vp, num_microbatches)  # what even naive refuses, all refuse
     return [
         simulate(build_schedule(name, pp, vp, num_microbatches), costs, mode)
@@ -33,9 +33,9 @@ def simulate_all(
 
 
 def resolve_schedule(name: str, pp: int, vp: int, num_microbatches: int, split_backward: bool = True) -> str:
-    """The schedule that `auto` stands for in a run, by `USUAL_COSTS`; any other name is returned as it is.
+    """Resolve `auto` to the schedule of a run, by `USUAL_COSTS`; any other name is returned unchanged.
 
-    The answer is a function of the arguments alone, so every rank finds the same one.
+    The answer is a function of the arguments alone, so every rank gets the same one.
 
     Args:
         split_backward: see `choose_schedule`.
@@ -95,7 +95,7 @@ def choose_schedule(
     mode: str = "dir",
     split_backward: bool = True,
 ) -> Schedule:
-    """The schedule with the least simulated time; of those as fast, the one that holds fewest activations.
+    """Choose the schedule with the least simulated time; among equals, the one that holds fewest activations.
 
     Args:
         pp: pipeline ranks.
@@ -116,7 +116,7 @@ def choose_schedule(
 
 
 def classic_activations(pp: int, vp: int, num_microbatches: int) -> int:
-    """Chunk activations that the busiest rank of 1F1B (vp = 1) or of the interleaved schedule holds."""
+    """Count the chunk activations that the busiest rank of 1F1B (vp = 1) or of the interleaved schedule holds."""
     most = pp if vp == 1 else 2 * (pp - 1) + (vp - 1) * pp + 1
     return min(most, num_microbatches * vp)
 
@@ -142,7 +142,7 @@ def _choose(
 def _within(
     pp: int, vp: int, m: int, sizes: tuple[int, ...], max_activations: int | None, split_backward: bool
 ) -> Mapping[str, int]:
-    """Chunk activations that each schedule holds, of those that keep within the bound."""
+    """Return the chunk activations that each schedule holds, for those within the bound."""
     # naive is for reference only.
     names = [n for n in _runnable(pp, vp, m) if n != "naive" and (split_backward or n not in _SPLIT_BACKWARD)]
     held = {n: round(extend(m, sizes, [_peak(n, pp, vp, size) for size in sizes])) for n in names}
@@ -150,7 +150,7 @@ def _within(
     allowed = {n: held[n] for n in names if held[n] <= bound}
     if not allowed:
         if max_activations is None:
-            check_schedule(_usual(vp), pp, vp, m)  # says what is wrong with the numbers
+            check_schedule(_usual(vp), pp, vp, m)  # reports what is wrong with the numbers
         least = min(held, key=lambda n: held[n])
         raise UserError(
             f"room for {bound} chunk activations on a rank",
@@ -165,19 +165,19 @@ def _usual(vp: int) -> str:
 
 
 def _runnable(pp: int, vp: int, num_microbatches: int) -> list[str]:
-    """Names of the schedules that can run these numbers."""
+    """List the names of the schedules that can run these numbers."""
     names = []
     for name in SCHEDULES:
         try:
             check_schedule(name, pp, vp, num_microbatches)
         except UserError:
-            continue  # a schedule that cannot run these numbers is no candidate
+            continue  # not a candidate
         names.append(name)
     return names
 
 
 def _peak(name: str, pp: int, vp: int, num_microbatches: int) -> int:
-    """Most chunk activations that a rank holds."""
+    """Return the most chunk activations that a rank holds."""
     peak = 0
     for order in compute_orders(name, pp, vp, num_microbatches):
         alive = 0
@@ -188,11 +188,11 @@ def _peak(name: str, pp: int, vp: int, num_microbatches: int) -> int:
 
 
 def sample_sizes(pp: int, m: int) -> tuple[int, ...]:
-    """Numbers of micro-batches to look at instead of a large `m`.
+    """Return numbers of micro-batches that stand for a large `m`.
 
     After 2 pp micro-batches every pipeline is in its steady state, where each further round of pp adds the same time
-    and the same bytes: two sizes tell all others. They leave the same remainder over pp as `m`, because interleaved
-    depends on it.
+    and the same bytes: two sizes determine all others. They leave the same remainder over pp as `m`, because
+    interleaved depends on it.
     """
     few = 2 * pp + m % pp
     return (m,) if m <= few + pp else (few, few + pp)

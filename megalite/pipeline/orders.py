@@ -49,10 +49,10 @@ Orders = list[list[Op]]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which global stage.
+    """Map global stages to ranks.
 
     Loop: stage = chunk * pp + rank. V: odd chunks run backwards over the ranks, so rank 0 holds the first and the
-    last stage, and rank pp-1 hands over to itself.
+    last stage, and rank pp-1 passes its output to itself.
     """
 
     pp: int
@@ -64,26 +64,26 @@ class Placement:
         return self.pp * self.vp
 
     def chunk_of(self, stage: int) -> int:
-        """The local chunk index (0..vp-1) of a global stage on its rank."""
+        """Return the local chunk index (0..vp-1) of a global stage on its rank."""
         return stage // self.pp
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a global stage."""
+        """Return the pipeline rank that holds a global stage."""
         chunk, position = divmod(stage, self.pp)
         return self.pp - 1 - position if self.v_shape and chunk % 2 else position
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The global stage of a rank's local chunk."""
+        """Return the global stage of a rank's local chunk."""
         position = self.pp - 1 - rank if self.v_shape and chunk % 2 else rank
         return chunk * self.pp + position
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The global stages of a rank, in chunk order."""
+        """Return the global stages of a rank, in chunk order."""
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.vp))
 
 
 class _Emitter:
-    """Collects one rank's ops from patterns like "F0 I0 W0" (kind, chunk), counting micro-batches by itself.
+    """Collect one rank's ops from patterns like "F0 I0 W0" (kind, chunk), counting micro-batches automatically.
 
     "B" and "I" of a chunk share a count. A bare "W" is the oldest pending weight gradient of any chunk.
     """
@@ -125,14 +125,14 @@ def _per_rank(emit: Callable[..., None]) -> Callable[..., Orders]:
 
 @_per_rank
 def naive(e: _Emitter, p: int, r: int, m: int) -> None:
-    """One micro-batch at a time through all stages and back: the reference for all other schedules."""
+    """Run one micro-batch at a time through all stages and back: the reference for all other schedules."""
     chunks = range(len(e.stages))
     e.add(" ".join([f"F{c}" for c in chunks] + [f"B{c}" for c in reversed(chunks)]), m)
 
 
 @_per_rank
 def gpipe(e: _Emitter, p: int, r: int, m: int) -> None:
-    """All forwards, then all backwards, chunk by chunk (Huang et al. 2019; for vp > 1 breadth-first, 2211.05953)."""
+    """Run all forwards, then all backwards, by chunk (Huang et al. 2019; for vp > 1 breadth-first, 2211.05953)."""
     chunks = range(len(e.stages))
     for c in chunks:
         e.add(f"F{c}", m)
@@ -142,7 +142,7 @@ def gpipe(e: _Emitter, p: int, r: int, m: int) -> None:
 
 @_per_rank
 def one_f_one_b(e: _Emitter, p: int, r: int, m: int, eager: bool = False) -> None:
-    """1F1B (PipeDream-flush, 2006.09503): p-r-1 warm-up forwards, then one forward, one backward.
+    """Run 1F1B (PipeDream-flush, 2006.09503): p-r-1 warm-up forwards, then one forward, one backward.
 
     Eager: twice the warm-up, so that a transfer can hide behind a compute op each way.
     """
@@ -153,7 +153,7 @@ def one_f_one_b(e: _Emitter, p: int, r: int, m: int, eager: bool = False) -> Non
 
 
 def interleaved(place: Placement, m: int, group_size: int) -> Orders:
-    """Interleaved 1F1B (2104.04473): each chunk takes `group_size` micro-batches before the next chunk runs."""
+    """Run interleaved 1F1B (2104.04473): each chunk takes `group_size` micro-batches before the next chunk runs."""
     v = place.vp
     sequence = [
         (chunk, microbatch)
@@ -175,7 +175,7 @@ def interleaved(place: Placement, m: int, group_size: int) -> Orders:
 
 @_per_rank
 def zb_h1(e: _Emitter, p: int, r: int, m: int, doubled: bool = False) -> None:
-    """Zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B.
+    """Run zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B.
 
     Doubled: H2, with twice the warm-up and memory.
     """
@@ -191,7 +191,7 @@ def zb_h1(e: _Emitter, p: int, r: int, m: int, doubled: bool = False) -> None:
 
 @_per_rank
 def zb_v(e: _Emitter, p: int, r: int, m: int) -> None:
-    """Zero bubble V (ZB-V, 2405.15362): two chunks per rank in a V, at the memory of 1F1B on every rank."""
+    """Run zero bubble V (ZB-V, 2405.15362): two chunks per rank in a V, at the memory of 1F1B on every rank."""
     padded = max(m, 2 * p - 1)
     e.add("F0", 2 * (p - r) - 1)
     e.add("F1 F0", r)
@@ -207,7 +207,7 @@ def zb_v(e: _Emitter, p: int, r: int, m: int) -> None:
 
 @_per_rank
 def dualpipev(e: _Emitter, p: int, r: int, m: int) -> None:
-    """DualPipeV (DeepSeek-V3's DualPipe cut in half), with the overlapped pairs as two ops. m >= 2p."""
+    """Run DualPipeV (DeepSeek-V3's DualPipe cut in half), with the overlapped pairs as two ops. m >= 2p."""
     e.add("F0", 2 * (p - r - 1))
     e.add("F0 F1", r + 1)
     e.add("I1 W F1", p - r - 1)

@@ -92,8 +92,8 @@ _PLAN_COSTS = Costs(transfer=0.3)
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """A schedule's generator and what it asks of (pp, vp, m)."""
+class _Generator:
+    """The generator of a schedule, and what it requires of (pp, vp, m)."""
 
     make: Callable[..., Orders]
     vp: int | None = None
@@ -102,24 +102,24 @@ class _Kind:
     min_microbatches_per_rank: int = 0
 
 
-SCHEDULES: dict[str, _Kind] = {
-    "naive": _Kind(orders.naive),
-    "gpipe": _Kind(orders.gpipe),
-    "1f1b": _Kind(orders.one_f_one_b, vp=1),
-    "1f1b-eager": _Kind(partial(orders.one_f_one_b, eager=True), vp=1),
-    "interleaved": _Kind(orders.interleaved, grouped=True),
-    "zb-h1": _Kind(orders.zb_h1, vp=1),
-    "zb-v": _Kind(orders.zb_v, vp=2, v_shape=True),
+SCHEDULES: dict[str, _Generator] = {
+    "naive": _Generator(orders.naive),
+    "gpipe": _Generator(orders.gpipe),
+    "1f1b": _Generator(orders.one_f_one_b, vp=1),
+    "1f1b-eager": _Generator(partial(orders.one_f_one_b, eager=True), vp=1),
+    "interleaved": _Generator(orders.interleaved, grouped=True),
+    "zb-h1": _Generator(orders.zb_h1, vp=1),
+    "zb-v": _Generator(orders.zb_v, vp=2, v_shape=True),
 }
 # No flags for these: with a flush zb-h2 is zb-h1 at twice the memory; dualpipev needs overlapped forward and backward.
-RESEARCH_SCHEDULES: dict[str, _Kind] = {
-    "zb-h2": _Kind(partial(orders.zb_h1, doubled=True), vp=1),
-    "dualpipev": _Kind(orders.dualpipev, vp=2, v_shape=True, min_microbatches_per_rank=2),
+RESEARCH_SCHEDULES: dict[str, _Generator] = {
+    "zb-h2": _Generator(partial(orders.zb_h1, doubled=True), vp=1),
+    "dualpipev": _Generator(orders.dualpipev, vp=2, v_shape=True, min_microbatches_per_rank=2),
 }
 
 
 def build_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None = None) -> Schedule:
-    """The lowered schedule of one step (cached).
+    """Build the lowered schedule of one step (cached).
 
     Args:
         name: a key of `SCHEDULES` (or of `RESEARCH_SCHEDULES`).
@@ -150,9 +150,9 @@ def compute_orders(name: str, pp: int, vp: int, num_microbatches: int, group_siz
         UserError: the schedule cannot run these numbers.
     """
     check_schedule(name, pp, vp, num_microbatches, group_size)
-    kind = _lookup(name)
-    extra = (group_size or pp,) if kind.grouped else ()
-    return kind.make(placement_of(name, pp, vp), num_microbatches, *extra)
+    generator = _lookup(name)
+    extra = (group_size or pp,) if generator.grouped else ()
+    return generator.make(placement_of(name, pp, vp), num_microbatches, *extra)
 
 
 def placement_of(name: str, pp: int, vp: int) -> Placement:
@@ -160,40 +160,42 @@ def placement_of(name: str, pp: int, vp: int) -> Placement:
     return Placement(pp, vp, _lookup(name).v_shape)
 
 
-def _lookup(name: str) -> _Kind:
-    kind = SCHEDULES.get(name) or RESEARCH_SCHEDULES.get(name)
-    if kind is None:
+def _lookup(name: str) -> _Generator:
+    generator = SCHEDULES.get(name) or RESEARCH_SCHEDULES.get(name)
+    if generator is None:
         raise UserError(
             f"schedule {name!r}", f"must be one of {', '.join(SCHEDULES)}", "use --schedule auto or one of these names"
         )
-    return kind
+    return generator
 
 
 def check_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None = None) -> None:
-    """Raises UserError unless the schedule can run these numbers."""
-    kind = _lookup(name)
+    """Raise UserError unless the schedule can run these numbers."""
+    generator = _lookup(name)
     m = num_microbatches
     for label, value in (("pp", pp), ("vp", vp), ("number of micro-batches", m)):
         if value < 1:
-            raise UserError(f"{label} {value}", "must be at least 1", f"use 1 or more, or leave {label} at its default")
-    if kind.vp is not None and vp != kind.vp:
+            raise UserError(f"{label} {value}", "must be at least 1", f"use 1 or more, or keep the default {label}")
+    if generator.vp is not None and vp != generator.vp:
         other = "interleaved" if vp > 1 else "1f1b"
         raise UserError(
-            f"schedule {name} with vp {vp}", f"{name} needs vp {kind.vp}", f"use --vp {kind.vp} or --schedule {other}"
+            f"schedule {name} with vp {vp}",
+            f"{name} needs vp {generator.vp}",
+            f"use --vp {generator.vp} or --schedule {other}",
         )
-    if m < kind.min_microbatches_per_rank * pp:
+    if m < generator.min_microbatches_per_rank * pp:
         raise UserError(
             f"{m} micro-batches with schedule {name} and pp {pp}",
-            f"it needs at least {kind.min_microbatches_per_rank} * pp",
+            f"it needs at least {generator.min_microbatches_per_rank} * pp",
             "raise the global batch size or use another schedule",
         )
-    if kind.grouped:
+    if generator.grouped:
         _check_groups(pp, m, pp if group_size is None else group_size)
     elif group_size is not None:
         raise UserError(
             f"group size {group_size} with schedule {name}",
             "only interleaved runs micro-batches in groups",
-            "drop the group size or use --schedule interleaved",
+            "omit the group size or use --schedule interleaved",
         )
 
 
@@ -217,7 +219,7 @@ Product = tuple[str, int, int]
 
 
 def product_of(op: Op, num_stages: int) -> Product | None:
-    """What a compute op makes for another stage, None if nothing."""
+    """Return what a compute op makes for another stage, None if nothing."""
     if op.kind == "F":
         return ("F", op.stage, op.microbatch) if op.stage < num_stages - 1 else None
     if op.kind in ("B", "I"):
@@ -226,7 +228,7 @@ def product_of(op: Op, num_stages: int) -> Product | None:
 
 
 def needed_by(op: Op, num_stages: int) -> Product | None:
-    """What a compute op takes from another stage, None if nothing."""
+    """Return what a compute op takes from another stage, None if nothing."""
     if op.kind == "F":
         return ("F", op.stage - 1, op.microbatch) if op.stage > 0 else None
     if op.kind in ("B", "I"):
@@ -235,16 +237,16 @@ def needed_by(op: Op, num_stages: int) -> Product | None:
 
 
 def consumer_stage(product: Product) -> int:
-    """The stage that takes a product: the next one for an output, the one before for an input gradient."""
+    """Return the stage that takes a product: the next one for an output, the one before for an input gradient."""
     kind, stage, _ = product
     return stage + 1 if kind == "F" else stage - 1
 
 
 def lower(orders: Orders, place: Placement, costs: Costs = _PLAN_COSTS) -> tuple[Program, ...]:
-    """The program of each rank: its order with the transfers put in.
+    """Return the program of each rank: its order with the transfers inserted.
 
     Raises:
-        ValueError: the orders wait for each other in a circle.
+        ValueError: the orders wait for each other in a cycle.
     """
     num_stages = place.num_stages
     events: list[tuple[tuple[float, int, int, int, int], int, Op]] = []  # (key, rank, op)
@@ -268,7 +270,7 @@ def lower(orders: Orders, place: Placement, costs: Costs = _PLAN_COSTS) -> tuple
 
 
 def _plan(orders: Orders, place: Placement, costs: Costs) -> Iterator[tuple[int, int, Op, float, int]]:
-    """(rank, position, op, finish time, dependency level) of every compute op, ranks advanced as far as they can go."""
+    """Yield (rank, position, op, finish time, dependency level) of every compute op, each rank as far as it can go."""
     num_stages = place.num_stages
     arrival: dict[Product, tuple[float, int, int]] = {}  # (finish, level, rank) of the producer
     position = [0] * len(orders)
@@ -300,4 +302,4 @@ def _plan(orders: Orders, place: Placement, costs: Costs) -> Iterator[tuple[int,
                     runnable.append(waiting.pop(product))
     stuck = [str(orders[rank][i]) for rank, i in enumerate(position) if i < len(orders[rank])]
     if stuck:
-        raise ValueError(f"the compute orders wait for each other in a circle, stuck at {', '.join(stuck)}")
+        raise ValueError(f"the compute orders wait for each other in a cycle, stuck at {', '.join(stuck)}")

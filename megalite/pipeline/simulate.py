@@ -29,7 +29,7 @@ MODES = ("free", "dir", "blocking")
 
 
 class DeadlockError(ValueError):
-    """Events wait for each other in a circle. `cycle` names them, each waiting for the next."""
+    """Events wait for each other in a cycle. `cycle` names them, each waiting for the next."""
 
     def __init__(self, mode: str, cycle: list[str]) -> None:
         self.cycle = cycle
@@ -51,9 +51,9 @@ class Event:
 
 
 def event_graph(schedule: Schedule, mode: str) -> tuple[list[Event], list[list[int]]]:
-    """Nodes and successor lists of a schedule's events under a mode. Node numbers index the first list."""
+    """Return the nodes and successor lists of a schedule's events under a mode. Node numbers index the first list."""
     if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is none of {MODES}")
+        raise ValueError(f"unknown mode {mode!r}; choose from {MODES}")
     nodes, items = _number_events(schedule)
     successors: list[list[int]] = [[] for _ in nodes]
     arrival: dict[tuple[str, int, int], int] = {}  # (direction, producing stage, micro-batch) -> transfer
@@ -82,7 +82,7 @@ Numbered = list[tuple[Op, int]]
 
 
 def _number_events(schedule: Schedule) -> tuple[list[Event], list[Numbered]]:
-    """One node per compute op and per matched send and receive; per rank, its ops with their node numbers."""
+    """Return a node per compute op and per matched send and receive; per rank, its ops with their node numbers."""
     nodes: list[Event] = []
     items: list[Numbered] = []
     one_sided: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -114,7 +114,7 @@ def _number_events(schedule: Schedule) -> tuple[list[Event], list[Numbered]]:
 
 
 def _transport_edges(numbered: Numbered, mode: str) -> Iterable[tuple[int, int]]:
-    """Edges that the transport adds on one rank."""
+    """Yield the edges that the transport adds on one rank."""
     if mode == "dir":
         for direction in "FB":
             # Group after group; the transfers of one group run together.
@@ -125,7 +125,7 @@ def _transport_edges(numbered: Numbered, mode: str) -> Iterable[tuple[int, int]]
 
 
 def _posted_together(numbered: Numbered, direction: str) -> list[list[int]]:
-    """Transfers of one direction, in groups with no compute op between them."""
+    """Group the transfers of one direction that have no compute op between them."""
     groups: list[list[int]] = [[]]
     for op, i in numbered:
         if op.is_compute:
@@ -137,7 +137,7 @@ def _posted_together(numbered: Numbered, direction: str) -> list[list[int]]:
 
 
 def topological_order(nodes: list[Event], successors: list[list[int]], mode: str) -> list[int]:
-    """All nodes, each after those it waits for. Raises DeadlockError with one circle if there is none."""
+    """Order all nodes, each after those it waits for. Raises DeadlockError with one cycle if that is impossible."""
     waits = [0] * len(nodes)
     for targets in successors:
         for j in targets:
@@ -154,7 +154,7 @@ def topological_order(nodes: list[Event], successors: list[list[int]], mode: str
 
 
 def _find_cycle(successors: list[list[int]], done: set[int]) -> list[int]:
-    """A circle among the nodes not done, each waiting for the next. Each of them waits for another one not done."""
+    """Return a cycle among the nodes not done, each waiting for the next. Each waits for another one not done."""
     waits_for: dict[int, int] = {}
     for i, targets in enumerate(successors):
         if i not in done:
@@ -220,22 +220,22 @@ class Simulation:
 
     @cached_property
     def ideal(self) -> float:
-        """Compute time of the busiest rank: no schedule can be faster."""
+        """Return the compute time of the busiest rank: no schedule can be faster."""
         return max(self.busy)
 
     @property
     def bubble(self) -> float:
-        """makespan / ideal - 1: (p-1)/(v m) for 1F1B at equal costs."""
+        """Return makespan / ideal - 1: (p-1)/(v m) for 1F1B at equal costs."""
         return self.makespan / self.ideal - 1 if self.ideal else 0.0
 
     @property
     def idle_share(self) -> float:
-        """The bubble as a share of the step, 1 - ideal / makespan."""
+        """Return the bubble as a fraction of the step, 1 - ideal / makespan."""
         return 1 - self.ideal / self.makespan if self.makespan else 0.0
 
     @property
     def idle(self) -> list[float]:
-        """Time each rank does not compute."""
+        """Return the time that each rank does not compute."""
         return [self.makespan - busy for busy in self.busy]
 
 
@@ -243,7 +243,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, mode: str = "free")
     """Time one step.
 
     Raises:
-        DeadlockError: the programs wait for each other in a circle.
+        DeadlockError: the programs wait for each other in a cycle.
         ValueError: a send without its receive, or a compute op without its input.
     """
     costs = costs or Costs()
@@ -263,6 +263,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, mode: str = "free")
 
 @dataclass(frozen=True)
 class Peaks:
+    """What one rank holds at most (see `Simulation`), and the messages that it sends."""
+
     activations: int
     pending_w: int
     receives: int
@@ -270,7 +272,7 @@ class Peaks:
 
 
 def program_peaks(program: Program) -> Peaks:
-    """What one rank holds at most, from its program alone: a rank runs in order, so time does not matter."""
+    """Count what one rank holds at most, from its program alone: a rank runs in order, so time does not matter."""
     alive = pending = messages = 0
     peak_alive = peak_pending = peak_receives = 0
     posted: set[tuple[str, int, int]] = set()

@@ -1,4 +1,4 @@
-"""Proof that a schedule is right: complete, in order, paired, within memory, and free of deadlock."""
+"""Prove that a schedule is right: complete, in order, paired, within memory, and free of deadlock."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class InvalidScheduleError(ValueError):
 
 
 def validate(schedule: Schedule, max_activations: Sequence[int] | None = None, modes: Sequence[str] = MODES) -> None:
-    """Checks one step's programs.
+    """Check one step's programs.
 
     1. Every (stage, micro-batch) has one F and either one B or one I and one W, on the rank that holds the stage, with
        F before B or I, and I before W. Backwards of a stage are in micro-batch order, its W too (bitwise-equal sums).
-    2. Tensors handed over on one rank are made before they are taken.
-    3. Tensors for another rank are sent once, after they are made, and received once, before they are taken; nothing
+    2. Tensors passed on within one rank are made before they are used.
+    3. Tensors for another rank are sent once, after they are made, and received once, before they are used; nothing
        else is sent or received.
     4. From rank to rank, receives are posted in the order of the sends, so messages need no tags.
     5. No rank holds more than `max_activations[rank]` chunk activations, if given.
-    6. Nothing waits in a circle under any of `modes`.
+    6. Nothing waits in a cycle under any of `modes`.
 
     Raises:
         InvalidScheduleError: a rule is broken. DeadlockError: rule 6.
@@ -49,7 +49,7 @@ Positions = dict[Op, int]
 
 
 def _positions(program: Program, rank: int) -> Positions:
-    """Where each op stands. An op without its peer, or twice, or of no known kind is refused here."""
+    """Return the position of each op. Refuse an op without its peer, or twice, or of an unknown kind."""
     for op in program:
         known = COMPUTE_KINDS if op.peer is None else TRANSFER_KINDS
         if op.kind not in known:
@@ -85,7 +85,7 @@ def _check_compute(schedule: Schedule, rank: int, position: Positions) -> None:
 
 
 def _check_hand_overs(schedule: Schedule, rank: int, position: Positions) -> None:
-    """Rules 2 and 3 on one rank: what each compute op makes and takes."""
+    """Check rules 2 and 3 on one rank: what each compute op makes and takes."""
     place = schedule.placement
     wanted: set[Op] = set()
     made = {product_of(op, place.num_stages): i for op, i in position.items() if op.is_compute}
@@ -117,7 +117,7 @@ def _check_hand_overs(schedule: Schedule, rank: int, position: Positions) -> Non
 
 
 def _check_message_order(schedule: Schedule) -> None:
-    """Rule 4, activations and gradients together: it then holds on one process group as on two."""
+    """Check rule 4, activations and gradients together: it then holds on one process group as on two."""
     sent: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):

@@ -106,7 +106,7 @@ def test_runs_without_steps_or_what_the_axis_needs(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match=r"empty: metrics\.jsonl in it holds no step; wait"):
+    with pytest.raises(UserError, match=r"empty: metrics\.jsonl in it has no step; wait"):
         load_runs([empty], "step")
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -1,4 +1,4 @@
-"""Documents out of text files: `.txt`, `.jsonl`, both also `.gz` or `.zst`, and `.parquet`.
+"""Documents from text files: `.txt`, `.jsonl`, both also `.gz` or `.zst`, and `.parquet`.
 
 Reading is in two halves so that many processes can share it: `read_chunks` cuts a file into chunks of raw records (one
 process, in order), `parse` turns a chunk into texts (any process).
@@ -32,28 +32,28 @@ class Chunk:
     unit: str
     """"line", "file" or "row": what a record is."""
     first: int
-    """Number of the first record, from 1; of the JSON lines blank ones count too."""
+    """Number of the first record, from 1; blank JSON lines count too."""
     records: list[bytes | None]
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that is no document: where it is, what is wrong, and its first 80 characters."""
+    """A record that is not a document: where it is, what is wrong, and its first 80 characters."""
 
     where: str
     reason: str
     excerpt: str
 
     def error(self) -> UserError:
-        remedy = "correct it, or pass --skip-bad to leave such records out and count them"
+        remedy = "correct it, or pass --skip-bad to skip and count such records"
         return UserError(f"{self.where}: {self.excerpt!r}", self.reason, remedy)
 
 
 def expand_inputs(inputs: Iterable[str]) -> list[Path]:
-    """Files of a list of paths and globs, in the order given, each glob's matches sorted.
+    """List the files of paths and globs, in the order given, each glob's matches sorted.
 
     Raises:
-        UserError: nothing matches, a directory, or a kind that cannot be read.
+        UserError: nothing matches, a directory, or an unknown kind of file.
     """
     paths: list[Path] = []
     for given in inputs:
@@ -63,13 +63,13 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path]:
         paths += [Path(m) for m in matches]
     for path in paths:
         if path.is_dir():
-            remedy = f"give its files, for instance --input '{path}/*.jsonl'"
+            remedy = f"pass its files, for example --input '{path}/*.jsonl'"
             raise UserError(f"--input {path}", "is a directory", remedy)
         if _kind(path) not in (".txt", ".jsonl", ".parquet"):
             raise UserError(f"--input {path}", f"files must be {KINDS}", "rename or convert it")
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
-        logger.warning(f"{twice} is given more than once: its documents are taken each time")
+        logger.warning(f"{twice} is given more than once: its documents are used each time")
     return paths
 
 
@@ -100,7 +100,7 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
 
 
 def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:
-    """Texts of a chunk in order, a `BadRecord` in the place of what is not one; blank JSON lines are passed over."""
+    """Yield the texts of a chunk in order, a `BadRecord` for what is not one; blank JSON lines are skipped."""
     for number, record in enumerate(chunk.records, chunk.first):
         if chunk.unit == "line" and record is not None and not record.strip():
             continue
@@ -112,7 +112,7 @@ def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:
 
 
 def _text_of(record: bytes | None, json_key: str | None) -> str | BadRecord:
-    """Text of one record; a `BadRecord` without its place otherwise."""
+    """Return the text of one record, or a `BadRecord` without its place."""
     if record is None:
         return BadRecord("", "the text must be a string, it is null", "")
     excerpt = record[: 4 * _EXCERPT_CHARS].decode(errors="replace")[:_EXCERPT_CHARS]
@@ -136,7 +136,7 @@ def _kind(path: Path) -> str:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """The file's bytes, decompressed, in blocks."""
+    """Yield the file's bytes, decompressed, in blocks."""
     try:
         if path.suffix == ".zst":
             yield from _zstd_blocks(path)
@@ -151,7 +151,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_blocks(path: Path) -> Iterator[bytes]:
-    # Frame by frame: the library's own stream reader ends without a word where a frame is cut.
+    # Frame by frame: the library's own stream reader ends silently where a frame is cut.
     zstandard = optional_import("zstandard", "zstandard", "data")
     inside_frame = False
     with path.open("rb") as f:
@@ -170,7 +170,7 @@ def _zstd_blocks(path: Path) -> Iterator[bytes]:
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Lines without their newline, the last one also where it has none."""
+    """Yield lines without their newline, including a last one that has none."""
     open_line: list[bytes] = []
     for block in blocks:
         first, *rest = block.split(b"\n")

@@ -46,7 +46,7 @@ class PreprocessStats:
     def add(self, encoded: _Encoded) -> None:
         """Count one chunk, and log its bad records while few have been logged."""
         for record in encoded.bad[: max(_MAX_LOGGED - self.bad, 0)]:
-            logger.warning(f"left out: {record.where}: {record.reason}")
+            logger.warning(f"skipped: {record.where}: {record.reason}")
         self.documents += len(encoded.sizes)
         self.tokens += len(encoded.tokens)
         self.text_bytes += encoded.text_bytes
@@ -59,12 +59,12 @@ class PreprocessStats:
             f"{self.text_bytes / max(self.tokens, 1):.2f} bytes per token, "
             f"{self.text_bytes / 1e6 / max(self.seconds, 1e-9):.2f} MB/s"
         )
-        return line + f"; left out: {self.empty} empty, {self.bad} bad"
+        return line + f"; skipped: {self.empty} empty, {self.bad} bad"
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """One chunk's documents: ids end to end, the length of each, and what was left out."""
+    """One chunk's documents: ids end to end, the length of each, and what was skipped."""
 
     tokens: npt.NDArray[Any]
     sizes: list[int]
@@ -74,6 +74,8 @@ class _Encoded:
 
 
 class _Encoder:
+    """Encode the documents of a chunk, each with an end-of-text id after it."""
+
     def __init__(self, tokenizer: Tokenizer, key: str) -> None:
         self.tokenizer, self.key, self.dtype = tokenizer, key, token_dtype(tokenizer.vocab_size)
 
@@ -96,8 +98,8 @@ class _Encoder:
 
 
 def _work(ours: Connection, tokenizer_path: str, key: str) -> None:
-    """A worker's life: a chunk comes, its ids go back; until the other end is closed or its process is gone."""
-    # Ctrl-C is the parent's to deal with.
+    """Encode chunks from a pipe until its other end is closed or that process is gone."""
+    # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     encoder = _Encoder(load_tokenizer(tokenizer_path), key)
     with contextlib.suppress(EOFError, OSError):
@@ -106,7 +108,7 @@ def _work(ours: Connection, tokenizer_path: str, key: str) -> None:
 
 
 class Workers:
-    """Encoding processes with a pipe each: one that is killed, at any moment, ends its own pipe and no other.
+    """Run encoding processes with one pipe each: killing one, at any moment, breaks no other pipe.
 
     (A `ProcessPoolExecutor` has one pipe for all results, and hangs if a worker dies while it writes.)
     """
@@ -136,7 +138,7 @@ class Workers:
         self._busy[worker] = number
 
     def take(self) -> Iterator[tuple[int, _Encoded]]:
-        """Wait until one is done at least; (number of the chunk, its ids) of those that are."""
+        """Wait until at least one is done; yield (number of the chunk, its ids) of those that are."""
         for worker in connection.wait(list(self._busy)):
             assert isinstance(worker, Connection)
             with _ended_unexpectedly():
@@ -155,13 +157,13 @@ def _ended_unexpectedly() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError) as e:
-        raise RuntimeError("a preprocessing worker ended unexpectedly (killed, perhaps for want of memory)") from e
+        raise RuntimeError("a preprocessing worker ended unexpectedly (perhaps killed because memory ran out)") from e
 
 
 def _encode_all(
     chunks: Iterable[Chunk], tokenizer: Tokenizer, key: str, workers: int
 ) -> Generator[tuple[Chunk, _Encoded], None, None]:
-    """Chunks with their ids, in order; at most a few chunks a worker are in memory."""
+    """Yield chunks with their ids, in order; at most a few chunks per worker are in memory."""
     if workers == 1:
         encoder = _Encoder(tokenizer, key)
         for chunk in chunks:
@@ -214,12 +216,12 @@ def preprocess(
         UserError: inputs, tokenizer or output that cannot be used, a bad record, no document at all.
     """
     if workers < 1:
-        raise UserError(f"--workers {workers}", "must be at least 1", "leave it out for one per core")
+        raise UserError(f"--workers {workers}", "must be at least 1", "omit it for one per core")
     paths = expand_inputs(inputs)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.eos_id is None:
-        rule = "has no end-of-text token that is known, and every document must end with one"
-        raise UserError(f"tokenizer {tokenizer.path}", rule, "name eos_token in tokenizer_config.json beside it")
+        rule = "has no known end-of-text token, and every document must end with one"
+        raise UserError(f"tokenizer {tokenizer.path}", rule, "set eos_token in tokenizer_config.json beside it")
     stats, start = PreprocessStats(), time.perf_counter()
     chunks = (chunk for path in paths for chunk in read_chunks(path, key))
     with (
@@ -234,7 +236,7 @@ def preprocess(
             stats.add(encoded)
             bar.update(sum(len(r or b"") for r in chunk.records))
         if stats.documents == 0:
-            rule = f"hold no document ({stats.empty} empty, {stats.bad} bad)"
+            rule = f"contain no document ({stats.empty} empty, {stats.bad} bad)"
             raise UserError(f"--input {' '.join(inputs)}", rule, "check the files and --key")
         writer.finalize(_sidecar(tokenizer, stats))
     stats.seconds = time.perf_counter() - start
@@ -242,7 +244,7 @@ def preprocess(
 
 
 def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats) -> dict[str, Any]:
-    """The contents of `PREFIX.json`, see `build.read_sidecar`."""
+    """Return the contents of `PREFIX.json`, see `build.read_sidecar`."""
     return {
         "tokenizer_kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -255,5 +257,5 @@ def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats) -> dict[str, Any]:
 
 
 def default_workers() -> int:
-    """Cores that this process may use."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -40,14 +40,14 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train on text files and write `out_dir/tokenizer.model`; every text then decodes to itself.
 
-    Identity normalisation, no dummy prefix, whitespace kept, digits single, byte fallback; unk 0, bos 1, eos 2, no pad.
+    Identity normalization, no dummy prefix, whitespace kept, digits single, byte fallback; unk 0, bos 1, eos 2, no pad.
 
     Args:
         inputs: as of `preprocess`.
         vocab_size: pieces in all, the 256 bytes and 3 special ones included.
         key: JSON key or parquet column of the text.
-        max_mb: training reads at most so many MB of text, from the front of the inputs (the trainer holds all of it in
-            memory); said in the log when it cuts.
+        max_mb: training reads at most this many MB of text, from the start of the inputs (the trainer holds all of it
+            in memory); logged when it cuts.
 
     Raises:
         UserError: inputs that cannot be read, a vocabulary that the text cannot fill or too small for its characters.
@@ -68,7 +68,7 @@ def train_tokenizer(
 
 
 def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int) -> bytes:
-    """The contents of a trained `tokenizer.model`."""
+    """Return the contents of a trained `tokenizer.model`."""
     sentencepiece = optional_import("sentencepiece", "sentencepiece", None)
     model = io.BytesIO()
     unreadable: list[UserError] = []
@@ -87,8 +87,8 @@ def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int) -> byte
     except RuntimeError as e:
         if unreadable:
             raise unreadable[0] from None
-        remedy = "choose a vocabulary size that fits the text, or give more text"
-        raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece refuses it ({e})", remedy) from e
+        remedy = "choose a vocabulary size that fits the text, or use more text"
+        raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece rejects it ({e})", remedy) from e
     return model.getvalue()
 
 

@@ -151,7 +151,7 @@ def test_skip_bad_leaves_out_and_counts(tmp_path: Path) -> None:
     inputs = [str(tmp_path / name) for name in ("d.jsonl", "latin1.txt", "n.parquet")]
     report = preprocess(inputs, "bytes", str(tmp_path / "o"), skip_bad=True)
     assert (report.documents, report.bad, report.empty) == (len(BAD_LINES) + 1, len(BAD_LINES) + 2, 0)
-    assert "left out: 0 empty, 10 bad" in str(report)
+    assert "skipped: 0 empty, 10 bad" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_damaged_compressed_file_is_refused_also_with_skip_bad(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (".", "is a directory; give its files"),
+        (".", "is a directory; pass its files"),
         ("nothing*.txt", "no such file"),
         ("d.csv", "files must be .txt, .jsonl"),
         ("d.csv.gz", "files must be .txt, .jsonl"),
@@ -217,7 +217,7 @@ def test_a_missing_parquet_column_lists_those_there_are(tmp_path: Path) -> None:
 
 def test_no_document_at_all_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("")
-    with pytest.raises(UserError, match=r"hold no document \(1 empty, 0 bad\)"):
+    with pytest.raises(UserError, match=r"contain no document \(1 empty, 0 bad\)"):
         preprocess([str(tmp_path / "d.txt")], "bytes", str(tmp_path / "o"))
     assert not list(tmp_path.glob("o*"))
 
@@ -230,7 +230,7 @@ def test_the_tool_prints_its_report_and_no_bar_off_a_terminal(tmp_path: Path) ->
     size = sum(len(t.encode()) for t in TEXTS)
     assert f"o: 3 documents, {size + 3} tokens" in result.stdout
     assert f"{size / (size + 3):.2f} bytes per token" in result.stdout
-    assert "MB/s; left out: 0 empty, 0 bad" in result.stdout
+    assert "MB/s; skipped: 0 empty, 0 bad" in result.stdout
 
 
 def test_the_tool_shows_a_bar_on_a_terminal(tmp_path: Path) -> None:

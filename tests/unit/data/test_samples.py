@@ -63,7 +63,7 @@ def test_the_next_epoch_is_told_once(make_dataset: Make, caplog: pytest.LogCaptu
     # By identity: a record may reach the fixture on two ways.
     told = {id(record): record.getMessage() for record in caplog.records if "used up" in record.getMessage()}
     assert len(told) == 1, caplog.messages
-    assert "its 4 samples are used up, going on with epoch 2" in next(iter(told.values()))
+    assert "its 4 samples are used up, continuing with epoch 2" in next(iter(told.values()))
 
 
 def test_a_split_shorter_than_one_sample_is_told_with_the_figures(make_dataset: Make) -> None:

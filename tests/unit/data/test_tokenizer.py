@@ -85,7 +85,7 @@ def test_training_is_reproducible(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "message"), [(100000, "too high"), (100, "smaller than required_chars")])
 def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path: Path, size: int, message: str) -> None:
     (tmp_path / "t.txt").write_text("some text\n")
-    with pytest.raises(UserError, match=f"--vocab-size {size}: sentencepiece refuses it .*{message}"):
+    with pytest.raises(UserError, match=f"--vocab-size {size}: sentencepiece rejects it .*{message}"):
         train_tokenizer([str(tmp_path / "t.txt")], size, tmp_path / "out")
     assert not (tmp_path / "out" / "tokenizer.model").exists()
 
@@ -174,7 +174,7 @@ def test_eos_comes_from_tokenizer_config(bpe_files: dict[str, Path], tmp_path: P
     assert [tokenizer.eos_id] == tokenizer.encode("a")
     assert [tokenizer.bos_id] == tokenizer.encode("b")
     config.write_text(json.dumps({"eos_token": "<nowhere>"}))
-    with pytest.raises(UserError, match="eos_token '<nowhere>', which tokenizer.json does not know"):
+    with pytest.raises(UserError, match="eos_token '<nowhere>', which tokenizer.json does not have"):
         load_tokenizer(tmp_path)
 
 

@@ -60,9 +60,9 @@ def test_weak_and_strong_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "rule"),
     [
-        (["--ranks", "1,x"], "--ranks 1,x: must be numbers from 1 on"),
-        (["--ranks", "0"], "--ranks 0: must be numbers from 1 on"),
-        (["--steps", "3", "--warmup", "3"], "--warmup 3 --steps 3: some steps must be left to count"),
+        (["--ranks", "1,x"], "--ranks 1,x: must be positive numbers separated by commas"),
+        (["--ranks", "0"], "--ranks 0: must be positive numbers separated by commas"),
+        (["--steps", "3", "--warmup", "3"], "--warmup 3 --steps 3: some steps must remain to be measured"),
     ],
 )
 def test_mistakes(flags: list[str], rule: str) -> None:

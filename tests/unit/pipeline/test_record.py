@@ -107,7 +107,7 @@ def test_a_damaged_recording_is_refused(tmp_path: Path, harm: Any, rule: str) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--run", "{run}", "--pp", "2"], "the recording says what ran"),
+        (["--run", "{run}", "--pp", "2"], "the recording determines what ran"),
         (["--run", "{run}", "--step", "9"], "only steps 1 were recorded"),
         (["--run", "{run}/none"], "record with pretrain_gpt.py --record-schedule"),
         (["--schedule", "1f1b", "--pp", "2"], "nothing to show"),

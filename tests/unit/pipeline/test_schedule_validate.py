@@ -77,11 +77,11 @@ def test_makespan_grows_with_what_the_transport_serialises(configuration, costs)
     assert all(run.makespan >= run.ideal * (1 - 1e-9) for run in runs.values())
 
 
-def test_lowering_names_orders_that_wait_in_a_circle():
+def test_lowering_names_orders_that_wait_in_a_cycle():
     place = build_schedule("1f1b", 2, 1, 2).placement
     orders = [[Op("F", 0, 0), Op("B", 0, 0), Op("F", 1, 0), Op("B", 1, 0)]]
     orders.append([Op("F", 0, 1), Op("F", 1, 1), Op("B", 0, 1), Op("B", 1, 1)])
-    with pytest.raises(ValueError, match=r"circle, stuck at B0.0, F1.1"):
+    with pytest.raises(ValueError, match=r"cycle, stuck at B0.0, F1.1"):
         lower(orders, place)
 
 
@@ -299,7 +299,7 @@ def test_send_first_1f1b_deadlocks_where_sends_block_and_only_there():
     simulate(schedule, mode="free")
     with pytest.raises(DeadlockError, match="which waits for") as caught:
         validate(schedule, modes=["blocking"])
-    # The circle names the two sends that block each other: a forward's output and a gradient.
+    # The cycle names the two sends that block each other: a forward's output and a gradient.
     assert {"SF1.0@1 on rank 0", "SB0.1@0 on rank 1"} <= set(caught.value.cycle)
     with pytest.raises(Deadlocked):
         _run_on_threads(schedule)

@@ -102,7 +102,7 @@ def test_the_tools_on_an_imported_checkpoint(both: tuple[Any, Path], tmp_path: P
     assert told["perplexity"] == pytest.approx(math.exp(told["loss"]))
     done = tool("generate.py", str(path), "--prompt", "a", "--device", "cpu")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {path}: its run names no tokenizer that is still there; give --tokenizer")
+    assert done.stderr.startswith(f"error: {path}: its run recorded no tokenizer that still exists; pass --tokenizer")
     done = tool("evaluate.py", str(tmp_path), "--data", "x", "--device", "cpu")
     assert done.returncode == 2
     assert "holds no manifest.json and no step_* folders" in done.stderr
