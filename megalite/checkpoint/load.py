@@ -31,12 +31,12 @@ from megalite.config.model import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.collectives import all_reduce, gather_texts
 from megalite.dist.context import ParallelContext
+from megalite.dist.dtypes import STORED
 from megalite.errors import UserError
 from megalite.log import logger
 from megalite.sharding import StateTensor
 from megalite.slices import Slice, box_index, contiguous_parts
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Reads go through a buffer of at most this many bytes.
 _STAGE = 16 << 20
 
@@ -140,7 +140,7 @@ class ShardReader:
                 read_exactly(fd, view[at : at + part.numel * item], box.at + part.at * item, path)
                 at += part.numel * item
             self.stats.loaded += len(view)
-            yield (row, *offset[1:]), stage.view(DTYPES[dtype]).view(rows, *shape[1:])
+            yield (row, *offset[1:]), stage.view(STORED[dtype]).view(rows, *shape[1:])
 
     def _staging(self, size: int) -> torch.Tensor:
         """Bytes to read into, the same memory each time."""

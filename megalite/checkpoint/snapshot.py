@@ -17,11 +17,10 @@ from megalite.checkpoint import writer
 from megalite.checkpoint.safetensors_io import num_bytes
 from megalite.checkpoint.writer import receive, send
 from megalite.child import shared_memory, start_child
+from megalite.dist.dtypes import STORED
 from megalite.log import logger
 from megalite.sharding import StateTensor
 from megalite.slices import Slice
-
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
 class Snapshot:
@@ -51,7 +50,7 @@ class Snapshot:
         at = 0
         for box in boxes:
             count = num_bytes(box["dtype"], box["shape"])
-            self._tensor[at : at + count].view(_DTYPES[box["dtype"]]).copy_(box["source"], non_blocking=True)
+            self._tensor[at : at + count].view(STORED[box["dtype"]]).copy_(box["source"], non_blocking=True)
             at += count
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()

@@ -147,7 +147,7 @@ def as_json(grid: Grid, reports: Sequence[RankReport], problems: Sequence[Proble
     return {
         "ok": not problems,
         "problems": [dataclasses.asdict(p) for p in problems],
-        "layout": {"world": grid.world, "dp": grid["dp"], "pp": grid["pp"], "tp": grid["tp"]},
+        "layout": grid.as_dict(),
         "groups": [dataclasses.asdict(g) for g in groups_of(reports)],
         "ranks": [dataclasses.asdict(r) for r in reports],
         "topology": hardware,

@@ -6,19 +6,18 @@ import argparse
 
 import torch
 
+from megalite.dist.dtypes import DTYPES
 from megalite.errors import run_tool
 from megalite.ops.choose import OPS, resolve
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m megalite.ops", description=__doc__)
     parser.add_argument("--ops", default="auto", help='the --ops of a run, such as "rmsnorm=triton,adamw=cuda"')
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bf16", help="dtype of the activations")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the activations")
     args = parser.parse_args()
-    device, dtype = torch.device(args.device), _DTYPES[args.dtype]
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
     print(f"{'op':14} {'backend':8} why")
     for choice in resolve(args.ops, device, dtype).choices:
         print(f"{choice.op:14} {choice.backend:8} {choice.reason}")

@@ -9,6 +9,7 @@ import torch
 from megalite import ops as kernels
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
+from megalite.dist.dtypes import DTYPES
 from megalite.dist.seeding import RngStreams
 from megalite.log import logger
 from megalite.model.gpt import GPTStage
@@ -26,8 +27,6 @@ from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Placement, Program
 from megalite.sharding import Layout, ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass

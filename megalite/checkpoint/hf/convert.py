@@ -28,6 +28,7 @@ from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_k
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer import of_run
+from megalite.dist.dtypes import DTYPES, stored_name, torch_name
 from megalite.errors import UserError
 from megalite.families import FAMILIES
 from megalite.log import logger
@@ -37,12 +38,6 @@ from megalite.slices import Slice
 
 # Files of an export, and of an imported checkpoint, are at most this large (one larger tensor makes one larger file).
 SHARD_BYTES = 5_000_000_000
-_TYPES = {
-    "float32": ("F32", torch.float32),
-    "bfloat16": ("BF16", torch.bfloat16),
-    "float16": ("F16", torch.float16),
-}
-_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -154,11 +149,11 @@ def export_hf(
 
 def _export_type(meta: dict[str, Any], dtype: str | None) -> str:
     if dtype is not None:
-        if dtype not in _SHORT:
-            raise UserError(f"--dtype {dtype}", f"must be one of {', '.join(_SHORT)}", "choose one of these")
-        return _SHORT[dtype]
+        if dtype not in DTYPES:
+            raise UserError(f"--dtype {dtype}", f"must be one of {', '.join(DTYPES)}", "choose one of these")
+        return torch_name(DTYPES[dtype])
     trained = meta.get("config", {}).get("train", {}).get("precision", "fp32")
-    return meta.get("hf", {}).get("dtype") or _SHORT[trained]
+    return meta.get("hf", {}).get("dtype") or torch_name(DTYPES[trained])
 
 
 def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Path, shard_bytes: int) -> None:
@@ -166,7 +161,8 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Pat
     family, tensors = FAMILIES[cfg.arch], weights_of(reader.manifest, reader.path)
     specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
     _check_names(reader.path, specs, tensors)
-    code, dtype = _TYPES[kind]
+    dtype = getattr(torch, kind)
+    code = stored_name(dtype)
 
     def group(spec: ParamSpec) -> _Group:
         where = family.place(spec.name)

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
 from megalite.checkpoint.hf.packing import file_shapes, row_runs
-from megalite.checkpoint.load import DTYPES
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside
 from megalite.config.model import ModelConfig
+from megalite.dist.dtypes import STORED
 from megalite.families.common import Family, Packed
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
@@ -161,8 +161,8 @@ class HFSource:
             if tensor.shape != shape:
                 rule = f"tensor {name} has shape {list(tensor.shape)}, its config.json says {list(shape)}"
                 raise BadCheckpoint(where, rule, remedy)
-            if tensor.dtype not in DTYPES:
-                raise BadCheckpoint(where, f"tensor {name} has type {tensor.dtype}", f"must be {', '.join(DTYPES)}")
+            if tensor.dtype not in STORED:
+                raise BadCheckpoint(where, f"tensor {name} has type {tensor.dtype}", f"must be {', '.join(STORED)}")
         if tied and head in self._tensors:
             embedding = self.family.place("embed_tokens.weight").names[0]
             one, other = self._tensors[head], self._tensors[embedding]
