@@ -1,8 +1,8 @@
-"""The optional compiled parts; everything else about the package is in pyproject.toml.
+"""The optional compiled parts; all other package metadata is in pyproject.toml.
 
-The kernels need torch at build time, so pip's build isolation skips them: `pip install --no-build-isolation -e .`, or
-afterwards `python setup.py build_ext --inplace`. Without a compiler, torch or nvcc the install goes on and says what is
-missing; `python -m megalite.ops` shows which kernels are there.
+The kernels require torch at build time, so pip's build isolation skips them: `pip install --no-build-isolation -e .`,
+or afterwards `python setup.py build_ext --inplace`. Without a compiler, torch or nvcc the install continues and reports
+what is missing; `python -m megalite.ops` shows which kernels are available.
 
 MEGALITE_CUDA = auto (default: build if nvcc is found) | 0 (never) | 1 (fail without nvcc).
 MEGALITE_CUDA_ARCHS = "80;90;100;120": architectures of the CUDA library; PTX of the last for newer cards.
@@ -49,14 +49,14 @@ def find_nvcc() -> str | None:
 
 
 def extensions() -> list[Extension]:
-    """What can be built here; a line to stderr for what cannot."""
+    """List what can be built here; log a line to stderr for what cannot."""
     cuda = os.environ.get("MEGALITE_CUDA", "auto")
     if cuda not in ("auto", "0", "1"):
         sys.exit(f"error: MEGALITE_CUDA={cuda}: must be auto, 0 or 1; unset it for auto")
     nvcc = find_nvcc()
     if cuda == "1" and (nvcc is None or torch_dir() is None):
         missing = "nvcc on PATH or under CUDA_HOME" if nvcc is None else "torch at build time (--no-build-isolation)"
-        sys.exit(f"error: MEGALITE_CUDA=1: needs {missing}; provide it, or set MEGALITE_CUDA=auto")
+        sys.exit(f"error: MEGALITE_CUDA=1: requires {missing}; provide it, or set MEGALITE_CUDA=auto")
     found = [Extension("megalite.data._blend", ["csrc/data/blend.cpp"], optional=True)]
     if torch_dir() is None:
         say("native kernels skipped: torch cannot be imported by the build (use --no-build-isolation)")
@@ -90,7 +90,7 @@ class BuildNative(build_ext):
         except (OSError, subprocess.CalledProcessError) as e:
             if not ext.optional:
                 raise
-            say(f"{ext.name} not built, the install goes on without it: {e}")
+            say(f"{ext.name} not built, the install continues without it: {e}")
 
     def build_cuda(self, sources: list[str], target: Path) -> None:
         archs = os.environ.get("MEGALITE_CUDA_ARCHS", "80;90;100;120").split(";")
@@ -113,7 +113,7 @@ class BuildNative(build_ext):
         torch = torch_dir()
         paths = [f"-I{torch}/include", f"-L{torch}/lib"] if on_torch else []
         libraries = [*link, "-ltorch", "-ltorch_cpu", "-lc10"] if on_torch else link
-        # A compiler that is interrupted must not leave half a library where the package looks for it.
+        # An interrupted compiler must not leave half a library where the package looks for it.
         part = target.with_suffix(".part")
         subprocess.run([*command, *paths, "-shared", *sources, "-o", part, *libraries], check=True, cwd=ROOT)
         part.replace(target)

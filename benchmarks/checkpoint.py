@@ -28,7 +28,7 @@ from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 
 
 def states_of(ctx: ParallelContext, mb: float) -> list[StateTensor]:
-    """About `mb` MB a rank of masters and moments, in matrices of 4 MiB a rank cut by rows."""
+    """Make about `mb` MB per rank of masters and moments, in matrices of 4 MiB per rank cut by rows."""
     count = max(1, round(mb * 1e6 / (3 * 4 * (1 << 20))))
     out = []
     for i in range(count):
@@ -56,7 +56,7 @@ def timed(ctx: ParallelContext, action: Callable[[], object]) -> float:
 
 
 def plain_write(folder: Path, ctx: ParallelContext, data: bytes) -> None:
-    """One file a rank, flushed: what the disk takes."""
+    """Write one file per rank and flush it: the speed of the disk."""
     with (folder / f"plain_{ctx.rank}").open("wb") as f:
         f.write(data)
         f.flush()
@@ -118,9 +118,9 @@ def measure(ctx: ParallelContext, mb: float, step_s: float, root: Path, repeats:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=256.0, help="MB of state a rank")
+    parser.add_argument("--mb", type=float, default=256.0, help="MB of state per rank")
     parser.add_argument("--step", type=float, default=1.0, help="seconds a made-up training step")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements; the median is told")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements; the median is reported")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda: where the state is")
     parser.add_argument("--folder", help="where to write (default: a temporary folder, which may be memory)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")

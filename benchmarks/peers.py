@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One tiny Llama in plain torch, Hugging Face transformers, DDP, DTensor, torch.distributed.pipelining and megalite.
 
-Every peer of a layout has processes of its own, as its users would start it, and they take turns, a step each, in an
+Every peer of a layout has its own processes, started as its users would, and they take turns, one step each, in an
 order that rotates: whatever else the machine does falls on all of them alike. Every step is timed from a barrier to the
 slowest rank's end, with what megalite would overlap with its next step included. Ratios are of each round's two
 neighbours, then their median.

@@ -120,7 +120,7 @@ def main() -> None:
         low, high = row["spread_s"]
         mfu = f", MFU {row['mfu_causal']:.1%} causal, {row['mfu_full']:.1%} full" if row["mfu_full"] else ""
         print(
-            f"{name}: {row['step_s'] * 1e3:.1f} ms a step ({low * 1e3:.1f} to {high * 1e3:.1f}), "
+            f"{name}: {row['step_s'] * 1e3:.1f} ms per step ({low * 1e3:.1f} to {high * 1e3:.1f}), "
             f"{row['tokens_per_s']:,.0f} tokens/s, {row['speedup']:.2f}x {args.precisions[0]}, "
             f"{row['tflops_causal']:.3f} TFLOP/s{mfu}"
         )

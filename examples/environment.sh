@@ -1,21 +1,21 @@
-# Sourced by the two README commands: makes .venv (unless an environment is active) and installs megalite with extras.
+# Sourced by the two README commands: creates .venv (unless an environment is active) and installs megalite with extras.
 
 say() { printf '\n== %s\n' "$*"; }
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
-# use_environment EXTRAS: sets PYTHON. Installs again only when what is asked for has changed.
+# use_environment EXTRAS: sets PYTHON. Installs again only if the requirements have changed.
 use_environment() {
     local extras=$1 prefix stamp want
     if [ -n "${VIRTUAL_ENV:-}" ]; then
         PYTHON=$VIRTUAL_ENV/bin/python
     else
-        command -v python3 >/dev/null || fail "python3 is not on PATH: megalite needs Python 3.10 or newer; install it"
+        command -v python3 >/dev/null || fail "python3 is not on PATH: megalite requires Python 3.10 or newer; install it"
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-            fail "$(python3 -V): megalite needs Python 3.10 or newer; install it, or activate an environment that has it"
+            fail "$(python3 -V): megalite requires Python 3.10 or newer; install it, or activate an environment that has it"
         if [ ! -x .venv/bin/python ]; then
-            say "making the environment .venv"
-            python3 -m venv .venv || fail "python3 -m venv failed: it needs the venv module; install python3-venv"
+            say "creating the environment .venv"
+            python3 -m venv .venv || fail "python3 -m venv failed: it requires the venv module; install python3-venv"
         fi
         PYTHON=$PWD/.venv/bin/python
     fi
@@ -25,12 +25,12 @@ use_environment() {
     stamp=$prefix/.megalite-$extras
     want=$(cat pyproject.toml constraints.txt setup.py | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
-        say "installing megalite[$extras] and what it needs (a minute or two the first time)"
-        # On Linux without CUDA a plain torch would bring gigabytes of CUDA: the pinned version comes first, alone.
+        say "installing megalite[$extras] and its dependencies (a minute or two the first time)"
+        # On Linux without CUDA, plain torch would install gigabytes of CUDA: the pinned version is installed first, alone.
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt torch "setuptools>=77" ||
             fail "torch could not be installed: see pip's message above; check the network or the package index"
-        # Not isolated, so that the C++ kernels find torch (and CUDA's, where there is a GPU to run them); without a
-        # compiler the install goes on and every op keeps its torch form.
+        # Without build isolation, so that the C++ kernels find torch (and CUDA's, if there is a GPU to run them);
+        # without a compiler the install continues, and every op uses its torch backend.
         command -v nvidia-smi >/dev/null || export MEGALITE_CUDA=${MEGALITE_CUDA:-0}
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
             --no-build-isolation -e ".[$extras]" ||

@@ -160,7 +160,7 @@ def test_install_without_torch_continues_with_a_warning() -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("1", "MEGALITE_CUDA=1: needs nvcc"), ("yes", "MEGALITE_CUDA=yes: must be auto, 0 or 1")],
+    [("1", "MEGALITE_CUDA=1: requires nvcc"), ("yes", "MEGALITE_CUDA=yes: must be auto, 0 or 1")],
 )
 def test_cuda_requested_and_missing_is_an_error(tmp_path: Path, value: str, message: str) -> None:
     done = build(tmp_path, MEGALITE_CUDA=value, CUDA_HOME="/nonexistent")
