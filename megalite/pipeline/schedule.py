@@ -178,25 +178,17 @@ def check_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_siz
             raise UserError(f"{label} {value}", "must be at least 1", f"use 1 or more, or keep the default {label}")
     if generator.vp is not None and vp != generator.vp:
         other = "interleaved" if vp > 1 else "1f1b"
-        raise UserError(
-            f"schedule {name} with vp {vp}",
-            f"{name} needs vp {generator.vp}",
-            f"use --vp {generator.vp} or --schedule {other}",
-        )
+        remedy = f"use --vp {generator.vp} or --schedule {other}"
+        raise UserError(f"schedule {name} with vp {vp}", f"{name} needs vp {generator.vp}", remedy)
     if m < generator.min_microbatches_per_rank * pp:
-        raise UserError(
-            f"{m} micro-batches with schedule {name} and pp {pp}",
-            f"it needs at least {generator.min_microbatches_per_rank} * pp",
-            "raise the global batch size or use another schedule",
-        )
+        rule = f"it needs at least {generator.min_microbatches_per_rank} * pp"
+        remedy = "raise the global batch size or use another schedule"
+        raise UserError(f"{m} micro-batches with schedule {name} and pp {pp}", rule, remedy)
     if generator.grouped:
         _check_groups(pp, m, pp if group_size is None else group_size)
     elif group_size is not None:
-        raise UserError(
-            f"group size {group_size} with schedule {name}",
-            "only interleaved runs micro-batches in groups",
-            "omit the group size or use --schedule interleaved",
-        )
+        given, rule = f"group size {group_size} with schedule {name}", "only interleaved runs micro-batches in groups"
+        raise UserError(given, rule, "omit the group size or use --schedule interleaved")
 
 
 def _check_groups(pp: int, m: int, group: int) -> None:
