@@ -7,13 +7,10 @@ A mistake is a `UserError`: the value, the rule it breaks, the fix.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -21,24 +18,10 @@ import yaml
 
 from megalite.config import megatron
 from megalite.config.model import ModelConfig
-from megalite.config.options import GROUP_OF, GROUPS, TYPES, StrictLoader, read_value, suggest
+from megalite.config.options import GROUP_OF, GROUPS, TYPES, Start, StrictLoader, help_texts, read_value, suggest
 from megalite.config.run import Config
 from megalite.errors import UserError
 from megalite.families import FAMILIES, PRESETS
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where to start from, and what to print instead of training."""
-
-    preset: str | None = None
-    """Named model; --config and flags override it."""
-    config: tuple[str, ...] = ()
-    """YAML file of options, as --print-config writes it (repeatable, later files win)."""
-    print_config: bool = False
-    """Print the resolved options as YAML and exit."""
-    dry_run: bool = False
-    """Print layout, parameters and memory per rank and exit."""
 
 
 class Parsed(NamedTuple):
@@ -277,7 +260,7 @@ def _unknown_flag(flag: str, known: Iterable[str]) -> tuple[str, str]:
     if refusal := megatron.refusal(flag, known):
         return f"is not an option here: {refusal[0]}", refusal[1]
     by_letters = suggest(flag, known, "--")
-    texts = {name: text for cls in GROUPS.values() for name, text in _texts(cls).items()}
+    texts = {name: text for cls in GROUPS.values() for name, text in help_texts(cls).items()}
     in_words, start = flag.replace("-", " "), f"{flag.replace('-', '_')}_"
     mentioned = [f"--{_dashed(n)}" for n, text in texts.items() if in_words in text.lower() or n.startswith(start)]
     if mentioned and not by_letters.startswith("did you mean"):
@@ -300,7 +283,8 @@ def _help(prog: str) -> str:
     ]
     for group, cls in {"start": Start, **GROUPS}.items():
         lines += ["", f"{group}: {inspect.getdoc(cls)}"]
-        lines += [_help_line(field, _texts(cls)[field.name]) for field in dataclasses.fields(cls)]
+        texts = help_texts(cls)
+        lines += [_help_line(field, texts[field.name]) for field in dataclasses.fields(cls)]
     return "\n".join(lines)
 
 
@@ -313,14 +297,3 @@ def _help_line(field: dataclasses.Field[Any], text: str) -> str:
     shown = ("on" if field.default else "off") if kind is bool else field.default
     default = "" if field.default in (None, ()) or field.name in _START else f" [{shown}]"
     return f"  {f'--{switch}{_dashed(field.name)}{metavar}':<34} {text}{choices}{default}"
-
-
-def _texts(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, read from the source, as Python does not keep it."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    return {
-        ast.unparse(field.target): str(under.value.value)
-        for field, under in zip(tree.body, tree.body[1:])
-        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
-    }

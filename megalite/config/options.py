@@ -1,16 +1,35 @@
-"""Options by name: their types and groups, and the conversion of given values to them."""
+"""Options by name: their types, groups and help texts, and the conversion of given values to them."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import textwrap
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from megalite.config.run import Config
 from megalite.errors import UserError
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where to start from, and what to print instead of training."""
+
+    preset: str | None = None
+    """Named model; --config and flags override it."""
+    config: tuple[str, ...] = ()
+    """YAML file of options, as --print-config writes it (repeatable, later files win)."""
+    print_config: bool = False
+    """Print the resolved options as YAML and exit."""
+    dry_run: bool = False
+    """Print layout, parameters and memory per rank and exit."""
+
 
 GROUPS: dict[str, type] = get_type_hints(Config)
 """Group of options (key of the YAML file, heading of the help) -> dataclass."""
@@ -50,6 +69,17 @@ def read_value(hint: Any, value: Any, written: str) -> Any:
         remedy = "write it as '{factor: 8.0}'" if dataclasses.is_dataclass(kind) else "correct the value"
         choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
         raise UserError(written, _rule_of(hint), suggest(str(value), choices) if choices else remedy) from None
+
+
+def help_texts(cls: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass, read from the source, as Python does not keep it."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        ast.unparse(field.target): str(under.value.value)
+        for field, under in zip(tree.body, tree.body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(under.value, ast.Constant)
+    }
 
 
 def suggest(word: str, known: Iterable[str], dashes: str = "") -> str:

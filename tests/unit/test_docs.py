@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megalite.config import megatron as aliases
-from megalite.config.cli import Start, parse
-from megalite.config.options import TYPES
+from megalite.config.cli import parse
+from megalite.config.options import TYPES, Start
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.pipeline.choose import USUAL_COSTS, resolve_schedule, simulate_all
