@@ -17,7 +17,7 @@ from megalite.dist.context import (
 )
 from megalite.dist.grid import Grid
 from megalite.log import env_rank
-from megalite.plan.memory import dry_run_report
+from megalite.plan.dry_run import dry_run_report
 from megalite.train.exit import leaving_together
 from megalite.train.inputs import described
 from megalite.train.loop import fit

@@ -18,7 +18,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.train.trackers import BackgroundTracker, TensorBoardTracker, WandbTracker
+from megalite.train.trackers import BackgroundTracker, tensorboard_tracker, wandb_tracker
 
 METRICS_FILE = "metrics.jsonl"
 # Steps over which the pace is measured that the ETA goes by: long enough to hold evaluations and saves.
@@ -71,9 +71,9 @@ class MetricsLogger:
         self._on_close = ExitStack()
         self._trackers = []
         if tensorboard:
-            self._trackers.append(BackgroundTracker("TensorBoard", lambda: TensorBoardTracker(run_dir)))
+            self._trackers.append(BackgroundTracker("TensorBoard", lambda: tensorboard_tracker(run_dir)))
         if wandb_project is not None:
-            self._trackers.append(BackgroundTracker("wandb", lambda: WandbTracker(run_dir, wandb_project, config)))
+            self._trackers.append(BackgroundTracker("wandb", lambda: wandb_tracker(run_dir, wandb_project, config)))
 
     def step(self, record: dict[str, Any]) -> None:
         """One step's line, on disk when this returns.

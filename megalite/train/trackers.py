@@ -6,11 +6,13 @@ from a queue, so that neither its errors nor its delays (an unreachable server, 
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from megalite.log import logger
 
@@ -21,11 +23,11 @@ FINISH_S = 20.0
 _QUEUE_LENGTH = 100_000
 
 
-class Tracker(Protocol):
+class Tracker(NamedTuple):
     """Where values go."""
 
-    def log(self, values: dict[str, float], step: int) -> None: ...
-    def close(self) -> None: ...
+    log: Callable[[dict[str, float], int], object]
+    close: Callable[[], object]
 
 
 class BackgroundTracker:
@@ -83,61 +85,40 @@ class BackgroundTracker:
         self._stopped.set()
 
 
-class TensorBoardTracker:
-    """Events in RUN_DIR/tensorboard."""
+def tensorboard_tracker(run_dir: Path) -> Tracker:
+    """Write events to RUN_DIR/tensorboard."""
+    writer = _import("torch.utils.tensorboard", "--tensorboard").SummaryWriter(str(run_dir / "tensorboard"))
 
-    def __init__(self, run_dir: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise RuntimeError("--tensorboard needs the package: pip install 'megalite[log]'") from None
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker:
-    """A Weights & Biases run: online where a key is found and the server answers, else offline in RUN_DIR/wandb."""
-
-    def __init__(self, run_dir: Path, project: str, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise RuntimeError("--wandb-project needs the package: pip install 'megalite[log]'") from None
-        settings = wandb.Settings(init_timeout=WANDB_INIT_S, finish_timeout=FINISH_S - 5, silent=True, console="off")
-
-        def start(mode: str) -> Any:
-            return wandb.init(
-                project=project,
-                name=run_dir.resolve().name,
-                dir=str(run_dir),
-                config=config,
-                mode=mode,  # type: ignore[arg-type]
-                settings=settings,
-            )
-
-        # The mode is chosen before anything can ask for a key at the terminal. WANDB_MODE is read by the library.
-        mode = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
-        if mode == "online" and not wandb.login(prompt=False, verify=False):
-            mode = "offline"
-            _say_offline("no API key", run_dir)
-        try:
-            self._run = start(mode)
-        except Exception as e:  # wandb documents no closed set of errors
-            _say_offline(" ".join(str(e).split()), run_dir)
-            self._run = start("offline")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(log, writer.close)
 
 
-def _say_offline(why: str, run_dir: Path) -> None:
-    logger.info("wandb: %s; recording offline in %s (upload later: wandb sync)", why, run_dir / "wandb")
+def wandb_tracker(run_dir: Path, project: str, config: dict[str, Any]) -> Tracker:
+    """Start a Weights & Biases run: online where a key is found and the server answers, else in RUN_DIR/wandb."""
+    wandb = _import("wandb", "--wandb-project")
+    settings = wandb.Settings(init_timeout=WANDB_INIT_S, finish_timeout=FINISH_S - 5, silent=True, console="off")
+    name = run_dir.resolve().name
+    start = partial(wandb.init, project=project, name=name, dir=str(run_dir), config=config, settings=settings)
+    # The mode is chosen before anything can ask for a key at the terminal. The library reads WANDB_MODE.
+    mode = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode
+    why = ""
+    if mode == "online" and not wandb.login(prompt=False, verify=False):
+        mode, why = "offline", "no API key"
+    try:
+        run = start(mode=mode)
+    except Exception as e:  # wandb documents no closed set of errors
+        why = " ".join(str(e).split())
+        run = start(mode="offline")
+    if why:
+        logger.info(f"wandb: {why}; recording offline in {run_dir / 'wandb'} (upload later: wandb sync)")
+    return Tracker(run.log, run.finish)
+
+
+def _import(module: str, flag: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise RuntimeError(f"{flag} requires the package: pip install 'megalite[log]'") from None

@@ -18,7 +18,7 @@ from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.pipeline.choose import USUAL_COSTS, resolve_schedule, simulate_all
 from megalite.pipeline.schedule import build_schedule
-from megalite.plan.memory import dry_run_report
+from megalite.plan.dry_run import dry_run_report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

@@ -9,7 +9,7 @@ import pytest
 from megalite.config import cli
 from megalite.dist.grid import Grid
 from megalite.families import PRESETS
-from megalite.plan.memory import dry_run_report
+from megalite.plan.dry_run import dry_run_report
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
 WORLD = {"gpt2-124m": 1, "llama-3.2-1b": 8, "llama-3-8b": 64, "quickstart": 4}
