@@ -38,7 +38,7 @@ class Waits:
     """Measures how long this process waits for its peers, in `Pending.wait` and in `to_host`.
 
     Attributes:
-        seconds: waited so far.
+        seconds: total so far.
         mark: makes the context that surrounds each wait, such as a range in a profile.
     """
 

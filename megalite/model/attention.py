@@ -1,4 +1,4 @@
-"""Grouped-query self-attention, heads cut over tensor-parallel ranks.
+"""Grouped-query self-attention, heads split over tensor-parallel ranks.
 
 Shapes: S sequence, B micro-batch, H hidden, N local query heads, G local key/value heads, D head size.
 """
@@ -23,7 +23,7 @@ class Attention(nn.Module):
     Args:
         layers: makes the layers of this stage.
         index: global index of the block.
-        recompute_core: run rope and the dot product again in backward instead of keeping what they save.
+        recompute_core: recompute rope and the dot product in backward instead of keeping what they save.
     """
 
     def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         return self.o_proj(out)
 
     def _core(self, qkv: torch.Tensor, rope: Rope, this: Pass) -> torch.Tensor:
-        """Attention of packed q|k|v, [S, B, (N + 2G) D] -> [S, B, N D]."""
+        """Attend with packed q|k|v: [S, B, (N + 2G) D] -> [S, B, N D]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         seq, batch = qkv.shape[:2]
         if self.qk_norm:
@@ -67,8 +67,8 @@ class Attention(nn.Module):
         if rope is None:
             parts = qkv.split((n, g, g), dim=2)
         else:
-            # The op rotates in place; what checkpointing runs again must find its input unchanged, and torch.compile
-            # loses the gradient of a view that is written to.
+            # The op rotates in place, but recomputation must find its input unchanged, and torch.compile loses the
+            # gradient of a view that is written to.
             packed = qkv.clone() if self.recompute_core or torch.compiler.is_compiling() else qkv
             parts = self.rope_qkv(packed, *rope, n, g)
         q, k, v = (t.permute(1, 2, 0, 3) for t in parts)
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """RMSNorm of queries or keys: per head (weight [D]) or over the whole projection, which is cut over ranks."""
+    """RMSNorm of queries or keys: per head (weight [D]) or over the whole projection, which is split over ranks."""
 
     def __init__(self, layers: Layers, name: str) -> None:
         super().__init__()

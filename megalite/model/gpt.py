@@ -24,7 +24,7 @@ from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_c
 class Block(nn.Module):
     """One transformer block: x -> x, both x_SBH (x_sBH with sequence parallelism).
 
-    A norm may stand before and after each sub-layer; `NORM_NAMES` lists which of the four a model has.
+    Each sub-layer may have a norm before it and one after it; `NORM_NAMES` lists those that a model has.
     """
 
     def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
@@ -33,7 +33,8 @@ class Block(nn.Module):
         self.parallel_residual = layers.cfg.parallel_residual
         self.self_attn = Attention(layers, index, recompute_core)
         self.mlp = MLP(layers, index)
-        # Registered under their global names, called by their places.
+        # Registered under their global names, called by their place. The order of registration is that of their
+        # gradients in a bucket, and so decides the last bit of the gradient norm.
         made = {leaf: layers.norm(f"{name}.{leaf}") for leaf in (norms[1], norms[2], norms[0], norms[3]) if leaf}
         for leaf, norm in made.items():
             self.add_module(leaf, norm)
@@ -54,8 +55,10 @@ class Block(nn.Module):
 
 
 def compile_block(block: nn.Module) -> None:
-    """torch.compile of what lies between the layers that communicate, which stay as they are: they add to `main_grad`
-    and to the queue of weight gradients, of which a traced graph knows nothing. Hooks on the block stay outside too.
+    """Compile what lies between the layers that communicate.
+
+    Those layers run as they are: they add to `main_grad` and to the queue of weight gradients, which a traced graph
+    cannot see. Hooks on the block run outside the compiled code too.
     """
     for part in block.modules():
         if isinstance(part, ParallelLinear) or (isinstance(part, QKNorm) and not part.per_head):
@@ -71,12 +74,12 @@ class GPTStage(nn.Module):
     Args:
         layers: makes this stage's layers.
         blocks: global indices of its blocks.
-        first, last: whether it holds the embedding; the output layer and the loss.
+        first, last: whether it holds the embedding, and the output layer with the loss.
         recompute: "none", "selective" (attention core) or "full" (whole blocks).
-        loss_chunk: tokens at a time in output layer and loss; 0 = all at once.
+        loss_chunk: tokens per chunk in output layer and loss; 0 = all at once.
         label_smoothing: of the training loss, see `vocab_parallel_cross_entropy`.
-        shared_embedding: the tied embedding's weight where it lives on the same rank; used as the output weight.
-        compiled: blocks go through torch.compile; they must have no dropout.
+        shared_embedding: weight of the tied embedding if it lives on this rank; used as the output weight.
+        compiled: whether blocks go through torch.compile; they must have no dropout.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class GPTStage(nn.Module):
             x = self.embedding_dropout(x, this)
         length = batch.tokens_SB.shape[0]
         if self.compiled:
-            # Without dropout a pass has no masks to key; numbers that change would have the blocks compiled again.
+            # Without dropout a pass has no masks to key, and numbers that change would trigger recompilation.
             this = Pass(0, 0, 0, this.training)
         for block, rotary in zip(self.layers.values(), self._rotary):
             rope = rotary(length, x.device) if rotary else None
@@ -155,7 +158,7 @@ class GPTStage(nn.Module):
         return self.lm_head(self.norm(x), batch.targets_SB, this) if self.last else x
 
     def units(self) -> list[nn.Module]:
-        """Modules in forward order that hold all parameters between them."""
+        """List the modules, in forward order, that together hold all parameters."""
         ends = ("norm", "lm_head") if self.last else ()
         starts = ("embed_tokens", "embed_positions") if self.first else ()
         return [
@@ -170,7 +173,7 @@ class LMHead(ColumnParallelLinear):
 
     Args:
         layers: makes the layers of this stage.
-        loss_chunk: tokens at a time, so that the logits of all tokens never exist; 0 = all at once.
+        loss_chunk: tokens per chunk, so that the logits of all tokens never exist at once; 0 = all at once.
         label_smoothing: of the training loss; an evaluation reports the cross-entropy itself.
     """
 
@@ -180,7 +183,7 @@ class LMHead(ColumnParallelLinear):
         self.softcap = layers.cfg.logit_softcap
 
     def forward(self, x: torch.Tensor, targets_SB: torch.Tensor | None, this: Pass) -> torch.Tensor:  # type: ignore[override]
-        """x_SBH (x_sBH) -> token losses [S, B], or this rank's logits [S, B, V/T] without targets."""
+        """Map x_SBH (x_sBH) to token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
         if targets_SB is not None and self.loss_chunk:
             return linear_cross_entropy(x, self, targets_SB, self.vocab_size, self.loss_chunk, self.softcap)
         logits = super().forward(x)
@@ -199,7 +202,7 @@ class LMHead(ColumnParallelLinear):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned absolute positions, added to x_SBH, or to this rank's part of the sequence."""
+    """Learned absolute positions, added to x_SBH or to this rank's shard of the sequence."""
 
     def __init__(self, layers: Layers) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What every block is made of: how modules are made from declared parameters, norms, dropout, rotary tables."""
+"""The parts of every block: the factory that makes modules from declared parameters, norms, dropout, rotary tables."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Rope = tuple[torch.Tensor, torch.Tensor] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """A factory of one stage's layers on this rank; modules take what they need from it and do not keep it.
+    """Makes the layers of one stage on this rank. Modules take what they need from it in their constructors only.
 
     Args:
         cfg: the model.
         specs: its parameter table.
         tp: tensor-parallel axis.
-        sequence_parallel: whether the residual stream is cut over the sequence.
+        sequence_parallel: whether the residual stream is split along the sequence.
         dtype, device: of parameters and activations.
-        layout: where parameters lie.
+        layout: where parameters live.
         ops: the kernels in use.
         rng: dropout streams.
         queue: weight-gradient queue of the stage.
@@ -76,7 +76,7 @@ class Layers:
         }
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
-        """Make an embedding with its rows cut over tp."""
+        """Make an embedding with its rows split over tp."""
         scale = math.sqrt(self.cfg.hidden_size) if self.cfg.scale_embeddings else 1.0
         # Rounded to the model's type, as transformers does.
         scale = torch.tensor(scale, dtype=self.dtype).item()
@@ -88,9 +88,10 @@ class Layers:
         return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, self.ops, self.cfg.zero_centered_norm)
 
     def dropout(self, site: str, layer: int) -> Dropout:
-        """Make the dropout of one site of a layer; "attention" is that of attention probabilities.
+        """Make the dropout of one site of a layer; site "attention" means attention probabilities.
 
-        On the residual stream all tensor-parallel ranks draw one mask, or each its own for its shard of the sequence.
+        On the residual stream, all tensor-parallel ranks draw the same mask, or with sequence parallelism each rank
+        draws its own.
         """
         attention = site == "attention"
         rate = self.cfg.attention_dropout if attention else self.cfg.hidden_dropout
@@ -98,7 +99,7 @@ class Layers:
         return Dropout(rate, self.rng, stream, (layer, site))
 
     def rotary(self, layer: int) -> Rotary | None:
-        """Get the rotary tables of a layer, one object for all layers with equal frequencies; None without rope."""
+        """Return the rotary tables of a layer, shared by all layers with equal frequencies; None without rope."""
         if self.cfg.position != "rope":
             return None
         cfg, frequencies = self.cfg, (self.cfg.rope_theta, self.cfg.rope_scaling, self.cfg.rope_linear_factor)
@@ -132,18 +133,18 @@ class Norm(nn.Module):
 
 
 def norm_scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """Get what a norm multiplies by: its weight, or 1 + weight in fp32 (bf16 would round small weights away)."""
+    """Return what a norm multiplies by: its weight, or 1 + weight in fp32 (bf16 would round small weights away)."""
     return 1.0 + weight.float() if zero_centered else weight
 
 
 class NoNorm(nn.Module):
-    """Stands where a block has no norm."""
+    """Takes the place of a norm that a block does not have."""
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
         return x_SBH
 
     def add(self, x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add: the sum, twice."""
+        """Add: (x + residual, x + residual)."""
         total = residual_SBH + x_SBH
         return total, total
 
@@ -154,10 +155,10 @@ class Dropout(nn.Module):
     Its masks are a function of (step, replica, micro-batch, place): the same under every schedule and recomputation.
 
     Args:
-        rate: share of elements that become 0.
+        rate: probability that an element becomes 0.
         rng: the streams to draw from.
-        stream: name of the stream: which ranks draw the same mask.
-        place: (layer, site); -1 is the layer of what comes before the blocks.
+        stream: name of the stream, which decides which ranks draw the same mask.
+        place: (layer, site); layer -1 is what comes before the blocks.
     """
 
     def __init__(self, rate: float, rng: RngStreams, stream: str, place: tuple[int, str]) -> None:
@@ -165,11 +166,11 @@ class Dropout(nn.Module):
         self.rate, self.rng, self.stream, self.place = rate, rng, stream, place
 
     def rate_in(self, this: Pass) -> float:
-        """Get the rate that applies to a pass: 0 in evaluation."""
+        """Return the rate that applies to a pass: 0 in evaluation."""
         return self.rate if this.training else 0.0
 
     def masks(self, this: Pass, device: torch.device) -> AbstractContextManager[None]:
-        """Make torch draw this place's masks of a pass inside the context."""
+        """Make torch draw the masks of this place and pass inside the context."""
         return self.rng.fork(self.stream, device, this.step, this.replica, this.microbatch, *self.place)
 
     def forward(self, x: torch.Tensor, this: Pass) -> torch.Tensor:
@@ -181,9 +182,9 @@ class Dropout(nn.Module):
 
 
 class Rotary:
-    """cos and sin, fp32 [length, dim / 2] (Su et al. 2021, section 3.4), made once for the greatest length asked for.
+    """Makes cos and sin, fp32 [length, dim / 2] (Su et al. 2021, section 3.4), and keeps those of the greatest length.
 
-    Frequencies stay fp32 whatever the model's type: rounded to bf16 they move the logits by a tenth.
+    Frequencies stay fp32 whatever the model's dtype: rounding them to bf16 changes the logits by a tenth.
 
     Args:
         dim: how many dimensions of a head are rotated.
@@ -197,7 +198,7 @@ class Rotary:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Get (cos, sin) of positions 0 to length - 1."""
+        """Return (cos, sin) of positions 0 to length - 1."""
         if self._tables is None or len(self._tables[0]) < length:
             freq = self._frequencies(device)
             angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freq)
@@ -212,6 +213,6 @@ class Rotary:
             return freq / self.divisor
         turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        # 1 keeps the frequency (fast ones), 0 divides it by the factor (slow ones), in between linearly.
+        # 1 keeps a (high) frequency, 0 divides a (low) one by the factor; linear in between.
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - keep) * freq / scaling.factor + keep * freq

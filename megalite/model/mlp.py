@@ -1,4 +1,4 @@
-"""The feed-forward layer, inner features cut over tensor-parallel ranks."""
+"""The feed-forward layer, inner features split over tensor-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Runs a schedule's program on this rank: the one place where forward and backward passes happen.
+"""Run a schedule's program on this rank: the one place where forward and backward passes happen.
 
-Everything a schedule decides (order, transfers) is in the program; the executor only obeys. Shapes: S sequence, B
+The program holds all that a schedule decides (order, transfers); the executor only follows it. Shapes: S sequence, B
 micro-batch.
 """
 
@@ -20,7 +20,7 @@ from megalite.pipeline.observe import Observer
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Op, Program
 
-# Sends that may be under way before the oldest is waited for: they hold memory.
+# Sends in flight before the oldest is waited for: they hold memory.
 _MAX_SENDS = 16
 
 
@@ -30,7 +30,7 @@ class MicroBatch:
 
     Attributes:
         tokens_SB: token ids.
-        targets_SB: next-token ids, negative ones do not count; None asks the last stage for logits.
+        targets_SB: next-token ids, negative ones are ignored; with None the last stage returns logits.
         positions_SB: position of each token in its document; None: counted from the start of the sample.
         segments_SB: document of each token; None: a sample is one document.
     """
@@ -71,7 +71,7 @@ class WeightGradQueue(Protocol):
 
 
 class Stage(Protocol):
-    """What the executor asks of a pipeline stage (see model.gpt.GPTStage).
+    """What the executor requires of a pipeline stage (see model.gpt.GPTStage).
 
     Called as `stage(x, batch, this)`: x holds token ids on the first stage, else hidden states, `batch` is the
     `MicroBatch` and `this` the `Pass`. Returns hidden states, or token losses on the last stage.
@@ -104,7 +104,7 @@ class Executor:
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Have one more observer inside the context."""
+        """Add an observer inside the context."""
         before = self.observers
         self.observers = (*before, observer)
         try:
@@ -124,7 +124,7 @@ class Executor:
             grad_scale: gradient of the sum of all token losses.
 
         Returns:
-            Sum of the token losses that this rank saw, fp64 0-dim: the batch's on the last stage, else 0.
+            Sum of the token losses of the batch, fp64 0-dim, on the rank of the last stage; 0 on the others.
         """
         training = torch.is_grad_enabled()
         passes = [Pass(step, replica, i, training) for i in range(len(microbatches))]
@@ -186,13 +186,13 @@ class _Run:
         if stage.first:
             x = batch.tokens_SB
         else:
-            # Sent by another rank, or handed over by the previous stage on this one.
+            # Sent by another rank, or passed on by the previous stage on this rank.
             x = self.take("F", mb, index) if ("F", mb, index) in self.received else self.outputs.pop((mb, index - 1))
             x.requires_grad_(this.training)
         y = stage(x, batch, this)
         if this.training:
             self.inputs[mb, index] = x
-            # The graph is all that backward needs: the output's memory is free once it was sent or handed over.
+            # Backward needs only the graph: the output's memory is free once it is sent or passed on.
             self.edges[mb, index] = get_gradient_edge(y)
         if stage.last:
             self.loss_sum += y.detach().sum(dtype=torch.float64)
@@ -234,5 +234,5 @@ class _Run:
 
 
 def forward_program(program: Program) -> Program:
-    """The forward half of a program, for evaluation."""
+    """Keep the forward half of a program, for evaluation."""
     return tuple(op for op in program if op.kind in ("F", "SF", "RF"))

@@ -1,4 +1,4 @@
-"""Who watches the operations of a pipeline program: heartbeat, recorder, profiler."""
+"""The interface of whatever watches a pipeline program: heartbeat, recorder, profiler."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from megalite.pipeline.schedule import Op
 
 
 class Observer:
-    """Watches the executor, on the thread that runs it and once per operation: whatever it does must be quick.
+    """Watches the executor. It is called on the executor's thread for every operation, so it must be quick.
 
-    A subclass overrides what it needs; the methods here do nothing.
+    A subclass overrides the methods that it needs; the ones here do nothing.
     """
 
     def begin(self, op: Op) -> None:
-        """Note that an operation begins."""
+        """Handle the start of an operation."""
 
     def arrived(self) -> None:
-        """Note that the message which the present operation waited for is there."""
+        """Handle the arrival of the message that the current operation was waiting for."""
 
     def end(self, op: Op) -> None:
-        """Note that the operation has ended (on a GPU: that all of it is enqueued)."""
+        """Handle the end of the operation (on a GPU: all of its work is enqueued)."""
 
     def finished(self) -> None:
-        """Note that every operation of the program has ended; sends may still be under way."""
+        """Handle the end of the last operation of the program; sends may still be in flight."""

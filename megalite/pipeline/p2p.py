@@ -1,4 +1,4 @@
-"""Messages between neighbouring pipeline stages: fixed shapes, activations and gradients on groups of their own."""
+"""Messages between neighboring pipeline stages: fixed shapes, activations and gradients in separate groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalite.dist.context import Axis
 
 
 class Message(NamedTuple):
-    """What passes between two stages: the same for every micro-batch of a run."""
+    """Shape and dtype of what passes between two stages, the same for every micro-batch of a run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -21,12 +21,12 @@ class Message(NamedTuple):
 class Channel:
     """One direction of pipeline traffic.
 
-    Messages between two ranks arrive in the order in which they were posted: NCCL has no tags, so none is used.
+    Messages between two ranks arrive in the order in which they were posted; no tags are used, as NCCL has none.
 
     Args:
         axis: pipeline axis with the group of this direction.
-        message: what every message is, as the stages declare it.
-        device: where received messages are put.
+        message: shape and dtype of every message, as declared by the stages.
+        device: of received messages.
     """
 
     def __init__(self, axis: Axis, message: Message, device: torch.device) -> None:

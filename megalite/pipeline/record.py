@@ -22,15 +22,15 @@ from megalite.pipeline.schedule import Op, Schedule
 class Recorder(Observer):
     """Writes the times of one pipeline's operations: that of the first data- and tensor-parallel rank.
 
-    One file a pipeline rank, JSON lines: what was run, then for each recorded step
-    {"step": n, "ops": [[op, begun, ready, done], ...]}, seconds since a barrier before the step. `ready` is when what
-    the operation had to wait for was there. On a GPU the times are the device's: what the operation enqueued.
+    One file of JSON lines per pipeline rank: what was run, then for each recorded step
+    {"step": n, "ops": [[op, begun, ready, done], ...]}, seconds since a barrier before the step. `ready` is when the
+    message that the operation waits for had arrived. On a GPU these are the device's times of the enqueued work.
 
     Args:
-        folder: where the files go.
+        folder: directory for the files.
         ctx: this rank's axes.
         executor: runs the steps.
-        schedule: what it runs.
+        schedule: the schedule that it runs.
         steps: steps to record; none when empty.
     """
 
@@ -47,11 +47,11 @@ class Recorder(Observer):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record what the executor runs inside, if `step` is one of the steps asked for."""
+        """Record what the executor runs inside the context, if `step` is one of the requested steps."""
         if step not in self.steps:
             yield
             return
-        # All ranks of the pipeline leave this at one time, which is the zero of their clocks, on several hosts as well.
+        # All ranks of the pipeline leave this at the same time, the zero of their clocks, even on several hosts.
         meeting = torch.zeros(1, device=self.ctx.device)
         collectives.all_reduce(meeting, self.ctx.pp).wait()
         meeting.item()
@@ -62,7 +62,7 @@ class Recorder(Observer):
         self._write(step, zero)
 
     def begin(self, op: Op) -> None:
-        """Take the time; nothing to wait for means that the operation is ready at once."""
+        """Take the time; an operation that waits for nothing is ready at once."""
         self._begun = self._ready = self._now()
 
     def arrived(self) -> None:
@@ -98,5 +98,5 @@ class Recorder(Observer):
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
             self._headed = True
         except OSError as e:
-            logger.warning(f"--record-schedule: {self.path} cannot be written ({e.strerror}); no more is recorded")
+            logger.warning(f"--record-schedule: {self.path} cannot be written ({e.strerror}); recording stops")
             self.steps = range(0)

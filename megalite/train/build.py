@@ -1,4 +1,4 @@
-"""From a config to the objects that train: stages, executor, optimizer. Nothing is global, everything is passed."""
+"""From a config to the objects that train: stages, executor, optimizer. Nothing is global; everything is passed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megalite.tensor_parallel.linear import WgradQueue
 
 @dataclass
 class Engine:
-    """What one rank needs to run training steps.
+    """All that one rank needs to run training steps.
 
     Attributes:
         cfg, ctx: the run's config (vocabulary resolved) and this rank's axes.
@@ -52,11 +52,12 @@ class Engine:
 
     @property
     def num_microbatches(self) -> int:
+        """Micro-batches per step on each data-parallel rank."""
         return self.cfg.num_microbatches(self.ctx.dp.size)
 
 
 def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
-    """Build stages, executor and optimizer of this rank; parameters are not initialised yet."""
+    """Build the stages, executor and optimizer of this rank; parameters are not yet initialized."""
     dtype = DTYPES[cfg.train.precision]
     if ctx.device.type == "cpu":
         keep_freed_memory()
@@ -88,7 +89,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
 def build_stages(
     cfg: Config, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops
 ) -> dict[int, GPTStage]:
-    """This rank's stages, parameters not initialised."""
+    """Build the stages of this rank; parameters are not yet initialized."""
     specs = param_map(cfg.model)
     rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
     split = layer_split(cfg.model, placement.num_stages)
@@ -108,7 +109,7 @@ def build_stages(
             queue=WgradQueue(cfg.parallel.overlap_tp_reduce),
         )
         last = index == placement.num_stages - 1
-        # A tied embedding whose two uses live on one rank is one parameter.
+        # A tied embedding that is used twice on one rank is one parameter.
         here = cfg.model.tie_embeddings and last and index > 0 and 0 in stages
         stages[index] = GPTStage(
             layers,
@@ -125,7 +126,7 @@ def build_stages(
 
 
 def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout:
-    """What this rank's place and the options say about where parameters lie."""
+    """Describe where parameters live, given this rank's place and the options."""
     split = placement.rank_of(0) != placement.rank_of(placement.num_stages - 1)
     return Layout(
         ctx.grid,

@@ -23,20 +23,20 @@ from megalite.train.step import StepResult, eval_step, train_step
 from megalite.train.watch.straggler import StragglerReport
 from megalite.train.watch.watchdog import CHILDREN, OWN, STRICT
 
-# fp32 and bf16 have no scale to lower: so many steps in a row without an update mean a broken run.
+# With fp32 and bf16 there is no loss scale to lower: this many steps in a row without an update mean a broken run.
 _MAX_BAD_STEPS = 3
 
 
 @dataclass
 class Progress:
-    """What the loop keeps in mind from step to step.
+    """State of the loop that is kept from step to step.
 
     Attributes:
         stragglers: compares the ranks' own times.
-        begun: step that the first one of this process follows.
+        begun: step after which this process started.
         saved_at: step of the last save.
-        bad_steps: steps in a row whose update was left out; not those of a dynamic loss scale.
-        failure: why this rank cannot continue; the others hear of it in the next step.
+        bad_steps: steps in a row whose update was skipped, overflows of a dynamic loss scale excluded.
+        failure: why this rank cannot continue; the others learn that it failed in the next step.
         stop: some rank was asked to stop.
     """
 
@@ -49,7 +49,7 @@ class Progress:
 
 
 def fit(run: Run) -> None:
-    """Train to the last step, or until some rank is asked to stop; saves at the end."""
+    """Train to the last step, or until some rank is asked to stop; save at the end."""
     cfg = run.engine.cfg
     signal.signal(signal.SIGTERM, run.on_signal)
     signal.signal(signal.SIGINT, run.on_signal)
@@ -65,7 +65,7 @@ def fit(run: Run) -> None:
         if cfg.run.eval_every and run.step % cfg.run.eval_every == 0:
             evaluate(run)
         progress.failure = save_failure(run)
-        # A state after bad steps is not worth a checkpoint: wait for a good one.
+        # The state after bad steps is not worth a checkpoint: wait for a good step.
         if cfg.run.save_every and run.step % cfg.run.save_every == 0 and not progress.bad_steps:
             save_now(run, progress)
         elif cfg.run.save_model_every and run.step % cfg.run.save_model_every == 0 and not progress.bad_steps:
@@ -76,12 +76,12 @@ def fit(run: Run) -> None:
     run.heartbeat.beat("last save", run.step, CHILDREN)
     saved = run.checkpointer.finish()
     if run.step < cfg.train.train_steps:
-        remedy = "the same command goes on from here" if saved else "the last save failed"
+        remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
 
 
 def one_step(run: Run, progress: Progress) -> StepResult:
-    """Read a batch, train on it, and tell what came of it."""
+    """Read a batch, train on it, and record the result."""
     step, engine = run.step + 1, run.engine
     # The first step may have kernels to compile.
     patience = OWN if run.step == progress.begun else STRICT
@@ -107,20 +107,20 @@ def one_step(run: Run, progress: Progress) -> StepResult:
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:
-            logger.warning(f"rank {rank} is slow: {own:.3f} s a step of its own work, its peers {usual:.3f} s")
+            logger.warning(f"rank {rank} is slow: {own:.3f} s per step of its own work, its peers {usual:.3f} s")
     return result
 
 
 def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
-    """Rewind after a spike; False where there is no checkpoint to go back to."""
+    """Rewind after a spike; return False if there is no checkpoint to go back to."""
     spiked_at, limit, skips_from = run.step, run.spikes.limit, run.consumed_samples
     run.heartbeat.beat("rewind", run.step, CHILDREN)
     source = rewind(run)
     if source is None:
         return False
     progress.saved_at, progress.bad_steps = run.step, 0
-    told = f"loss {result.loss:.4f} after step {spiked_at} is a spike (above {limit:.4f})"
-    logger.info(f"{told}: back to {source}, going on with the sample after {skips_from}")
+    reason = f"loss {result.loss:.4f} after step {spiked_at} is a spike (above {limit:.4f})"
+    logger.info(f"{reason}: back to {source}, continuing with the sample after {skips_from}")
     run.metrics.event(
         "rewind", step=spiked_at, loss=result.loss, limit=limit, checkpoint=str(source), next_sample=skips_from
     )
@@ -128,26 +128,26 @@ def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
 
 
 def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
-    """Tell of an update that was left out.
+    """Report a skipped update.
 
     Raises:
         Diverged: too many in a row.
     """
     if result.spiked:
-        logger.info(f"loss {result.loss:.4f} of step {run.step} is a spike: its update is left out")
+        logger.info(f"loss {result.loss:.4f} of step {run.step} is a spike: update skipped")
         run.metrics.event("spike", step=run.step, loss=result.loss, limit=run.spikes.limit)
     elif result.skipped:
-        logger.info(f"gradients of step {run.step} are not finite: its update is left out")
+        logger.info(f"gradients of step {run.step} are not finite: update skipped")
     else:
         run.spikes.accept(result.loss)
-    # A dynamic loss scale overflows now and then by design, until there is nothing left to lower.
+    # A dynamic loss scale overflows occasionally by design, until it cannot be lowered further.
     expected = result.skipped and run.engine.scaler.dynamic and result.loss_scale > 1.0
     bad = (result.skipped or result.spiked) and not expected
     progress.bad_steps = progress.bad_steps + 1 if bad else 0
     if progress.bad_steps == _MAX_BAD_STEPS:
         raise Diverged(
             f"{'the loss spiked' if result.spiked else 'gradients were not finite'} in {_MAX_BAD_STEPS} steps in a row "
-            f"(up to step {run.step}, loss {result.loss}); nothing of them was saved: lower --lr, or resume from an "
+            f"(up to step {run.step}, loss {result.loss}); nothing was saved after them: lower --lr, or resume from an "
             "earlier checkpoint"
         )
 
@@ -160,7 +160,7 @@ def save_now(run: Run, progress: Progress) -> None:
 
 
 def save_failure(run: Run) -> SaveError | None:
-    """Get why this rank's part of a save in the background failed, if it did; the other ranks hear of it in a step."""
+    """Return why this rank's part of a background save failed, if it did; the next step informs the other ranks."""
     try:
         run.checkpointer.poll()
     except SaveError as e:
@@ -169,7 +169,7 @@ def save_failure(run: Run) -> SaveError | None:
 
 
 def evaluate(run: Run) -> None:
-    """Mean loss over `eval_steps` global batches of the evaluation data, the same samples every time."""
+    """Log the mean loss over `eval_steps` global batches of the evaluation data, the same samples every time."""
     cfg, ctx = run.engine.cfg, run.engine.ctx
     if run.datasets.valid is None:
         return
@@ -189,7 +189,7 @@ def evaluate(run: Run) -> None:
 
 
 def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> dict[str, Any]:
-    """One line of metrics.jsonl."""
+    """Make one line of metrics.jsonl."""
     cfg, ctx = run.engine.cfg, run.engine.ctx
     tokens = cfg.train.global_batch_size * cfg.model.seq_len
     per_second = tokens / seconds
@@ -215,7 +215,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
 
 
 def peak_memory(device: torch.device) -> int:
-    """Largest memory so far, bytes: allocated on the GPU, or resident in this process."""
+    """Return the peak memory so far in bytes: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

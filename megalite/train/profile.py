@@ -1,4 +1,4 @@
-"""`--profile A:B`: a trace of each rank for Perfetto and a table of time by phase; memory snapshot; GPU readings."""
+"""`--profile A:B`: per rank, a trace for Perfetto and a table of time by phase; memory snapshot; GPU readings."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ class StepProfiler:
             if ctx.device.type != "cuda":
                 raise UserError(
                     f"--memory-snapshot on {ctx.device.type}",
-                    "records what CUDA's allocator does, and there is none",
-                    "leave it out, or run with --device cuda",
+                    "records the allocations of CUDA, which this device does not use",
+                    "drop the flag, or run with --device cuda",
                 )
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
     @contextmanager
     def step(self, step: int, executor: Executor, settle: Callable[[], None], read: float) -> Iterator[None]:
-        """Profile what happens inside, if `step` is one of the steps asked for.
+        """Profile what runs inside the context, if `step` is one of the requested steps.
 
         Args:
             executor: its operations are marked in the trace.
-            settle: waits for communication that a step leaves under way: torch's profiler must see the end of all
-                that it saw begin, or its memory is written to after it was freed.
+            settle: waits for communication that a step leaves in flight: torch's profiler must see the end of
+                everything that it saw begin, or memory is written to after it was freed.
             read: seconds that the step waited for its data.
         """
         if step not in self.steps:
@@ -85,7 +85,7 @@ class StepProfiler:
             settle()
             self._start()
         began = time.perf_counter()
-        # Only while a profile is made: a range costs some microseconds, and there are many waits.
+        # Only while profiling: a range costs a few microseconds, and there are many waits.
         waits.mark = partial(record_function, _WAIT)
         try:
             with record_function(f"{_RANGE}{step}"), executor.observed_by(_Marks()):
@@ -102,13 +102,13 @@ class StepProfiler:
             self._stop()
 
     def close(self) -> None:
-        """End a profile that is under way, and write the memory snapshot."""
+        """End a running profile, and write the memory snapshot."""
         if self._running is not None:
             self._stop()
         if self._snapshot:
             self._snapshot = False
             path = self.folder / f"memory_rank_{self.ctx.rank}.pickle"
-            with _told(path):
+            with _warn_on_error(path):
                 torch.cuda.memory._dump_snapshot(str(path))
                 logger.info(f"memory snapshot: {path} (https://pytorch.org/memory_viz)")
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -133,15 +133,15 @@ class StepProfiler:
         rows = phase_times(list(prof.events() or ()), self._wall, self._read, on_gpu)
         text = phase_table(rows, self._wall, self._done, f"rank {self.ctx.rank} on {self.ctx.device}")
         trace = self.folder / f"rank_{self.ctx.rank}.trace.json.gz"
-        with _told(trace):
+        with _warn_on_error(trace):
             prof.export_chrome_trace(str(trace))
             (self.folder / f"rank_{self.ctx.rank}.txt").write_text(text + "\n")
             logger.info(f"profile of {self._done} steps: {trace} (https://ui.perfetto.dev)\n{text}")
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """A profile that cannot be written is no reason to end a run."""
+def _warn_on_error(path: Path) -> Iterator[None]:
+    """Turn a failed write into a warning: a profile is not worth ending a run for."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -163,11 +163,11 @@ class _Marks(Observer):
 
 
 def phase_times(events: list[Any], wall: float, read: float, on_gpu: bool) -> dict[str, PhaseTime]:
-    """Seconds by phase.
+    """Add up seconds by phase.
 
     On a CPU an operation's time is its own, without that of operations inside it, and all rows together are `wall`. On
     a GPU it is that of its kernels: where they run side by side (communication under computation) the rows together can
-    be more than the wall time, and nothing is left outside operations.
+    exceed the wall time, and nothing is left outside operations.
 
     Args:
         events: of torch's profiler (`FunctionEvent`).
@@ -180,7 +180,7 @@ def phase_times(events: list[Any], wall: float, read: float, on_gpu: bool) -> di
     for event in events:
         if event.device_type != DeviceType.CPU or event.is_async or event.name.startswith(_RANGE):
             continue
-        # Evaluation between two steps is not theirs.
+        # An evaluation between two steps does not count.
         if not any(s.start <= event.time_range.start <= s.end for s in steps):
             continue
         row = rows[phase_of(event)]
@@ -191,7 +191,7 @@ def phase_times(events: list[Any], wall: float, read: float, on_gpu: bool) -> di
 
 
 def phase_of(event: Any) -> str:
-    """Phase of one operation, by its name and those it was called from."""
+    """Get the phase of one operation, by its name and those of its callers."""
     names, at = [], event
     while at is not None:
         names.append(at.name)
@@ -211,18 +211,18 @@ def phase_of(event: Any) -> str:
 
 
 def phase_table(rows: dict[str, PhaseTime], wall: float, steps: int, where: str) -> str:
-    """The rows as text, by step."""
-    lines = [f"{where}: {steps} steps of {wall / steps * 1e3:.2f} ms", f"{'phase':<26}{'ms a step':>11}{'share':>8}"]
-    lines[-1] += f"{'calls a step':>14}"
+    """Format the rows as text, per step."""
+    lines = [f"{where}: {steps} steps of {wall / steps * 1e3:.2f} ms", f"{'phase':<26}{'ms per step':>11}{'share':>8}"]
+    lines[-1] += f"{'calls per step':>16}"
     for name in sorted(rows, key=lambda n: -rows[n].seconds):
         row = rows[name]
-        calls = f"{row.calls / steps:>14.0f}" if name in (FORWARD, BACKWARD) else ""
+        calls = f"{row.calls / steps:>16.0f}" if name in (FORWARD, BACKWARD) else ""
         lines.append(f"{name:<26}{row.seconds / steps * 1e3:>11.2f}{row.seconds / wall:>8.1%}{calls}")
     return "\n".join(lines)
 
 
 def gpu_readings(device: torch.device) -> dict[str, float]:
-    """Utilisation in percent and power in watts of this rank's GPU by nvidia-ml-py; {} without it or without a GPU."""
+    """Read the utilization in percent and power in watts of this rank's GPU (nvidia-ml-py); {} without either."""
     if device.type != "cuda":
         return {}
     try:
@@ -231,5 +231,5 @@ def gpu_readings(device: torch.device) -> dict[str, float]:
             "gpu_power_w": torch.cuda.power_draw(device) / 1e3,
         }
     except Exception:
-        # Neither a missing module nor a driver that does not answer is worth a run; each has errors of its own.
+        # A missing module or a silent driver, each with errors of its own, must not end a run.
         return {}

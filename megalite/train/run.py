@@ -39,22 +39,22 @@ from megalite.train.watch.watchdog import OWN
 
 @dataclass
 class Run:
-    """Everything that `fit` works on.
+    """All that `fit` works on.
 
     Attributes:
         engine: model, schedule and optimizer of this rank.
         datasets: training and evaluation data.
         loader: global batches from the first sample that is not consumed yet.
-        metrics: metrics.jsonl and what else is told.
+        metrics: writes metrics.jsonl, log lines and trackers.
         checkpointer: saves of this run.
         recorder: times of pipeline operations, in the steps that `--record-schedule` names.
         profiler: `--profile` and `--memory-snapshot`.
-        meta: what every checkpoint says of the run besides its state (config, hashes).
+        meta: what every checkpoint records about the run besides its state (config, hashes).
         heartbeat: reports to the watchdog where this rank is.
-        spikes: which loss is a spike.
-        step: optimizer steps done so far.
+        spikes: decides which loss is a spike.
+        step: completed optimizer steps.
         sample_offset: samples consumed beyond those of `step` batches: skipped by a rewind, or of another batch size.
-        skipped_steps: steps of the whole run whose update was left out.
+        skipped_steps: steps of the whole run whose update was skipped.
         saved: (step, folder) of the checkpoints of this run's history, oldest first; the last may not be committed.
         rewinds: number of rewinds to each of them.
         stop_asked: this process got SIGTERM or SIGINT.
@@ -79,13 +79,14 @@ class Run:
 
     @property
     def consumed_samples(self) -> int:
+        """Samples of all ranks up to the end of the last step."""
         return self.step * self.engine.cfg.train.global_batch_size + self.sample_offset
 
     def close(self) -> None:
-        """Stop reading ahead and finish what is being written."""
+        """Stop reading ahead and finish all writes."""
         self.heartbeat.beat("closing", self.step, OWN)
         with contextlib.ExitStack() as left:
-            # All of them, in this order from the last, also where one of them fails.
+            # All of them, from the last to the first, even if one fails.
             for part in (self.heartbeat, self.checkpointer, self.metrics, self.loader, self.profiler):
                 left.callback(part.close)
 
@@ -94,14 +95,14 @@ class Run:
         if self.stop_asked and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop_asked = True
-        logger.info(f"{signal.Signals(signum).name}: saving after this step, then leaving")
+        logger.info(f"{signal.Signals(signum).name}: saving after this step, then exiting")
 
 
 def open_run(cfg: Config, ctx: ParallelContext) -> Run:
-    """Check everything, build the engine, and take up where the run directory's last checkpoint left off.
+    """Check everything, build the engine, and resume from the run directory's last checkpoint if there is one.
 
     Raises:
-        UserError: something asked for cannot be, on every rank; what was opened is closed again.
+        UserError: on every rank, if a request cannot be met on one; whatever was opened is closed again.
     """
     with contextlib.ExitStack() as opened:
         heartbeat = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
@@ -131,7 +132,7 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         state = resume(engine, source, meta) if source else init_weights(engine)
         if source:
             tell_changes(state, meta)
-        # Only now is it this run's folder: an earlier run's description stays until it is certain to be continued.
+        # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         if ctx.rank == 0:
             (run_dir / "config.yaml").write_text(cli.to_yaml(cfg))
         run = make_run(
@@ -150,7 +151,7 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
 
 
 def init_weights(engine: Engine) -> dict[str, Any]:
-    """Give a new run its weights, initial or from a Hugging Face folder; return what its checkpoint would record."""
+    """Give a new run its weights, random or from a Hugging Face folder; return what a checkpoint would record."""
     folder = engine.cfg.run.init_from_hf
     if folder is None:
         engine.optimizer.init_parameters(engine.cfg.train.seed)
@@ -169,7 +170,7 @@ def make_run(
     checkpointer: Checkpointer,
     heartbeat: Heartbeat,
 ) -> Run:
-    """Make the run from the state that it starts in."""
+    """Make the run, given the state that it starts from."""
     cfg, ctx = engine.cfg, engine.ctx
     run_dir, batch = Path(cfg.run.run_dir), cfg.train.global_batch_size
     step, consumed = int(state["step"]), int(state["consumed_samples"])
@@ -207,7 +208,7 @@ def make_run(
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Make the run's folders."""
+    """Make the run's directories."""
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
@@ -218,21 +219,21 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def banner(engine: Engine) -> str:
-    """What is about to be trained, in one line."""
+    """Describe in one line what is about to be trained."""
     cfg, ctx = engine.cfg, engine.ctx
     parameters = count_parameters(param_map(cfg.model))
     return (
         f"{cfg.model.arch}, {parameters:,} parameters, on {ctx.world.size} x {ctx.device.type}: dp {ctx.dp.size}, "
         f"pp {ctx.pp.size}, tp {ctx.tp.size}; {engine.num_microbatches} micro-batches of {cfg.train.micro_batch_size} "
-        f"on each dp rank a step; {cfg.train.precision}, ZeRO-{cfg.parallel.zero}"
+        f"per dp rank and step; {cfg.train.precision}, ZeRO-{cfg.parallel.zero}"
     )
 
 
 def save(run: Run, weights_only: bool = False) -> None:
-    """Start writing a checkpoint of the state after `run.step`; the rest happens in the background.
+    """Start writing a checkpoint of the state after `run.step`; the writing happens in the background.
 
     Args:
-        weights_only: only the weights, as bf16.
+        weights_only: write only the weights, as bf16.
     """
     engine = run.engine
     engine.optimizer.wait_weights()

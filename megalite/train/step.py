@@ -1,4 +1,4 @@
-"""One training step, whatever the layout: forward and backward, reduce, agree, clip, update."""
+"""One training step, the same for every layout: forward and backward, reduce, agree, clip, update."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megalite.train.profile import OPTIMIZER_RANGE
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step came to; the same on every rank.
+    """The outcome of a step, the same on every rank.
 
     Attributes:
         loss: mean next-token cross-entropy over the global batch.
         grad_norm: global L2 norm before clipping.
         lr: learning rate of the update.
         loss_scale: scale under which the gradients were computed.
-        skipped: the update was left out because a gradient was not finite.
-        spiked: the update was left out because the loss was above the limit.
+        skipped: the update was skipped because a gradient was not finite.
+        spiked: the update was skipped because the loss was above the limit.
         stop: some rank was asked to stop.
-        failed: some rank had no data or could not save; nothing was updated.
+        failed: some rank could not read its data or save; nothing was updated.
     """
 
     loss: float
@@ -56,15 +56,15 @@ def train_step(
         engine: from `build_engine`.
         batch: token ids [global_batch_size / dp, seq_len + 1].
         step: number of the step.
-        stop: this rank was asked to stop; every rank learns of it in the step's one status all-reduce.
-        failed: this rank cannot go on (its batch is a stand-in as the data could not be read, or its last save
-            failed); every rank learns of it likewise.
-        loss_limit: a mean loss above it is a spike, and the update is left out.
+        stop: this rank was asked to stop; all ranks learn this from the step's one status all-reduce.
+        failed: this rank cannot continue: its data could not be read (`batch` is a placeholder), or its last save
+            failed. All ranks learn this from the same all-reduce.
+        loss_limit: a mean loss above it is a spike, and the update is skipped.
     """
     cfg, ctx, optimizer, scale = engine.cfg, engine.ctx, engine.optimizer, engine.scaler.scale
     microbatches = to_microbatches(batch, cfg.train.micro_batch_size, ctx.device)
     optimizer.start_step(len(microbatches))
-    # Gradients are those of the sum of losses over a full batch's tokens; the true count comes with the status.
+    # Gradients are of the loss sum divided by the tokens of a full batch; the true count comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = engine.executor.run(engine.train_program, microbatches, step, ctx.dp.rank, scale / full)
     squared_norm = optimizer.finish_grads()
@@ -80,12 +80,24 @@ def train_step(
         with record_function(OPTIMIZER_RANGE):
             optimizer.step(lr, torch.tensor(clip * unscale, dtype=torch.float32, device=ctx.device))
     engine.scaler.update(overflow=not finite)
-    return StepResult(loss / tokens, grad_norm, lr, scale, not finite, spiked, stops > 0, failures > 0)
+    return StepResult(
+        loss=loss / tokens,
+        grad_norm=grad_norm,
+        lr=lr,
+        loss_scale=scale,
+        skipped=not finite,
+        spiked=spiked,
+        stop=stops > 0,
+        failed=failures > 0,
+    )
 
 
 @torch.no_grad()
 def eval_step(engine: Engine, batch: npt.NDArray[np.int64], failed: bool = False) -> tuple[float, bool]:
-    """(mean loss over one global batch, without dropout; whether a rank failed), the same on every rank."""
+    """Compute (mean loss over one global batch; whether a rank failed), the same on every rank.
+
+    Neither dropout nor label smoothing applies. For the arguments see `train_step`.
+    """
     microbatches = to_microbatches(batch, engine.cfg.train.micro_batch_size, engine.ctx.device)
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
     loss, tokens, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, batch, failed=failed))
@@ -100,15 +112,15 @@ def sum_over_world(
     stop: bool = False,
     failed: bool = False,
 ) -> torch.Tensor:
-    """The one status all-reduce of a step.
+    """Run the one status all-reduce of a step.
 
     Returns:
-        fp64 [loss sum, counted tokens, squared gradient norm, ranks asked to stop, ranks that cannot go on].
+        fp64 [loss sum, counted tokens, squared gradient norm, ranks asked to stop, ranks that cannot continue].
     """
     ctx = engine.ctx
-    # Losses are alike on all tensor-parallel ranks of the last stage, and zero on other stages.
+    # All tensor-parallel ranks of the last stage hold the same losses; other stages hold zero.
     speaks = ctx.grid.is_first(ctx.rank, "tp")
-    # Counted on the host: the first wait for a GPU in a step is that for the status, which `collectives.to_host` times.
+    # Counted on the host: the step first waits for the GPU when it reads the status, which `collectives.to_host` times.
     tokens = int((batch[:, 1:] >= 0).sum()) if speaks and _holds_last(engine) else 0
     status = torch.zeros(5, dtype=torch.float64, device=ctx.device)
     status[0] = loss_sum if speaks else 0.0
@@ -129,7 +141,7 @@ def to_microbatches(batch: npt.NDArray[np.int64], size: int, device: torch.devic
     """Cut samples [n, S + 1] into micro-batches of inputs and shifted targets, [S, size] each."""
     host = torch.from_numpy(batch)
     if device.type == "cuda":
-        host = host.pin_memory()  # from other memory the copy would wait for what the GPU still does
+        host = host.pin_memory()  # a copy from pageable memory would wait for the GPU to finish its work
     tokens = host.to(device, non_blocking=True).t()
     whole = MicroBatch(tokens[:-1], tokens[1:])
     return [whole.samples(i, i + size) for i in range(0, len(batch), size)]

@@ -155,7 +155,7 @@ def test_told_to_stop_in_a_save_and_twice(zygote: Zygote, tmp_path: Path, whole:
     left = job.end(within=60)
     assert codes(left) == [0, 0], left
     log = (tmp_path / "run" / "logs" / "rank_1.log").read_text()
-    assert log.count("SIGTERM: saving after this step, then leaving") == 2
+    assert log.count("SIGTERM: saving after this step, then exiting") == 2
     assert committed(tmp_path / "run") == {"step_00000004", "step_00000005"}
     resumes(zygote, tmp_path, 2, whole)
 
@@ -171,7 +171,7 @@ def test_nan_gradient_on_one_rank(zygote: Zygote, tmp_path: Path) -> None:
     assert codes(start(zygote, tmp_path, 2, "--train-steps", "9").end()) == [0, 0]
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["skipped_steps"] for record in records if record["step"] == 9 and "event" not in record] == [1]
-    assert "gradients of step 3 are not finite: its update is left out" in left[0].err
+    assert "gradients of step 3 are not finite: update skipped" in left[0].err
 
 
 def test_nan_gradients_without_end(zygote: Zygote, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_asked_to_stop_one_rank_stops_all_after_a_save(tmp_path: Path, ask: sign
     processes[1].send_signal(ask)
     left = finish(processes)
     assert [rank.code for rank in left] == [0, 0], left
-    assert re.search(r"stopped after step \d+ of 100000: the same command goes on from here", left[0].err)
+    assert re.search(r"stopped after step \d+ of 100000: the same command resumes from here", left[0].err)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["event"] == "save"
     assert lines[-1]["step"] == lines[-2]["step"]

@@ -1,4 +1,4 @@
-"""A rank's side of its watchdog: heartbeats in shared memory, one write of some 150 bytes each."""
+"""The rank's side of its watchdog: heartbeats in shared memory, one write of about 150 bytes each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
 
 
 class Heartbeat(Observer):
-    """Tells this rank's watchdog process where the rank is; starts and ends that process. Every rank makes one.
+    """Reports to this rank's watchdog process where the rank is; starts and ends that process. Every rank makes one.
 
     Args:
         run_dir: the run's folder; reports go to logs/watchdog_ID/ in it, and only when something hangs.
@@ -29,7 +29,7 @@ class Heartbeat(Observer):
     """
 
     def __init__(self, run_dir: Path, ctx: ParallelContext, timeout: float) -> None:
-        # Reports of an earlier run must not be taken for this one's.
+        # A name of its own: reports of an earlier run must not be mistaken for this one's.
         name = gather_texts(secrets.token_hex(4), ctx.world, ctx.device)[0]
         self._files = [shared_memory("heartbeat", LAYOUT.size), shared_memory("stacks", 0)] if timeout else []
         self._memory = mmap.mmap(self._files[0] if timeout else -1, LAYOUT.size)
@@ -50,12 +50,12 @@ class Heartbeat(Observer):
         os.close(theirs)
 
     def beat(self, phase: str, step: int = 0, patience: int = STRICT) -> None:
-        """The rank has come to `phase`.
+        """Report that the rank has entered `phase`.
 
         Args:
-            phase: what it does now, at most 63 bytes.
+            phase: what it is doing, at most 63 bytes.
             step: number of the step it is in or after.
-            patience: `watchdog.STRICT`, or what else counts as life while this lasts: CHILDREN, OWN.
+            patience: `watchdog.STRICT`, or what else counts as a sign of life during this phase: CHILDREN, OWN.
         """
         self._now = step, patience, phase.encode()
         self._write(b"")
@@ -86,5 +86,5 @@ class Heartbeat(Observer):
 
 @cache
 def _description(op: Op) -> bytes:
-    # Made once: a heartbeat then costs a write, no formatting.
+    # Formatted once per operation, so that a heartbeat costs only a write.
     return f"{op.kind} of micro-batch {op.microbatch} on stage {op.stage}".encode()

@@ -1,8 +1,8 @@
-"""Slow ranks: each rank's own time a step, without what it waited for others, compared every `INTERVAL` steps.
+"""Slow ranks: each rank's own time per step, without the time it waited for others, compared every `INTERVAL` steps.
 
-A parallel run goes at the pace of its slowest rank, and every rank's step takes equally long; only the time outside
-collectives tells who is slow. Ranks of one pipeline stage do the same work and are compared with each other; where a
-stage has a single rank, stages are compared.
+A parallel run is as fast as its slowest rank, and the steps of all ranks take equally long; only the time outside
+collectives shows which one is slow. Ranks of a pipeline stage do the same work and are compared among themselves; if
+stages have a single rank each, stages are compared.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megalite.dist.collectives import all_gather, waits
 from megalite.dist.context import ParallelContext
 
 INTERVAL = 20
-# How much longer than its peers a slow rank takes.
+# A slow rank takes this many times as long as its peers.
 SLOW = 1.5
-# Differences of less, or of a smaller share of the step, slow nobody down.
+# Smaller differences, in seconds or as a share of the step, do not matter.
 _LEAST_S, _LEAST_SHARE = 0.002, 0.05
 
 
 class StragglerReport:
-    """Collects this rank's own times; every rank makes one and calls it alike."""
+    """Collects this rank's own times; every rank makes one and calls it at the same points."""
 
     def __init__(self, ctx: ParallelContext) -> None:
         self.ctx = ctx
@@ -34,21 +34,21 @@ class StragglerReport:
         self._named: frozenset[int] = frozenset()
 
     def start(self) -> None:
-        """A step begins."""
+        """Note the start of a step."""
         self._waited = waits.seconds
 
     def end(self, seconds: float) -> list[tuple[int, float, float]]:
-        """The step that took so long has ended.
+        """Note the end of a step that took `seconds`.
 
         Returns:
-            (rank, its seconds a step, its peers') of the slow ranks, when they are not those named before; every
-            `INTERVAL` steps, else empty.
+            Every `INTERVAL` steps (rank, its seconds per step, its peers') of the slow ranks, if they are not the ones
+            returned before; else empty.
         """
         self._times.append(seconds - (waits.seconds - self._waited))
         self._steps.append(seconds)
         if len(self._times) < INTERVAL:
             return []
-        # The median: one long step (an evaluation's memory, a cleaned-up heap) makes no rank slow.
+        # The median: one long step (memory of an evaluation, a garbage collection) does not make a rank slow.
         mine = torch.tensor([median(self._times), median(self._steps)], dtype=torch.float64, device=self.ctx.device)
         every = torch.empty(self.ctx.world.size * 2, dtype=torch.float64, device=self.ctx.device)
         all_gather(every, mine, self.ctx.world).wait()
@@ -64,10 +64,10 @@ class StragglerReport:
 def slow_ranks(
     seconds: Sequence[float], groups: Sequence[Sequence[int]], least: float
 ) -> list[tuple[int, float, float]]:
-    """(rank, its seconds, median of its peers') where it takes `SLOW` times as long as they do.
+    """Find the ranks that take `SLOW` times as long as their peers: (rank, its seconds, median of its peers').
 
     Args:
-        seconds: own time a step, by rank.
+        seconds: own time per step, by rank.
         groups: ranks that do the same work.
         least: smaller differences do not count, seconds.
     """

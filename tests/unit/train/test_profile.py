@@ -100,8 +100,8 @@ def test_a_memory_snapshot_needs_cuda(tmp_path: Path) -> None:
     (left,) = run_ranks([*TINY, "--train-steps", "1", "--memory-snapshot", "--run-dir", str(tmp_path)])
     assert left.code == 2
     assert left.errors == [
-        "error: --memory-snapshot on cpu: records what CUDA's allocator does, and there is none; leave it out, "
-        "or run with --device cuda"
+        "error: --memory-snapshot on cpu: records the allocations of CUDA, which this device does not use; "
+        "drop the flag, or run with --device cuda"
     ]
 
 
