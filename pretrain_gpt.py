@@ -1,6 +1,6 @@
 """Pretrain a GPT or Llama-type model: `torchrun --nproc-per-node 8 pretrain_gpt.py --tp 2 --pp 4 --preset llama-3-8b …`
 
-Reads top to bottom: what was asked, where this rank sits, what to train, train it.
+Read it from top to bottom: parse the options, find this rank's place, build the run, train.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from megalite.train.run import open_run
 
 
 def main() -> None:
-    asked = cli.parse(read_model=hf_model_config)
-    cfg, tp, pp = asked.config, asked.config.parallel.tp, asked.config.parallel.pp
-    # What is only said, not run, may be asked without starting the ranks.
-    topology = Grid.of(world_size(otherwise=tp * pp if asked.print_config or asked.dry_run else 1), tp, pp)
-    if asked.print_config or asked.dry_run:
+    parsed = cli.parse(read_model=hf_model_config)
+    cfg, tp, pp = parsed.config, parsed.config.parallel.tp, parsed.config.parallel.pp
+    # Printing does not require the ranks to be started.
+    grid = Grid.of(world_size(otherwise=tp * pp if parsed.print_config or parsed.dry_run else 1), tp, pp)
+    if parsed.print_config or parsed.dry_run:
         if env_rank() == 0:
-            print(cli.to_yaml(cfg) if asked.print_config else dry_run_report(described(cfg), topology))
+            print(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(described(cfg), grid))
         return
     device = pick_device(cfg.parallel.device, tp)
     if cfg.train.deterministic:
         only_deterministic_kernels()
     init_process_group(device)
-    with diagnosing_memory(cfg, topology, device, env_rank()) as known:
-        run = open_run(cfg, ParallelContext.create(topology, device))
+    with diagnosing_memory(cfg, grid, device, env_rank()) as known:
+        run = open_run(cfg, ParallelContext.create(grid, device))
         known.cfg = run.engine.cfg
         try:
             fit(run)
