@@ -156,8 +156,8 @@ class HFSource:
             raise BadCheckpoint(where, f"{_some(missing)} missing that its config.json asks for", remedy)
         if extra:
             raise BadCheckpoint(where, f"{_some(extra)} there that its config.json does not ask for", remedy)
-        for name, shape in expected.items():
-            tensor = self._tensors[name]
+        for name, tensor in self._tensors.items():
+            shape = expected.get(name, tensor.shape)
             if tensor.shape != shape:
                 rule = f"tensor {name} has shape {list(tensor.shape)}, its config.json says {list(shape)}"
                 raise BadCheckpoint(where, rule, remedy)

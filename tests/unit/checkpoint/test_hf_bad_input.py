@@ -106,6 +106,11 @@ def with_header(**tensors: Any) -> Callable[[Path], None]:
     return edit
 
 
+def tied_head_of_integers(folder: Path) -> None:
+    edit_config(tie_word_embeddings=True)(folder)
+    edit_tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"].int()}))(folder)
+
+
 def second_half_missing(folder: Path) -> None:
     to_index(folder)
     (folder / "b.safetensors").unlink()
@@ -132,6 +137,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "extra": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(2)})), "tensor model.extra is there"),
     "shape": (edit_tensors(lambda t: t.update({Q: torch.ones(32, 31)})), f"{Q} has shape [32, 31]"),
     "type": (edit_tensors(lambda t: t.update({Q: torch.ones(32, 32).int()})), f"{Q} has type I32"),
+    "type_of_tied_head": (
+        tied_head_of_integers,
+        "lm_head.weight has type I32",
+    ),
     "untied_without_head": (edit_tensors(lambda t: t.pop("lm_head.weight")), "lm_head.weight is missing"),
     "tied_with_other_head": (edit_config(tie_word_embeddings=True), "tie_word_embeddings is true"),
     "layers": (edit_config(num_hidden_layers=3), "9 tensors (model.layers.2"),
