@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 Index = tuple[int, ...]
 
@@ -90,9 +90,22 @@ def flat_range(shape: Index, start: int, stop: int) -> Iterator[Slice]:
 
 def contiguous_parts(shape: Index, offset: Index, extent: Index) -> Iterator[Slice]:
     """Cut the box `extent` at `offset` into boxes that are contiguous in the flattened tensor of `shape`."""
-    partial = [d for d, (n, m) in enumerate(zip(extent, shape)) if n != m]
-    # Everything before the last dimension that is not whole has to be walked through.
-    depth = partial[-1] if partial else 0
+    depth = _run_dim(shape, extent)
     for lead in product(*(range(o, o + n) for o, n in zip(offset[:depth], extent[:depth]))):
         begin = (*lead, *offset[depth:])
         yield Slice(begin, (*(1 for _ in lead), *extent[depth:]), flat_index(shape, begin))
+
+
+def contiguous_runs(shape: Index, offset: Index, extent: Index) -> tuple[Iterator[int], int]:
+    """As `contiguous_parts`: where each part starts in the flattened tensor, in order, and how long all of them are."""
+    depth, first = _run_dim(shape, extent), flat_index(shape, offset)
+    strides = [math.prod(shape[d + 1 :]) for d in range(depth)]
+    *outer, inner = [range(0, n * stride, stride) for n, stride in zip(extent, strides)] or [range(1)]
+    begins = (first + sum(step) for step in product(*outer))
+    starts = chain.from_iterable(range(begin, begin + inner.stop, inner.step) for begin in begins)
+    return starts, math.prod(extent[depth:])
+
+
+def _run_dim(shape: Index, extent: Index) -> int:
+    """First dimension of a contiguous run of a box: the last one that the box does not fill."""
+    return max((d for d, (n, m) in enumerate(zip(extent, shape)) if n != m), default=0)

@@ -35,7 +35,7 @@ from megalite.dist.dtypes import STORED
 from megalite.errors import UserError
 from megalite.log import logger
 from megalite.sharding import StateTensor
-from megalite.slices import Slice, box_index, contiguous_parts
+from megalite.slices import Slice, box_index, contiguous_runs
 
 # Reads go through a buffer of at most this many bytes.
 _STAGE = 16 << 20
@@ -134,11 +134,11 @@ class ShardReader:
         for row in range(offset[0], offset[0] + shape[0], rows_at_once):
             rows = min(rows_at_once, offset[0] + shape[0] - row)
             stage = self._staging(rows * width * item)
-            view, at = memoryview(stage.numpy().data).cast("B"), 0
+            view = memoryview(stage.numpy().data).cast("B")
             local = (row - box.offset[0], *(o - b for o, b in zip(offset[1:], box.offset[1:])))
-            for part in contiguous_parts(box.shape, local, (rows, *shape[1:])):
-                read_exactly(fd, view[at : at + part.numel * item], box.at + part.at * item, path)
-                at += part.numel * item
+            starts, run = contiguous_runs(box.shape, local, (rows, *shape[1:]))
+            for at, start in zip(range(0, len(view), run * item), starts):
+                read_exactly(fd, view[at : at + run * item], box.at + start * item, path)
             self.stats.loaded += len(view)
             yield (row, *offset[1:]), stage.view(STORED[dtype]).view(rows, *shape[1:])
 
