@@ -129,7 +129,7 @@ def export_hf(
         reader.verify()
         meta = reader.manifest.meta
         cfg = model_config(meta, path)
-        kind = _export_type(meta, dtype)
+        weight_dtype = _export_dtype(meta, dtype)
         given = tokenizer or of_run(meta)
         with new_folder(out) as folder:
             special = dict(meta.get("hf", {}))
@@ -137,8 +137,8 @@ def export_hf(
                 special.update(export_tokenizer(given, folder, cfg, meta.get("tokenizer_sha256")))
             else:
                 logger.warning("no tokenizer is known (give --tokenizer): the export has none")
-            config = write_config(cfg, kind, special)
-            _write_weights(reader, cfg, kind, folder, shard_bytes)
+            config = write_config(cfg, torch_name(weight_dtype), special)
+            _write_weights(reader, cfg, weight_dtype, folder, shard_bytes)
             _write_json(folder / "config.json", config)
             ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
             _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
@@ -147,22 +147,21 @@ def export_hf(
     return config
 
 
-def _export_type(meta: dict[str, Any], dtype: str | None) -> str:
-    if dtype is not None:
-        if dtype not in DTYPES:
-            raise UserError(f"--dtype {dtype}", f"must be one of {', '.join(DTYPES)}", "choose one of these")
-        return torch_name(DTYPES[dtype])
-    trained = meta.get("config", {}).get("train", {}).get("precision", "fp32")
-    return meta.get("hf", {}).get("dtype") or torch_name(DTYPES[trained])
+def _export_dtype(meta: dict[str, Any], given: str | None) -> torch.dtype:
+    """Choose the type that was asked for, else that of the imported weights, else the precision of the training."""
+    if given is not None:
+        if given not in DTYPES:
+            raise UserError(f"--dtype {given}", f"must be one of {', '.join(DTYPES)}", "choose one of these")
+        return DTYPES[given]
+    imported = {torch_name(dtype): dtype for dtype in DTYPES.values()}.get(meta.get("hf", {}).get("dtype"))
+    return imported or DTYPES[meta.get("config", {}).get("train", {}).get("precision", "fp32")]
 
 
-def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Path, shard_bytes: int) -> None:
+def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, folder: Path, shard_bytes: int) -> None:
     """model.safetensors, or numbered files and their index."""
     family, tensors = FAMILIES[cfg.arch], weights_of(reader.manifest, reader.path)
     specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
     _check_names(reader.path, specs, tensors)
-    dtype = getattr(torch, kind)
-    code = stored_name(dtype)
 
     def group(spec: ParamSpec) -> _Group:
         where = family.place(spec.name)
@@ -172,7 +171,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, kind: str, folder: Pat
             reader.read(tensors[spec.name], Slice((0,) * len(spec.shape), spec.shape), whole)
             return split(where, whole.to(dtype), spec, cfg.num_heads)
 
-        return _Group(tuple((n, code, s) for n, s in zip(where.names, file_shapes(where, spec))), make)
+        return _Group(tuple((n, stored_name(dtype), s) for n, s in zip(where.names, file_shapes(where, spec))), make)
 
     shards = _shards([group(spec) for spec in specs.values()], shard_bytes)
     weight_map, total = {}, 0

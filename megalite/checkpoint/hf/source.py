@@ -18,7 +18,7 @@ from megalite.checkpoint.hf.config import family_of, read_config, special_ids
 from megalite.checkpoint.hf.packing import file_shapes, row_runs
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside
 from megalite.config.model import ModelConfig
-from megalite.dist.dtypes import STORED
+from megalite.dist.dtypes import DTYPES, STORED, torch_name
 from megalite.families.common import Family, Packed
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
@@ -59,9 +59,8 @@ class HFSource:
         self.specs: Mapping[str, ParamSpec] = param_map(self.config)
         self._tensors = self._renamed(self._find_tensors())
         self._check()
-        types = {t.dtype for t in self._tensors.values()}
-        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-        self.dtype: str = names.get(next(iter(types)), "float32") if len(types) == 1 else "float32"
+        types = {STORED[t.dtype] for t in self._tensors.values()}
+        self.dtype = torch_name(next((dtype for dtype in DTYPES.values() if types == {dtype}), torch.float32))
 
     def tensors(self) -> Iterator[tuple[ParamSpec, Packed]]:
         """Tensors of megalite that the folder holds, tied copies left out."""
