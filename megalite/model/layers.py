@@ -137,10 +137,10 @@ def norm_scale(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return 1.0 + weight.float() if zero_centered else weight
 
 
-class NoNorm(nn.Module):
+class NoNorm:
     """Takes the place of a norm that a block does not have."""
 
-    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_SBH: torch.Tensor) -> torch.Tensor:
         return x_SBH
 
     def add(self, x_SBH: torch.Tensor, residual_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +149,7 @@ class NoNorm(nn.Module):
         return total, total
 
 
-class Dropout(nn.Module):
+class Dropout:
     """Dropout at one place of the model, in training only.
 
     Its masks are a function of (step, replica, micro-batch, place): the same under every schedule and recomputation.
@@ -162,7 +162,6 @@ class Dropout(nn.Module):
     """
 
     def __init__(self, rate: float, rng: RngStreams, stream: str, place: tuple[int, str]) -> None:
-        super().__init__()
         self.rate, self.rng, self.stream, self.place = rate, rng, stream, place
 
     def rate_in(self, this: Pass) -> float:
@@ -173,7 +172,7 @@ class Dropout(nn.Module):
         """Make torch draw the masks of this place and pass inside the context."""
         return self.rng.fork(self.stream, device, this.step, this.replica, this.microbatch, *self.place)
 
-    def forward(self, x: torch.Tensor, this: Pass) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, this: Pass) -> torch.Tensor:
         """Drop elements of x, of any shape, and scale the others by 1 / (1 - rate)."""
         if not self.rate_in(this):
             return x
