@@ -1,5 +1,5 @@
-"""Cost of checkpoints on this machine: save against a plain write of the same bytes, what a save in the background does
-to the steps that follow, load with every checksum checked. Ratios first; JSON with --json.
+"""Measure the cost of checkpoints on this machine: a save against a plain write of the same bytes, the effect of a save
+in the background on the following steps, and a verified load. Ratios first; JSON with --json.
 
 python benchmarks/checkpoint.py --mb 512
 torchrun --nproc-per-node 4 benchmarks/checkpoint.py --mb 128
@@ -41,7 +41,7 @@ def states_of(ctx: ParallelContext, mb: float) -> list[StateTensor]:
 
 
 def timed(ctx: ParallelContext, action: Callable[[], object]) -> float:
-    """Seconds from all ranks being there to all ranks being done."""
+    """Measure the seconds from the time all ranks have arrived to the time all are done."""
 
     def together() -> None:
         collectives.all_reduce(torch.zeros(1, device=ctx.device), ctx.world).wait()
@@ -64,7 +64,7 @@ def plain_write(folder: Path, ctx: ParallelContext, data: bytes) -> None:
 
 
 def make_step(ctx: ParallelContext, seconds: float) -> Callable[[], None]:
-    """Matrix products that take about `seconds`, and a collective."""
+    """Make a step of matrix products that takes about `seconds`."""
     size = 512 if ctx.device.type == "cpu" else 4096
     x = torch.randn(size, size, device=ctx.device)
 
@@ -98,7 +98,7 @@ def measure(ctx: ParallelContext, mb: float, step_s: float, root: Path, repeats:
         path = root / "checkpoints" / f"step_{3 * i + 2:08d}"
         loads.append(timed(ctx, lambda path=path: load_checkpoint(path, states, ctx)))
     checkpointer.close()
-    # The first of each pays for memory that later ones use again.
+    # The first of each allocates memory that later ones reuse.
     first, middle = snapshots[0], statistics.median
     save, plain, load = middle(saves[1:]), middle(plains[1:]), middle(loads[1:])
     return {
@@ -119,10 +119,10 @@ def measure(ctx: ParallelContext, mb: float, step_s: float, root: Path, repeats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=256.0, help="MB of state per rank")
-    parser.add_argument("--step", type=float, default=1.0, help="seconds a made-up training step")
+    parser.add_argument("--step", type=float, default=1.0, help="seconds per synthetic training step")
     parser.add_argument("--repeats", type=int, default=3, help="measurements; the median is reported")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda: where the state is")
-    parser.add_argument("--folder", help="where to write (default: a temporary folder, which may be memory)")
+    parser.add_argument("--folder", help="where to write (default: a temporary folder, which may be in memory)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     args = parser.parse_args()
     device = pick_device(args.device)

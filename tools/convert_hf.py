@@ -1,4 +1,4 @@
-"""Convert Hugging Face models to megalite checkpoints and back: one process, no GPU, tensor by tensor."""
+"""Convert Convert Hugging Face models to megalite checkpoints and back: one process, no GPU, tensor by tensor."""
 
 import argparse
 
@@ -13,13 +13,13 @@ def main() -> None:
     text = "make a checkpoint (weights only) that training can start from in any layout"
     into = commands.add_parser("import", help=text, description=text)
     into.add_argument("--hf", required=True, metavar="DIR", help="folder with config.json and *.safetensors")
-    into.add_argument("--out", required=True, metavar="CKPT", help="checkpoint folder to make")
+    into.add_argument("--out", required=True, metavar="CKPT", help="checkpoint folder to create")
     text = "write a model folder for transformers 4.57 and later, vLLM and llama.cpp"
     out = commands.add_parser("export", help=text, description=text)
     out.add_argument(
         "--checkpoint", required=True, metavar="CKPT", help="checkpoint folder, or a run directory (its newest)"
     )
-    out.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    out.add_argument("--out", required=True, metavar="DIR", help="folder to create")
     out.add_argument("--dtype", metavar="T", help="fp32, bf16 or fp16 (default: that of training or import)")
     out.add_argument("--tokenizer", metavar="T", help="tokenizer folder or file (default: the run's)")
     args = parser.parse_args()

@@ -14,12 +14,12 @@ from megalite.errors import run_tool
 
 
 def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> list[str]:
-    """Lines about a checkpoint.
+    """Describe a checkpoint in lines of text.
 
     Args:
         path: a checkpoint's folder, or a run directory or checkpoints folder (its newest).
-        tensors: list every tensor with its boxes.
-        verify: read everything and check every checksum.
+        tensors: list all tensors and their boxes.
+        verify: read everything and verify all checksums.
 
     Raises:
         UserError: not a checkpoint, or a damaged one.
@@ -28,7 +28,7 @@ def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> l
     manifest = read_manifest(folder)
     reader = ShardReader(folder, manifest)
     try:
-        # Sizes are compared in any case; contents on demand.
+        # Sizes are always compared, contents on demand.
         for number in range(len(manifest.files)):
             reader.descriptor(number)
         lines = _summary(folder, manifest)
@@ -37,9 +37,9 @@ def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> l
             lines += _tensors(manifest)
         if verify:
             reader.verify()
-            lines.append(f"verified: {reader.stats.verified:,} bytes, every checksum is right")
+            lines.append(f"verified: {reader.stats.verified:,} bytes, all checksums are correct")
         else:
-            lines.append("checksums not read (--verify does)")
+            lines.append("checksums not verified (use --verify)")
     finally:
         reader.close()
     return lines
@@ -82,8 +82,8 @@ def _tensors(manifest: Manifest) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder, or a run directory (its newest)")
-    parser.add_argument("--verify", action="store_true", help="read everything and check every checksum")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor and where its parts lie")
+    parser.add_argument("--verify", action="store_true", help="read everything and verify all checksums")
+    parser.add_argument("--tensors", action="store_true", help="list all tensors and where their parts are")
     args = parser.parse_args()
     for line in describe(args.checkpoint, args.tensors, args.verify):
         print(line)

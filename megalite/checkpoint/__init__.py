@@ -1,1 +1,1 @@
-"""Checkpoints: safetensors shards, a manifest of slices and checksums, atomic commits; any layout loads them."""
+"""Checkpoints: safetensors shards, a manifest of slices and checksums, atomic commits, loading into any layout."""

@@ -1,4 +1,4 @@
-"""Names inside `RUN_DIR/checkpoints`, and the steps that change them: commit, set aside, prune, clean up."""
+"""Names in `RUN_DIR/checkpoints`, and the operations that change them: commit, set aside, prune, clean up."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ TEMPORARY = ".tmp_"
 
 
 def checkpoints_folder(run_dir: str | Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Return the folder in which a run keeps its checkpoints."""
     return Path(run_dir) / "checkpoints"
 
 
 def step_name(step: int) -> str:
-    """Folder name of a full checkpoint."""
+    """Name the folder of a full checkpoint."""
     return f"step_{step:08d}"
 
 
 def model_name(step: int) -> str:
-    """Folder name of a checkpoint of weights alone."""
+    """Name the folder of a checkpoint of weights alone."""
     return f"model_{step:08d}"
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of everything named like a full checkpoint, newest step first; times of files play no part."""
+    """List (step, folder) of all names of full checkpoints, newest step first; file times are not used."""
     if not root.is_dir():
         return []
     found = [(_STEP.fullmatch(p.name), p) for p in root.iterdir()]
@@ -45,16 +45,16 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
 def commit(root: Path, temporary: Path, name: str, manifest: Manifest, aside: Sequence[str]) -> list[str]:
     """Turn a folder of finished shards into checkpoint `name`.
 
-    The rename is the one moment at which the checkpoint comes to exist; everything in it has reached the disk by then.
+    The checkpoint comes into existence with the rename; by then everything in it has reached the disk.
 
     Args:
         root: the run's checkpoints folder.
-        temporary: holds the shards.
-        name: final name; a folder that has it is set aside.
-        aside: other folders to set aside: checkpoints that this run does not continue.
+        temporary: the folder that holds the shards.
+        name: final name; an existing folder of that name is set aside.
+        aside: other folders to set aside, which this run does not continue.
 
     Returns:
-        What was set aside, as "old -> new".
+        The folders that were set aside, each as "old -> new".
     """
     commit_in_place(temporary, manifest)
     moved = [set_aside(root, other) for other in dict.fromkeys([*aside, name]) if (root / other).exists()]
@@ -66,7 +66,7 @@ def commit(root: Path, temporary: Path, name: str, manifest: Manifest, aside: Se
 def commit_in_place(folder: Path, manifest: Manifest) -> None:
     """Write manifest and COMMIT beside finished shards."""
     data = manifest.to_json()
-    # What cannot be loaded is not committed.
+    # A manifest that could not be loaded is not committed.
     Manifest.from_json(data, "manifest of this save")
     write_file(folder / "manifest.json", [data])
     write_file(folder / "COMMIT", [commit_text(data)])
@@ -74,7 +74,7 @@ def commit_in_place(folder: Path, manifest: Manifest) -> None:
 
 
 def set_aside(root: Path, name: str) -> str:
-    """Give a folder a name under which no run resumes from it or prunes it."""
+    """Rename a folder so that no run resumes from it or prunes it."""
     number = 1
     while (root / f"aside_{number}_{name}").exists():
         number += 1
@@ -83,7 +83,7 @@ def set_aside(root: Path, name: str) -> str:
 
 
 def point_latest(root: Path, name: str) -> None:
-    """Make the link `latest`, a hint for people and scripts; resuming reads the folders themselves."""
+    """Point the link `latest` at a checkpoint, for people and scripts; resuming reads the folders themselves."""
     hint = root / f"{TEMPORARY}latest"
     hint.unlink(missing_ok=True)
     hint.symlink_to(name)
@@ -95,17 +95,17 @@ def prune(root: Path, keep_last: int, keep: Sequence[str]) -> None:
     for _, path in step_folders(root)[keep_last:]:
         if path.name in keep:
             continue
-        # Half deleted, it must not look like a checkpoint.
+        # A partly deleted folder must not look like a checkpoint.
         doomed = root / f"{TEMPORARY}prune_{path.name}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)
 
 
 def clean_up(root: Path) -> list[str]:
-    """Delete what interrupted saves left; returns the names.
+    """Delete the remains of interrupted saves; return their names.
 
-    A writer outlives its killed rank for a moment, and may be about to commit or prune: a rename decides who is first.
-    Where it is this one, the writer finds nothing under the names it knows; where it is the writer's, nothing is left.
+    A writer briefly outlives its killed rank, and may be about to commit or prune: a rename decides which of the two is
+    first. If it is this one, the writer finds nothing under the names it knows; otherwise nothing is left to delete.
     """
     left = []
     for path in sorted(p for p in root.iterdir() if p.name.startswith(TEMPORARY)):
@@ -125,7 +125,7 @@ def clean_up(root: Path) -> list[str]:
 
 
 def read_fragment(path: Path) -> dict[str, Any] | None:
-    """A rank's part of the manifest, None until it is there."""
+    """Read a rank's part of the manifest; return None until it exists."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

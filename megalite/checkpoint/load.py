@@ -1,6 +1,6 @@
-"""Loading a checkpoint into any layout: a rank reads the intersections of what it holds with what was saved.
+"""Loading a checkpoint into any layout: each rank reads the intersections of what it holds with what was saved.
 
-Before a byte is used every block of every shard has been checked, each rank taking its share.
+Every block of every shard is checked before any byte is used; the ranks share this work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STAGE = 16 << 20
 
 @dataclass
 class ReadStats:
-    """Bytes this rank read to fill its states, and bytes it read to check checksums."""
+    """Count the bytes that this rank read to fill its states, and those it read to verify checksums."""
 
     loaded: int = 0
     verified: int = 0
@@ -51,7 +51,7 @@ class ReadStats:
 
 @dataclass
 class ShardReader:
-    """Open shards of one checkpoint."""
+    """Read the shards of one checkpoint."""
 
     path: Path
     manifest: Manifest
@@ -60,7 +60,7 @@ class ShardReader:
     _stage: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def descriptor(self, number: int) -> int:
-        """Descriptor of shard `number`, opened and its size checked at first use."""
+        """Return the file descriptor of shard `number`; open it and check its size at first use."""
         if number not in self._open:
             entry = self.manifest.files[number]
             fd = open_inside(self.path, entry.name)
@@ -71,10 +71,10 @@ class ShardReader:
         return self._open[number]
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Check every `world`-th block from `rank` on, and that headers say what the manifest says.
+        """Check every `world`-th block from `rank` on, and that the headers agree with the manifest.
 
         Raises:
-            BadCheckpoint: names the file and the bytes.
+            BadCheckpoint: damage; names the file and the bytes.
         """
         buffer = bytearray(min(BLOCK, max((f.size for f in self.manifest.files), default=1)))
         turn = 0
@@ -90,7 +90,7 @@ class ShardReader:
                 self.stats.verified += len(view)
                 if zlib.crc32(view) != crc:
                     where = f"bytes {begin} to {begin + len(view)}"
-                    raise BadCheckpoint(str(self.path / entry.name), f"{where} are not what was written (CRC32)")
+                    raise BadCheckpoint(str(self.path / entry.name), f"{where} differ from what was written (CRC32)")
             if number % world == rank:
                 self._check_header(number, fd)
 
@@ -110,7 +110,7 @@ class ShardReader:
             raise BadCheckpoint(str(path), "its header does not list the boxes of the manifest")
 
     def extra_files(self) -> list[str]:
-        """Files beside the checkpoint that are no part of it."""
+        """List the files in the folder that are not part of the checkpoint."""
         known = {"manifest.json", "COMMIT", *(f.name for f in self.manifest.files)}
         return sorted(e.name for e in os.scandir(self.path) if e.name not in known)
 
@@ -126,8 +126,8 @@ class ShardReader:
     def _read(
         self, file: int, box: Slice, dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """(offset, elements) of the part of a box that has `shape` at `offset`: as many rows at a time as fit into the
-        buffer, which is used again."""
+        """Yield (offset, elements) of the part of a box that has `shape` at `offset`: as many rows at a time as fit in
+        the buffer, which is reused."""
         item, fd, path = ITEM_SIZE[dtype], self.descriptor(file), self.path / self.manifest.files[file].name
         width = math.prod(shape[1:])
         rows_at_once = max(1, _STAGE // (width * item))
@@ -143,7 +143,7 @@ class ShardReader:
             yield (row, *offset[1:]), stage.view(STORED[dtype]).view(rows, *shape[1:])
 
     def _staging(self, size: int) -> torch.Tensor:
-        """Bytes to read into, the same memory each time."""
+        """Return a buffer of `size` bytes, the same memory each time."""
         if size > len(self._stage):
             self._stage = torch.empty(size, dtype=torch.uint8)
         return self._stage[:size]
@@ -156,12 +156,12 @@ class ShardReader:
 
 
 def find_latest(root: str | Path) -> Path | None:
-    """The newest committed full checkpoint in a checkpoints folder, None where there is none.
+    """Find the newest committed full checkpoint in a checkpoints folder; return None if there is none.
 
-    Folders without COMMIT are passed over and named. Shards are not looked at.
+    Folders without COMMIT are skipped with a warning. Shards are not read.
 
     Raises:
-        BadCheckpoint: the newest one's manifest is not the committed one.
+        BadCheckpoint: the manifest of the newest one is not the committed one.
     """
     for path in _committed(Path(root)):
         read_manifest(path)
@@ -170,7 +170,7 @@ def find_latest(root: str | Path) -> Path | None:
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """The checkpoint meant by a folder: itself, or the newest of a run directory or checkpoints folder."""
+    """Return the checkpoint that a path means: itself, or the newest of a run directory or checkpoints folder."""
     path = Path(path)
     if (path / "manifest.json").exists() or (path / "COMMIT").exists():
         return path
@@ -179,15 +179,15 @@ def resolve_checkpoint(path: str | Path) -> Path:
         if found is not None:
             return found
     raise BadCheckpoint(
-        f"checkpoint {path}", "holds no manifest.json and no step_* folders", "give a checkpoint's folder"
+        f"checkpoint {path}", "holds no manifest.json and no step_* folders", "pass the folder of a checkpoint"
     )
 
 
 def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) -> Path | None:
-    """As `find_latest`, by all ranks together, with every checksum checked.
+    """As `find_latest`, all ranks together, and verify every checksum.
 
     Args:
-        fallback: take the checkpoint before one that is damaged, and say so, instead of raising.
+        fallback: use the previous checkpoint, with a warning, if one is damaged.
     """
     listed = "\n".join(p.name for p in _committed(Path(root))) if ctx.rank == 0 else ""
     names = gather_texts(listed, ctx.world, ctx.device)[0].split()
@@ -198,12 +198,14 @@ def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) ->
             return path
         except UserError as e:
             if not fallback and name != names[-1]:
-                raise UserError.from_message(f"{e}, or go on from the one before it with --resume-fallback") from None
+                raise UserError.from_message(f"{e}, or resume from the previous one with --resume-fallback") from None
             if not fallback:
                 raise
-            logger.warning(f"--resume-fallback: passing over {path}: {e}")
+            logger.warning(f"--resume-fallback: skipping {path}: {e}")
     if names:
-        raise BadCheckpoint(str(root), "none of its checkpoints is whole", "restore one, or start with --resume never")
+        raise BadCheckpoint(
+            str(root), "all of its checkpoints are damaged", "restore one, or start a new run with --resume never"
+        )
     return None
 
 
@@ -213,12 +215,12 @@ def _committed(root: Path) -> list[Path]:
         if (path / "COMMIT").exists():
             found.append(path)
         else:
-            logger.warning(f"{path} was not committed and is passed over")
+            logger.warning(f"skipping uncommitted checkpoint {path}")
     return found
 
 
 def read_meta(path: str | Path) -> dict[str, Any]:
-    """The `meta` that a checkpoint was saved with.
+    """Return the `meta` that a checkpoint was saved with.
 
     Raises:
         BadCheckpoint: not a committed checkpoint.
@@ -239,14 +241,14 @@ def model_config(meta: dict[str, Any], path: Path) -> ModelConfig:
 
 
 def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
-    """Check a checkpoint, each rank its share of the blocks; `UserError` on every rank where one finds damage."""
+    """Verify a checkpoint, each rank a share of the blocks; raise `UserError` on every rank if one finds damage."""
 
     def mine() -> ReadStats:
         reader = ShardReader(path, read_manifest(path))
         try:
             reader.verify(ctx.rank, ctx.world.size)
             if ctx.rank == 0 and (extra := reader.extra_files()):
-                logger.warning(f"{path} holds files that are no part of it and are ignored: {', '.join(extra)}")
+                logger.warning(f"{path} holds files that are not part of it and are ignored: {', '.join(extra)}")
         finally:
             reader.close()
         return reader.stats
@@ -257,21 +259,21 @@ def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
 def load_checkpoint(
     path: str | Path, states: Sequence[StateTensor], ctx: ParallelContext, verify: bool = True
 ) -> tuple[dict[str, Any], ReadStats]:
-    """Fill the states of all ranks from a checkpoint of any layout; every rank calls it.
+    """Fill the states of all ranks from a checkpoint of any layout; every rank calls this.
 
-    Moments that the checkpoint does not hold (weights imported or saved alone) become zero, which is logged.
+    Moments that the checkpoint does not hold (weights imported or saved alone) become zero, with a warning.
 
     Args:
         path: the checkpoint's folder.
         states: what this rank holds; filled in place.
         ctx: this rank's axes.
-        verify: check all checksums first; only without need after `find_good`.
+        verify: verify all checksums first; not needed after `find_good`.
 
     Returns:
-        The checkpoint's meta, and the bytes this rank read.
+        The checkpoint's meta, and the number of bytes that this rank read.
 
     Raises:
-        UserError: damaged, or of another model; on every rank, and no state was touched.
+        UserError: damaged, or of another model; raised on every rank, before any state is changed.
     """
     path = Path(path)
     stats = verify_together(path, ctx) if verify else ReadStats()
@@ -283,7 +285,7 @@ def load_checkpoint(
     def fill() -> None:
         try:
             for state, source in zip(states, sources):
-                # Vocabulary padding, which no checkpoint holds, is zero as in a new run.
+                # Checkpoints do not hold the vocabulary padding; it is zero, as in a new run.
                 state.flat.detach().zero_()
                 for box in state.slices:
                     if source is not None:
@@ -294,12 +296,12 @@ def load_checkpoint(
     agree(ctx, fill)
     missing = sorted({s.role for s, source in zip(states, sources) if source is None})
     if missing and ctx.rank == 0:
-        logger.warning(f"{path} holds no {', '.join(missing)}: they start at zero")
+        logger.warning(f"{path} has no {', '.join(missing)}: they start at zero")
     return manifest.meta, stats
 
 
 def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
-    """A checkpoint's weights: masters, or bf16 weights saved alone."""
+    """Return a checkpoint's weights: masters, or bf16 weights saved alone."""
     for kind in ("master", "model"):
         if kind in manifest.tensors:
             return manifest.tensors[kind]
@@ -307,7 +309,7 @@ def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
 
 
 def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> list[TensorEntry | None]:
-    """The saved tensor of each state; None for moments that were not saved at all."""
+    """Find the saved tensor of each state; None for moments that were not saved."""
     sources: list[TensorEntry | None] = []
     for state in states:
         if state.role == "master":
@@ -319,18 +321,18 @@ def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> lis
             continue
         entry = tensors.get(state.name)
         if entry is None or entry.shape != state.shape:
-            rule = f"has shape {list(entry.shape)} there" if entry else "is not there"
+            rule = f"has shape {list(entry.shape)} there" if entry else "is missing"
             raise BadCheckpoint(
                 str(path),
-                f"{state.role} {state.name} of shape {list(state.shape)} {rule}: it is of another model",
-                "use the model options that the checkpoint was made with",
+                f"{state.role} {state.name} of shape {list(state.shape)} {rule}: the checkpoint is of another model",
+                "use the model options of the checkpoint",
             )
         sources.append(entry)
     return sources
 
 
 def _all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
-    """Refuse a checkpoint with tensors that no rank asks for: it is of a larger model."""
+    """Refuse a checkpoint with tensors that no rank needs: it is of a larger model."""
     names = sorted(weights_of(manifest, path))
     mine = {state.name for state in states}
     used = torch.tensor([float(name in mine) for name in names], device=ctx.device)
@@ -341,5 +343,5 @@ def _all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx
         raise BadCheckpoint(
             str(path),
             f"holds {unused[0]}{more}, which this model does not have",
-            "use the model options that the checkpoint was made with",
+            "use the model options of the checkpoint",
         )

@@ -1,4 +1,4 @@
-"""One job a run directory: a file that says who owns it. Clocks play no part."""
+"""One job per run directory: a file names its owner. Clocks are not used."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megalite.log import logger
 
 
 class RunLock:
-    """Ownership of a folder, from `acquire` to `release` or the end of the process.
+    """Own a folder, from `acquire` to `release` or the end of the process.
 
-    The lock file holds run id, host, pid and what tells this process from a later one of the same pid. The lock of a
-    process that is gone is taken over on the same host; on another host nobody can know, so a person decides.
+    The lock file holds run ID, host, pid, and what distinguishes this process from a later one with the same pid. The
+    lock of a dead process is taken over on the same host; on another host that cannot be known, so a person decides.
 
     Args:
-        folder: the folder to own; exists.
-        run_id: told to whoever finds the folder taken.
+        folder: the folder to own; must exist.
+        run_id: shown to a second job that finds the folder taken.
     """
 
     def __init__(self, folder: Path, run_id: str) -> None:
@@ -36,7 +36,7 @@ class RunLock:
         """Take the lock.
 
         Raises:
-            UserError: a living process (or one on another host) has it.
+            UserError: a live process, or one on another host, holds it.
             OSError: the folder cannot be written.
         """
         while True:
@@ -49,13 +49,13 @@ class RunLock:
                 return
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._held:
             self.path.unlink(missing_ok=True)
             self._held = False
 
     def _create(self, path: Path) -> None:
-        """The file appears with its content or not at all."""
+        """Create the file with its content in one step."""
         part = path.with_name(f"lock_{self._mine['host']}_{os.getpid()}")
         part.unlink(missing_ok=True)
         write_file(part, [json.dumps(self._mine).encode()])
@@ -65,13 +65,13 @@ class RunLock:
             part.unlink()
 
     def _take_over(self) -> bool:
-        """Replace the lock of a dead process of this host; False when it changed meanwhile."""
+        """Replace the lock of a dead process of this host; return False if it changed meanwhile."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
         try:
-            # Of several that find a dead owner one goes first; the others then see another file under the name.
+            # One of several that find a dead owner is first; the others then see another file under the name.
             fcntl.flock(fd, fcntl.LOCK_EX)
             if not _same_file(fd, self.path):
                 return False
@@ -80,9 +80,9 @@ class RunLock:
                 raise UserError(
                     f"run directory {self.path.parent.parent}",
                     f"is in use by {_describe(owner)}",
-                    f"give another --run-dir, wait for that job, or, if it is gone for certain, delete {self.path}",
+                    f"use another --run-dir, wait for that job, or, if it is certainly gone, delete {self.path}",
                 )
-            logger.warning(f"taking over {self.path} of {_describe(owner)}, which no longer runs")
+            logger.warning(f"taking over {self.path} of {_describe(owner)}, which is no longer running")
             part = self.path.with_name(f"lock_{self._mine['host']}_{os.getpid()}")
             part.unlink(missing_ok=True)
             write_file(part, [json.dumps(self._mine).encode()])
@@ -92,7 +92,7 @@ class RunLock:
             os.close(fd)
 
     def _alive(self, owner: dict[str, Any]) -> bool:
-        """Whether the owner may still run: another host's always may."""
+        """Return whether the owner may still be running; on another host, always."""
         if owner["host"] != self._mine["host"]:
             return True
         if not (owner["started"] and self._mine["started"]):
@@ -102,7 +102,7 @@ class RunLock:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """What identifies a process on its host: pid, boot and start time in ticks since boot ("" when it is gone)."""
+    """Identify a process on its host: pid, boot and start time in ticks since boot ("" when it is gone)."""
     boot = started = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -135,7 +135,7 @@ def _parse(data: bytes) -> dict[str, Any] | None:
 
 def _describe(owner: dict[str, Any] | None) -> str:
     if owner is None:
-        return "an owner that its lock file does not name"
+        return "an unknown owner: its lock file is not readable"
     return f"run {owner['run_id']}, pid {owner['pid']} on {owner['host']}"
 
 

@@ -1,6 +1,6 @@
-"""What a checkpoint holds: global boxes of every logical tensor, and checksums of every block of every file.
+"""Table of contents of a checkpoint: the boxes of every logical tensor, and checksums of every block of every file.
 
-`manifest.json` is checked as a whole before anything is read through it: it may come from anywhere. Needs no torch.
+`manifest.json` may come from anywhere, so it is checked as a whole before it is used. Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megalite.slices import Slice
 
 _MAX_DIMS = 8
 FORMAT, VERSION = "megalite-checkpoint", 1
-# A manifest of honest size stays far below this for each shard; a larger one is refused before it is parsed.
+# Real manifests stay far below this per shard; a larger one is refused before it is parsed.
 _MAX_PER_FILE = 4 << 20
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -58,10 +58,10 @@ class Manifest:
     """A checkpoint's table of contents.
 
     Attributes:
-        run_id: the run that wrote it.
+        run_id: ID of the run that wrote it.
         step: optimizer steps done.
-        topology: layout it was saved in, for information only.
-        meta: what the run wants back: consumed_samples, scalars, config, hashes.
+        topology: layout in which it was saved, for information only.
+        meta: what the run needs to continue: consumed_samples, scalars, config, hashes.
         files: shards; boxes refer to them by index.
         tensors: kind ("master", "exp_avg", "exp_avg_sq"; "model" for weights alone) -> global name -> tensor.
     """
@@ -74,7 +74,7 @@ class Manifest:
     tensors: dict[str, dict[str, TensorEntry]]
 
     def to_json(self) -> bytes:
-        """The file's content."""
+        """Return the content of the file."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -95,7 +95,7 @@ class Manifest:
         """Parse and check everything that can be checked without the shards.
 
         Raises:
-            BadCheckpoint: names the entry and the rule it breaks.
+            BadCheckpoint: an entry breaks a rule; both are named.
         """
         try:
             content = json.loads(data)
@@ -128,7 +128,7 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Boxes tile every tensor, tensors fill every file: no gap, no overlap, nothing outside."""
+        """Check that boxes tile every tensor and fill every file, without gap or overlap."""
         names = [f.name for f in self.files]
         _require(len(set(names)) == len(names), "lists a file twice")
         spans: list[list[tuple[int, int]]] = [[] for _ in self.files]
@@ -148,18 +148,18 @@ class Manifest:
 
 
 def box_key(kind: str, name: str, offset: Sequence[int]) -> str:
-    """Name of a box in its shard."""
+    """Name a box in its shard."""
     return f"{kind}.{name}.{'_'.join(map(str, offset))}"
 
 
 def tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
-    """JSON form of a tensor's entry; a box is [file, begin, offset, shape]."""
+    """Convert a tensor's entry to JSON; a box is [file, begin, offset, shape]."""
     boxes = [[file, *box.to_json()] for file, box in tensor.boxes]
     return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
 
 
 class _Rule(Exception):
-    """A rule that a manifest breaks."""
+    """A manifest breaks a rule."""
 
 
 def _require(ok: bool, rule: str) -> None:
@@ -168,7 +168,9 @@ def _require(ok: bool, rule: str) -> None:
 
 
 def _whole(value: Any, what: str, low: int = 0, high: int = MAX_BYTES) -> int:
-    _require(type(value) is int and low <= value <= high, f"{what}: {value!r:.40} is not a number from {low} to {high}")
+    _require(
+        type(value) is int and low <= value <= high, f"{what}: {value!r:.40} is not an integer from {low} to {high}"
+    )
     return value
 
 
@@ -212,7 +214,7 @@ def _parse_tensor(name: str, entry: Mapping[str, Any]) -> TensorEntry:
 
 
 def _check_tiling(tensor: TensorEntry, what: str) -> None:
-    """The areas must add up, and no two boxes may overlap."""
+    """Check that the sizes of the boxes add up and that no two overlap."""
     boxes = [box for _, box in tensor.boxes]
     area = sum(box.numel for box in boxes)
     _require(area == num_bytes("U8", tensor.shape), f"{what}: boxes hold {area} elements, shape {tensor.shape}")
@@ -246,22 +248,24 @@ def _disjoint(boxes: Sequence[tuple[tuple[int, int], ...]]) -> bool:
 
 
 def commit_text(manifest: bytes) -> bytes:
-    """Content of COMMIT: SHA-256 of the manifest."""
+    """Return the content of COMMIT: the SHA-256 of the manifest."""
     return hashlib.sha256(manifest).hexdigest().encode() + b"\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The checked manifest of a committed checkpoint.
+    """Read and check the manifest of a committed checkpoint.
 
     Raises:
-        BadCheckpoint: no COMMIT, a manifest that is not the committed one, or one that breaks a rule.
+        BadCheckpoint: no COMMIT, another manifest than the committed one, or one that breaks a rule.
     """
-    # Sizes first: nothing is read into memory that an honest checkpoint would not hold.
+    # Sizes first, so that no unreasonable file is read into memory.
     shards = sum(1 for e in os.scandir(folder) if e.name.endswith(".safetensors")) if folder.is_dir() else 0
     commit = _read_small(folder, "COMMIT", 1024)
     data = _read_small(folder, "manifest.json", _MAX_PER_FILE * (1 + shards))
     if commit != commit_text(data):
-        raise BadCheckpoint(str(folder / "manifest.json"), "its SHA-256 is not the one in COMMIT: one of them changed")
+        raise BadCheckpoint(
+            str(folder / "manifest.json"), "its SHA-256 differs from the one in COMMIT: one of the two was changed"
+        )
     return Manifest.from_json(data, str(folder / "manifest.json"))
 
 
@@ -270,7 +274,7 @@ def _read_small(folder: Path, name: str, limit: int) -> bytes:
     try:
         size = os.fstat(fd).st_size
         if size > limit:
-            raise BadCheckpoint(str(folder / name), f"has {size} bytes, more than the {limit} of any honest one")
+            raise BadCheckpoint(str(folder / name), f"has {size} bytes, more than the limit of {limit}")
         data = bytearray(size)
         read_exactly(fd, memoryview(data), 0, folder / name)
     finally:

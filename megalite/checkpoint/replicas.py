@@ -1,6 +1,6 @@
-"""Copies that must be equal: weights over dp, and over tp those that are not cut. Compared before they are saved.
+"""Copies that must be equal: weights over dp, and over tp those that are not cut. They are compared before a save.
 
-A bit flipped in one copy, or copies that drift apart, show in no loss; saved, they would be there for good.
+A flipped bit in one copy, or copies that drift apart, do not show in the loss; a save would make them permanent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def check_replicas(params: Sequence[ShardedParameter], ctx: ParallelContext) -> 
     A copy's fingerprint is the sum of its elements' bits as integers: any one flipped bit changes it.
 
     Raises:
-        SaveError: copies differ; on every rank, naming parameter and ranks.
+        SaveError: copies differ; raised on every rank, naming the parameter and the ranks.
     """
     # All comparisons run on every rank, whatever the first finds: they are collectives.
     found = [
@@ -39,7 +39,7 @@ def check_replicas(params: Sequence[ShardedParameter], ctx: ParallelContext) -> 
 
 
 def _differing(params: Sequence[ShardedParameter], axis: Axis, ctx: ParallelContext) -> str:
-    """What differs over an axis; "" when nothing does."""
+    """Describe the first difference over an axis; return "" when there is none."""
     if not params:
         return ""
     bits = {4: torch.int32, 2: torch.int16}
@@ -49,7 +49,7 @@ def _differing(params: Sequence[ShardedParameter], axis: Axis, ctx: ParallelCont
     table = gathered.view(axis.size, -1).cpu()
     for column, param in zip(table.t(), params):
         if (column != column[0]).any():
-            # The value that most ranks have is taken for the right one.
+            # The value of most ranks counts as the right one.
             usual = column.mode().values
             ranks = [axis.ranks[i] for i in range(axis.size) if column[i] != usual]
             others = [rank for rank in axis.ranks if rank not in ranks]

@@ -1,7 +1,7 @@
-"""safetensors files, written in one pass with a CRC32 of every block, and opened so that nothing else can be reached.
+"""safetensors files, written in one pass with a CRC32 of every block, and opened so that no other file can be reached.
 
 Layout: u64 little-endian header length, JSON header {name: {dtype, shape, data_offsets}}, then the tensors' bytes.
-Source: https://github.com/huggingface/safetensors (format). This module needs no torch: the writer process imports it.
+Source: https://github.com/huggingface/safetensors (format). Does not import torch: the writer uses it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from megalite.errors import UserError
 
-# Checksums are per block, so that damage is located and ranks can share the checking.
+# Checksums are per block, so that damage can be located and ranks can share the checking.
 BLOCK = 8 << 20
 # Bytes per element of the types that are read or written.
 ITEM_SIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
@@ -27,14 +27,16 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 
 
 class BadCheckpoint(UserError):
-    """A checkpoint (or a Hugging Face folder) that cannot be trusted or does not fit; nothing was loaded from it."""
+    """A checkpoint or Hugging Face folder is damaged, incomplete or does not fit; nothing was loaded from it."""
 
-    def __init__(self, given: str, rule: str, remedy: str = "give another checkpoint, or restore this one") -> None:
+    def __init__(
+        self, given: str, rule: str, remedy: str = "use another checkpoint, or restore this one from a backup"
+    ) -> None:
         super().__init__(given, rule, remedy)
 
 
 def num_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor."""
+    """Return the size of a tensor in bytes."""
     size = ITEM_SIZE[dtype]
     for extent in shape:
         size *= extent
@@ -67,10 +69,10 @@ def write_file(
     Args:
         path: must not exist.
         parts: its bytes, in order.
-        between: called after every block; may raise.
+        between: called after every block; may raise to stop.
 
     Returns:
-        Size, and the CRC32 of each block, taken from memory before the block is handed to the system.
+        Size, and the CRC32 of each block, computed before the block is written.
     """
     crcs, crc, filled, size = [], 0, 0, 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
@@ -97,7 +99,7 @@ def write_file(
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries (new names, renames) to the disk."""
+    """Flush the entries of a folder (new names, renames) to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -106,10 +108,10 @@ def sync_folder(path: Path) -> None:
 
 
 def open_inside(folder: Path, name: str) -> int:
-    """Descriptor of a regular file that lies in `folder` itself; links and other names are refused unopened.
+    """Open a regular file that lies in `folder` itself; refuse links and other names without opening them.
 
     Raises:
-        BadCheckpoint: not a plain name, not there, a link, or not a regular file.
+        BadCheckpoint: not a plain name, missing, a link, or not a regular file.
     """
     if not _NAME.fullmatch(name):
         raise BadCheckpoint(f"{folder}: file name {name[:80]!r}", "must be a plain name of letters, digits, _ . -")
@@ -117,7 +119,9 @@ def open_inside(folder: Path, name: str) -> int:
         fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
         rule = (
-            "is a link, and may lead anywhere" if (folder / name).is_symlink() else f"cannot be opened ({e.strerror})"
+            "is a link, which could lead anywhere"
+            if (folder / name).is_symlink()
+            else f"cannot be opened ({e.strerror})"
         )
         raise BadCheckpoint(str(folder / name), rule) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -127,7 +131,7 @@ def open_inside(folder: Path, name: str) -> int:
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill `buffer` from byte `offset`; `BadCheckpoint` where the file ends before that."""
+    """Fill `buffer` from byte `offset` on; raise `BadCheckpoint` if the file ends too early."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)

@@ -1,6 +1,6 @@
-"""Saving a run's state: snapshot, then a writer process a rank; one save under way at a time.
+"""Saving a run's state: a snapshot, then one writer process per rank; one save is in progress at a time.
 
-A save in the foreground is a save in the background that is waited for.
+A save in the foreground is a save in the background, followed by a wait.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from megalite.errors import UserError
 from megalite.log import logger
 from megalite.sharding import StateTensor
 
-# How long an ending process lets its writer go on with a save that nobody waited for.
+# How long a process that exits waits for its writer to complete a save in progress.
 _CLOSE_S = 8.0
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; those written before are as they were."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 @dataclass
 class _Save:
-    """A save under way: begun, handed to the writer, answered by it, and then committed or failed.
+    """A save in progress: begun, passed to the writer, answered by it, then committed or failed.
 
     Attributes:
         name: of the checkpoint's folder.
-        temporary: folder in which it is written.
-        started: time at which it began.
-        stalled: seconds that training waited for the snapshot.
+        temporary: folder it is written in.
+        started: `time.perf_counter` at its beginning.
+        stalled: seconds that training waited.
         reported: whether `poll` has reported the writer's answer.
     """
 
@@ -54,14 +54,14 @@ class _Save:
 
 
 class Checkpointer:
-    """The checkpoints of one run, written by all its ranks.
+    """Write the checkpoints of one run, all its ranks together.
 
     Args:
         root: folder of the run's checkpoints ("RUN_DIR/checkpoints"); made if missing, owned until `close`.
         ctx: this rank's axes.
-        run_id: told in the manifest and to whoever finds the folder in use.
-        keep_last: full checkpoints kept; older ones are deleted after a commit.
-        on_error: "stop" raises when a save fails, "warn" logs it and goes on.
+        run_id: recorded in the manifest, and shown to a second job that finds the folder in use.
+        keep_last: number of full checkpoints to keep; older ones are deleted after a commit.
+        on_error: "stop" raises when a save fails, "warn" logs a warning and continues.
 
     Raises:
         UserError: the folder is in use or cannot be written (on every rank).
@@ -92,7 +92,7 @@ class Checkpointer:
         if self.keep_last < 2:
             raise UserError(
                 f"--keep-last {self.keep_last}",
-                "must be at least 2: should the newest checkpoint turn out damaged, one must be left",
+                "must be at least 2, so that one checkpoint is left if the newest is damaged",
                 "use --keep-last 2 or more",
             )
         try:
@@ -101,14 +101,17 @@ class Checkpointer:
             left = folder.clean_up(self.root)
         except OSError as e:
             self._lock.release()
-            rule = f"must be a folder this user can write ({e.strerror or e})"
+            rule = f"must be a directory that this user can write to ({e.strerror or e})"
             raise UserError(f"checkpoints folder {self.root}", rule, "choose another --run-dir") from None
         if left:
-            logger.info(f"deleted what an interrupted save left: {', '.join(left)}")
+            logger.info(f"deleted the remains of an interrupted save: {', '.join(left)}")
 
     def continues(self, path: str | Path) -> None:
-        """Say which checkpoint this run goes on from: it is never pruned, and only later ones of the folder are set
-        aside with the first commit, since they are of a history that this run does not continue."""
+        """Name the checkpoint that this run continues.
+
+        It is never pruned. The first commit sets aside only the later checkpoints of the folder: they belong to a
+        history that this run does not continue.
+        """
         path = Path(path).resolve()
         if path.parent == self.root.resolve():
             self._resumed_from = path.name
@@ -121,26 +124,26 @@ class Checkpointer:
 
         Args:
             step: optimizer steps done.
-            states: what this rank holds; may change as soon as this returns.
-            meta: JSON content that comes back with the checkpoint.
-            background: return after the snapshot; `poll` or `finish` tell how the rest went.
+            states: what this rank holds; they may change as soon as this returns.
+            meta: JSON content that loading returns.
+            background: return after the snapshot; `poll` or `finish` report the outcome.
 
         Returns:
-            The checkpoint's folder (in the background: where it will be); None where it failed and only a warning was
-            asked for.
+            The checkpoint's folder (in the background: where it will be); None if the save failed and `on_error` is
+            "warn".
 
         Raises:
-            SaveError: this save, or the one before it, failed; on every rank.
+            SaveError: this save or the previous one failed; raised on every rank.
         """
         return self._save(folder.step_name(step), step, boxes_of(states, None), meta, background)
 
     def save_model(
         self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
     ) -> Path | None:
-        """Save the weights alone, as bf16, to `model_NNNNNNNN`: a sixth of the bytes; for evaluation and export.
+        """Save the weights alone, as bf16, to `model_NNNNNNNN`: a sixth of the bytes, for evaluation and export.
 
-        Nothing is written where a full checkpoint of this step holds them or is about to. These are never pruned, and
-        a run never resumes from them by itself.
+        Write nothing if a full checkpoint of this step exists or is being written. These checkpoints are never pruned,
+        and a run never resumes from them automatically.
         """
         full = folder.step_name(step)
         if full in self._own or (self._current is not None and self._current.name == full):
@@ -151,7 +154,7 @@ class Checkpointer:
         self, name: str, step: int, boxes: list[dict[str, Any]], meta: dict[str, Any], background: bool
     ) -> Path | None:
         self.finish()
-        # What JSON cannot hold is found here, not in the writer.
+        # Content that is not JSON is an error here, not in the writer.
         json.dumps(meta, allow_nan=False)
         started = time.perf_counter()
         save_id = self._make_folder(name)
@@ -163,7 +166,7 @@ class Checkpointer:
         return path if background or self.finish() else None
 
     def _make_folder(self, name: str) -> str:
-        """Rank 0 makes the folder; everyone learns the save's random name, by which its parts know each other."""
+        """Make the folder on rank 0; return the random ID of the save, by which all ranks recognize its parts."""
         text = ""
         if self.ctx.rank == 0:
             save_id = secrets.token_hex(8)
@@ -179,7 +182,7 @@ class Checkpointer:
         return answer[3:]
 
     def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any]) -> dict[str, Any]:
-        """What the writer needs to know; rank 0's also commits."""
+        """Describe the job of this rank's writer; the writer of rank 0 also commits."""
         job = {
             "root": str(self.root),
             "temporary": str(save.temporary),
@@ -204,21 +207,21 @@ class Checkpointer:
         return job
 
     def _temporary(self, name: str, save_id: str) -> Path:
-        """Of this save alone: a writer that outlived an earlier run may still be at a save of the same step."""
+        """Name the folder of this save alone; a writer that outlived an earlier run may be saving the same step."""
         return self.root / f"{folder.TEMPORARY}{name}_{save_id}"
 
     def _not_continued(self) -> list[str]:
-        """Checkpoints of this folder that are of a history this run left: all later ones, all of them in a new run."""
+        """List the checkpoints of a history that this run does not continue: all later ones; in a new run, all."""
         return [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._own]
 
     def poll(self) -> Path | None:
-        """Check, without waiting, how a save in the background is doing; call it at every step.
+        """Check a save in the background without waiting; call it at every step.
 
         Returns:
-            The checkpoint's folder, once, on rank 0, when it has been committed; else None.
+            On rank 0, the checkpoint's folder, once, after it was committed; otherwise None.
 
         Raises:
-            SaveError: this rank's write failed; the other ranks learn of it in `finish`.
+            SaveError: this rank's write failed; the other ranks raise in `finish`.
         """
         save = self._current
         if save is None or save.reported or not self._writer.wait(0):
@@ -230,18 +233,18 @@ class Checkpointer:
         return self._log_commit(save) if self.ctx.rank == 0 else None
 
     def finish(self) -> bool:
-        """Wait for the save under way, if there is one; every rank calls it.
+        """Wait for the save in progress, if any; every rank calls it.
 
         Returns:
-            False where a save failed and only a warning was asked for.
+            False if the save failed and `on_error` is "warn".
 
         Raises:
-            SaveError: it failed; on every rank, naming the first that failed.
+            SaveError: it failed; raised on every rank, naming the first one that failed.
         """
         save, rank0 = self._current, self.ctx.rank == 0
         if save is None:
             return True
-        # Rank 0's writer waits for all others: it must hear of a failure among them.
+        # The writer of rank 0 waits for all others, so it must be informed if one of them fails.
         if not rank0:
             self._writer.wait(None)
         errors = self._gather_errors()
@@ -268,9 +271,9 @@ class Checkpointer:
     def _log_commit(self, save: _Save) -> Path:
         path = self.root / save.name
         whole = time.perf_counter() - save.started
-        logger.info(f"saved {path} in {whole:.2f} s, training stood still for {save.stalled:.2f} s")
+        logger.info(f"saved {path} in {whole:.2f} s, training paused for {save.stalled:.2f} s")
         for moved in self._writer.moved:
-            logger.warning(f"set aside, as this run does not continue it: {moved}")
+            logger.warning(f"set aside, because this run does not continue it: {moved}")
         return path
 
     def _fail(self, problem: str) -> None:
@@ -279,7 +282,7 @@ class Checkpointer:
         logger.warning(f"checkpoint not saved, training continues (--save-errors warn): {problem}")
 
     def close(self) -> None:
-        """Release the folder and end the writer. A save under way gets a few seconds more; `finish` waits for it."""
+        """Release the folder and end the writer. A save in progress gets a few more seconds; `finish` waits for it."""
         if self._current is not None:
             self._writer.wait(_CLOSE_S)
         self._writer.close()

@@ -1,4 +1,4 @@
-"""What a rank saves, the copy of it that training leaves behind, and the process that writes the copy."""
+"""What a rank saves: the snapshot of it in shared memory, and the process that writes the snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megalite.slices import Slice
 
 
 class Snapshot:
-    """Memory that another process can map by its descriptor; kept from one save to the next.
+    """Hold a copy of the state in memory that another process can map; the memory is reused by later saves.
 
     Attributes:
         descriptor: file descriptor of the memory; -1 before the first `take`.
@@ -42,7 +42,7 @@ class Snapshot:
         return len(self._tensor)
 
     def take(self, boxes: Sequence[dict[str, Any]]) -> bool:
-        """Copy the boxes' sources, one after the other; whether the memory is another than before."""
+        """Copy the sources of the boxes, one after the other; return whether the memory was allocated anew."""
         self.num_bytes = sum(num_bytes(b["dtype"], b["shape"]) for b in boxes)
         grown = self.num_bytes > self.capacity
         if grown:
@@ -66,8 +66,8 @@ class Snapshot:
             refused = cuda.cudaHostRegister(self._tensor.data_ptr(), size, 0)
             self._locked = refused == cuda.cudaError.success
             if not self._locked:
-                logger.warning(f"{size:,} bytes for a save cannot be page-locked ({refused}): it copies more slowly")
-                # CUDA keeps the error and would blame the next kernel for it.
+                logger.warning(f"{size:,} bytes for a save cannot be page-locked ({refused}): copies will be slower")
+                # CUDA keeps the error, and would report it for the next kernel.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
 
@@ -83,12 +83,12 @@ class Snapshot:
 
 
 class WriterProcess:
-    """The writer of this rank as training sees it: a process, the channel to it, and the memory that both map.
+    """Run the writer of this rank, and share a channel and the memory of the snapshot with it.
 
     Attributes:
-        process: the writer; another one after it died.
-        error: why the job failed; "" while it has not.
-        moved: folders that the commit set aside, as "old -> new".
+        process: the writer; it is replaced if it dies.
+        error: why the job failed; "" otherwise.
+        moved: folders that the commit set aside, each as "old -> new".
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,11 +98,11 @@ class WriterProcess:
 
     def _start(self) -> None:
         self.process, self._channel = _start_writer()
-        # Whether the writer maps the snapshot: it keeps its view from one job to the next.
+        # Whether the writer has mapped the snapshot; it keeps the mapping from one job to the next.
         self._mapped = False
 
     def start_job(self, job: dict[str, Any], boxes: Sequence[dict[str, Any]]) -> None:
-        """Copy the boxes' sources, which may change afterwards, and hand the copy and `job` to the writer."""
+        """Copy the sources of the boxes, which may change afterwards, and send the copy and `job` to the writer."""
         if self._snapshot.take(boxes):
             self._mapped = False
         job |= {
@@ -119,7 +119,7 @@ class WriterProcess:
             self._replace()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for the answer to the job, for ever with None; return whether it is there."""
+        """Wait for the answer to the job, with None without a limit; return whether it has arrived."""
         if self._answer is not None:
             return True
         if not select.select([self._channel], [], [], seconds)[0]:
@@ -135,7 +135,7 @@ class WriterProcess:
         return True
 
     def _replace(self) -> None:
-        """Start another writer for one that died."""
+        """Start another writer after this one died."""
         code = self.process.wait()
         self._channel.close()
         self._start()
@@ -150,7 +150,7 @@ class WriterProcess:
         return self._answer.get("moved", []) if self._answer else []
 
     def abandon(self) -> None:
-        """Make the writer give the job up."""
+        """Ask the writer to abandon the job."""
         with contextlib.suppress(OSError):
             send(self._channel, {"abandon": True})
 
@@ -169,7 +169,7 @@ def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[str, Any]]:
-    """What this rank writes: every rectangle of a tensor it owns; with `only_as`, the masters as bf16 of that kind."""
+    """List the boxes that this rank writes, of all tensors it owns; with `only_as`, masters, as bf16 of that kind."""
     out = []
     for state in states:
         if not state.primary or (only_as is not None and state.role != "master"):
@@ -190,7 +190,7 @@ def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[st
 
 
 def _merged(slices: Sequence[Slice]) -> list[Slice]:
-    """The slices, those joined that lie one below the other both in the flat tensor and in the logical one."""
+    """Join slices that are adjacent, one below the other, in both the flat and the logical tensor."""
     out: list[Slice] = []
     for box in slices:
         last = out[-1] if out else None

@@ -1,9 +1,9 @@
-"""The process that writes one rank's shard while training goes on; rank 0's also commits.
+"""The process that writes one rank's shard while training continues; the one of rank 0 also commits.
 
 It is a separate interpreter without torch: it starts in a fraction of a second, shares no lock and no CUDA context with
-the training process, and a failure in it is a message or an exit, never a lost thread. Snapshots come as a descriptor
-of shared memory. Ranks meet on the disk: each writer leaves a fragment of the manifest beside its shard, and rank 0's
-waits for all of them.
+the training process, and a failure in it is a message or an exit, never a lost thread. It receives snapshots as a
+descriptor of shared memory. Ranks meet on the disk: each writer leaves a fragment of the manifest beside its shard, and
+the writer of rank 0 waits for all fragments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_k
 from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_file
 from megalite.slices import Slice
 
-# The answer of a writer that was told to give up.
+# The answer of a writer that was asked to abandon its job.
 ABANDONED = "another rank's write failed"
 
 
@@ -34,14 +34,14 @@ class _Abandoned(Exception):
 
 
 def send(channel: socket.socket, message: dict[str, Any], descriptors: tuple[int, ...] = ()) -> None:
-    """Send a JSON message, with descriptors beside its length."""
+    """Send a JSON message and file descriptors."""
     data = json.dumps(message).encode()
     socket.send_fds(channel, [struct.pack("<Q", len(data))], list(descriptors))
     channel.sendall(data)
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Next message and its descriptors; None when the other side is gone."""
+    """Receive a message and its file descriptors; return None when the other side is gone."""
     try:
         head, descriptors, _, _ = socket.recv_fds(channel, 8, 1)
         while 0 < len(head) < 8:
@@ -57,14 +57,14 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
                 return None
             data += piece
     except ConnectionResetError:
-        # Killed with a message of ours unread: gone all the same.
+        # Killed before it read a message of ours.
         return None
     return json.loads(data), descriptors
 
 
 def main(descriptor: int) -> None:
     """Serve jobs from the socket `descriptor` until the training process closes it."""
-    # Where training needs every core, it has them: a save then takes longer, and has all once it is waited for.
+    # Training has precedence where it needs every core; a save that is waited for has the cores to itself.
     os.nice(15)
     channel = socket.socket(fileno=descriptor)
     buffer: mmap.mmap | None = None
@@ -97,7 +97,7 @@ def _serve(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket
 
 
 def _check_parent(channel: socket.socket) -> None:
-    """Stop when the training process is gone or has given this save up."""
+    """Stop when the training process is gone or has abandoned this save."""
     if select.select([channel], [], [], 0)[0]:
         message = receive(channel)
         if message is None:
@@ -106,7 +106,7 @@ def _check_parent(channel: socket.socket) -> None:
 
 
 def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> None:
-    """Write `rank_NNNNN.safetensors` from the snapshot, then, as a sign that it is whole, `rank_NNNNN.json`."""
+    """Write `rank_NNNNN.safetensors` from the snapshot, then `rank_NNNNN.json`, which marks it as complete."""
     temporary = Path(job["temporary"])
     stem = f"rank_{job['rank']:05d}"
     keys = [box_key(b["kind"], b["name"], b["offset"]) for b in job["boxes"]]
@@ -131,7 +131,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
-    """Wait for every rank's fragment, then commit, point `latest` at the result, and prune."""
+    """Wait for the fragments of all ranks, commit, update `latest`, and prune."""
     root, temporary = Path(job["root"]), Path(job["temporary"])
     fragments: list[dict[str, Any]] = []
     while len(fragments) < job["world"]:
@@ -142,7 +142,7 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
             time.sleep(0.01)
             continue
         if fragment["save_id"] != job["save_id"]:
-            raise RuntimeError(f"{path} belongs to another save: two jobs write here")
+            raise RuntimeError(f"{path} belongs to another save: two jobs are writing here")
         fragments.append(fragment)
     manifest = _assemble(job["manifest"], fragments)
     for rank in range(job["world"]):

@@ -196,7 +196,7 @@ def test_full_disk(small_disk: Path, background: bool) -> None:
 @pytest.mark.root
 def test_read_only_folder(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(UserError, match=r"must be a folder this user can write \(Read-only file system\)"):
+    with pytest.raises(UserError, match=r"must be a directory that this user can write to \(Read-only file system\)"):
         Checkpointer(small_disk, ParallelContext.single())
 
 

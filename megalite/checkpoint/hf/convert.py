@@ -1,6 +1,6 @@
 """Hugging Face folder to megalite checkpoint and back, tensor by tensor: memory stays near two tensors.
 
-Both directions write into a folder beside the target and rename it at the end: a target is whole or not there.
+Both directions write to a folder beside the target and rename it at the end: a target is complete or absent.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
 from megalite.slices import Slice
 
-# Files of an export, and of an imported checkpoint, are at most this large (one larger tensor makes one larger file).
+# Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.
 SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that are written together, since they come out of one tensor: (name, dtype, shape) of each."""
+    """Tensors that are written together, because they come from one tensor: (name, dtype, shape) of each."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
     make: Callable[[], list[torch.Tensor]]
@@ -53,15 +53,15 @@ class _Group:
 
 
 def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> Manifest:
-    """Make a checkpoint (step 0, fp32 weights, no moments) of a Hugging Face folder.
+    """Convert a Hugging Face folder to a checkpoint (step 0, fp32 weights, no moments).
 
     Args:
         source: folder with config.json and safetensors.
-        out: the checkpoint's folder; must not exist or be empty.
+        out: the checkpoint's folder; must be absent or empty.
         shard_bytes: largest size of a file.
 
     Raises:
-        UserError: see `HFSource`; or `out` is taken or cannot be written. Nothing is left behind.
+        UserError: see `HFSource`; or `out` is not empty or cannot be written. Nothing is left behind.
     """
     hf = HFSource(source)
     groups = [
@@ -96,7 +96,7 @@ def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTE
 
 
 def _key(spec: ParamSpec) -> str:
-    """Name of a whole tensor in a shard."""
+    """Name a whole tensor in a shard."""
     return box_key("master", spec.name, (0,) * len(spec.shape))
 
 
@@ -111,17 +111,17 @@ def export_hf(
 
     Args:
         checkpoint: a checkpoint's folder, `latest`, a checkpoints folder or a run directory.
-        out: folder to make; must not exist or be empty.
+        out: folder to create; must be absent or empty.
         dtype: "fp32", "bf16" or "fp16"; default: the type of the imported model, or the precision of the training.
-        tokenizer: folder or file; default: the one that the run names, if it is still there.
+        tokenizer: folder or file; default: the one of the run, if it still exists.
         shard_bytes: largest size of a file.
 
     Returns:
         The config.json that was written.
 
     Raises:
-        UserError: a damaged checkpoint, a model that its family has no words for, a tokenizer that would give other
-            ids, or a target that is taken or cannot be written. Nothing is left behind.
+        UserError: a damaged checkpoint, a model that its family's config.json cannot describe, a tokenizer that would
+            give other ids, or a target that is not empty or cannot be written. Nothing is left behind.
     """
     path = resolve_checkpoint(checkpoint)
     reader = ShardReader(path, read_manifest(path))
@@ -136,7 +136,7 @@ def export_hf(
             if given:
                 special.update(export_tokenizer(given, folder, cfg, meta.get("tokenizer_sha256")))
             else:
-                logger.warning("no tokenizer is known (give --tokenizer): the export has none")
+                logger.warning("unknown tokenizer: the export has none (pass --tokenizer)")
             config = write_config(cfg, torch_name(weight_dtype), special)
             _write_weights(reader, cfg, weight_dtype, folder, shard_bytes)
             _write_json(folder / "config.json", config)
@@ -158,7 +158,7 @@ def _export_dtype(meta: dict[str, Any], given: str | None) -> torch.dtype:
 
 
 def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, folder: Path, shard_bytes: int) -> None:
-    """model.safetensors, or numbered files and their index."""
+    """Write model.safetensors, or numbered files and their index."""
     family, tensors = FAMILIES[cfg.arch], weights_of(reader.manifest, reader.path)
     specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
     _check_names(reader.path, specs, tensors)
@@ -190,11 +190,11 @@ def _check_names(path: Path, specs: Mapping[str, ParamSpec], tensors: dict[str, 
     differ = sorted(specs.keys() ^ tensors.keys())
     differ += [n for n, s in specs.items() if n in tensors and tensors[n].shape != s.shape]
     if differ:
-        raise BadCheckpoint(str(path), f"its tensor {differ[0]} is not what its own model config describes")
+        raise BadCheckpoint(str(path), f"tensor {differ[0]} does not match its own model config")
 
 
 def _shards(groups: Sequence[_Group], limit: int) -> list[list[_Group]]:
-    """Groups in order, a new file where the next one would not fit."""
+    """Distribute groups to files, in order; start a new file when the next group does not fit."""
     shards: list[list[_Group]] = [[]]
     size = 0
     for group in groups:
@@ -218,22 +218,22 @@ def _bytes(header: bytes, groups: Sequence[_Group], dtype: torch.dtype) -> Itera
 
 @contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A folder to write into that becomes `out` at the end, or vanishes with the first error.
+    """Provide a folder to write to, which becomes `out` at the end, or is deleted after an error.
 
     Raises:
-        UserError: `out` holds something, or cannot be written.
+        UserError: `out` is not empty or cannot be written.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
-            f"--out {out}", "must not exist or be an empty folder: nothing is overwritten", "choose another"
+            f"--out {out}", "must be absent or an empty directory: nothing is overwritten", "choose another"
         )
     temporary = out.parent / f".tmp_{out.name}_{secrets.token_hex(4)}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         yield temporary
-        # An empty folder is replaced by the rename.
+        # The rename replaces an empty folder.
         os.rename(temporary, out)
     except OSError as e:
         raise UserError(f"--out {out}", f"cannot be written ({e.strerror or e})", "choose another place") from None

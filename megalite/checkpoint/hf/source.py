@@ -1,4 +1,4 @@
-"""A Hugging Face folder, checked as a whole before a tensor is read: names, shapes, types, index."""
+"""A Hugging Face folder, checked as a whole before any tensor is read: names, shapes, types, index."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class _Tensor:
 
 
 class HFSource:
-    """A model folder, checked and ready to be read. No file stays open.
+    """Check a model folder and read parts of its tensors. No file stays open.
 
     Attributes:
         config: the model.
         special: ids of its special tokens.
-        dtype: type its weights are stored in, as config.json names them.
+        dtype: type of its weights, as config.json names it.
 
     Raises:
-        UserError: anything missing, too many, of the wrong shape or type; or weights that are not safetensors.
+        UserError: tensors missing, unexpected, or of the wrong shape or type; files that are not safetensors.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -63,7 +63,7 @@ class HFSource:
         self.dtype = torch_name(next((dtype for dtype in DTYPES.values() if types == {dtype}), torch.float32))
 
     def tensors(self) -> Iterator[tuple[ParamSpec, Packed]]:
-        """Tensors of megalite that the folder holds, tied copies left out."""
+        """Yield the tensors of megalite that the folder holds, without tied copies."""
         for spec in self.specs.values():
             if spec.tied_to is None:
                 yield spec, self.family.place(spec.name)
@@ -77,7 +77,7 @@ class HFSource:
             if not inside:
                 continue
             source = self._tensors[name]
-            # Opened anew for each tensor, so that pages that were read do not pile up.
+            # Opened anew for each tensor, so that mapped pages do not accumulate.
             with _opened(source.path) as file:
                 tensor = file.get_slice(source.name)
                 for there, first, last, here in inside:
@@ -93,14 +93,14 @@ class HFSource:
         return out
 
     def _find_tensors(self) -> dict[str, _Tensor]:
-        """Every tensor of the file, or of the files that the index names; the index must tell it exactly."""
+        """List the tensors of the file, or of the files of the index, which must list exactly these."""
         if not (self.folder / _INDEX).exists():
             if not (self.folder / _SINGLE).exists():
                 pickles = sorted(p.name for p in self.folder.glob("*.bin"))
                 rule = f"{_SINGLE} and {_INDEX} are missing"
                 remedy = "complete the download"
                 if pickles:
-                    rule += f"; {pickles[0]} is a pickle, which could run any code and is never opened"
+                    rule += f"; {pickles[0]} is a pickle, which could run arbitrary code and is never opened"
                     remedy = "save the model with safetensors"
                 raise BadCheckpoint(str(self.folder), rule, remedy)
             return self._list(_SINGLE)
@@ -120,14 +120,14 @@ class HFSource:
         return tensors
 
     def _list(self, name: str) -> dict[str, _Tensor]:
-        """Tensors of a file, whose header the library checks."""
+        """List the tensors of a file, whose header the library checks."""
         path = _resolve(self.folder, name)
         with _opened(path) as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (not a dict)
             return {t: _Tensor(path, t, tuple(s.get_shape()), s.get_dtype()) for t, s in slices.items()}
 
     def _renamed(self, tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
-        """Without what is no weight, and with the prefix that hub files of GPT-2 lack."""
+        """Drop tensors that are not weights, and add the prefix that hub files of GPT-2 lack."""
         prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
         out = {}
         for name, tensor in tensors.items():
@@ -141,7 +141,7 @@ class HFSource:
         return out
 
     def _check(self) -> None:
-        """The key set is exactly the model's, with its shapes; a tied head that is there is the embedding."""
+        """Check names, shapes and types against the model; a tied head, if present, must equal the embedding."""
         where = str(self.folder)
         expected: dict[str, tuple[int, ...]] = {}
         for spec, place in self.tensors():
@@ -150,11 +150,11 @@ class HFSource:
         tied = self.specs["lm_head.weight"].tied_to is not None
         extra = sorted(self._tensors.keys() - expected.keys() - ({head} if tied else set()))
         missing = sorted(expected.keys() - self._tensors.keys())
-        remedy = "take config.json and weights of one and the same model"
+        remedy = "use the config.json and the weights of the same model"
         if missing:
-            raise BadCheckpoint(where, f"{_some(missing)} missing that its config.json asks for", remedy)
+            raise BadCheckpoint(where, f"{_some(missing)} missing, required by its config.json", remedy)
         if extra:
-            raise BadCheckpoint(where, f"{_some(extra)} there that its config.json does not ask for", remedy)
+            raise BadCheckpoint(where, f"{_some(extra)} unexpected: its config.json does not have it", remedy)
         for name, tensor in self._tensors.items():
             shape = expected.get(name, tensor.shape)
             if tensor.shape != shape:
@@ -189,13 +189,13 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _resolve(folder: Path, name: str) -> Path:
-    """The file of a folder; a link may lead to another file of it or into the hub cache's own `blobs`."""
+    """Resolve a file of a folder; a link may lead to another file of it, or into the `blobs` of the hub cache."""
     path = folder / name
     if path.is_symlink() and re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         real, here = path.resolve(), folder.resolve()
         if real.parent in (here, here.parent.parent / "blobs"):
             folder, name = real.parent, real.name
-    # Other links, other places and anything but a regular file are refused here.
+    # Refuses other links, other folders, and anything but a regular file.
     os.close(open_inside(folder, name))
     return folder / name
 
@@ -203,11 +203,11 @@ def _resolve(folder: Path, name: str) -> Path:
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     where = str(folder / name)
     if not folder.is_dir():
-        raise BadCheckpoint(str(folder), "is not a folder", "give the folder of a model")
+        raise BadCheckpoint(str(folder), "is not a directory", "pass the directory of a model")
     path = _resolve(folder, name)
     size = path.stat().st_size
     if size > _MAX_JSON:
-        raise BadCheckpoint(where, f"has {size} bytes, too many for what it is", "complete the download")
+        raise BadCheckpoint(where, f"has {size} bytes, too many for this file", "complete the download")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as e:

@@ -16,7 +16,7 @@ from megalite.sharding import StateTensor
 
 
 def hf_model_config(folder: str | Path) -> ModelConfig:
-    """The model of a Hugging Face folder, whose files are checked; seq_len is the number of positions it is made for.
+    """Return the model of a Hugging Face folder, after checking its files; seq_len is its number of positions.
 
     Raises:
         UserError: see `HFSource`.
@@ -25,18 +25,18 @@ def hf_model_config(folder: str | Path) -> ModelConfig:
 
 
 def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
-    """Fill the masters of all ranks from a Hugging Face folder; moments become zero. Every rank calls it.
+    """Fill the masters of all ranks from a Hugging Face folder; moments become zero. Every rank calls this.
 
-    A rank reads the parts that it holds, and no others.
+    Each rank reads only the parts that it holds.
 
     Args:
         folder: config.json and safetensors.
-        cfg: the run's model; its sequence length and dropout may be others than the folder's.
+        cfg: the run's model; its sequence length and dropout may differ from the folder's.
         states: what this rank holds; filled in place.
         ctx: this rank's axes.
 
     Raises:
-        UserError: see `HFSource`; or the run's model is another. On every rank.
+        UserError: see `HFSource`; or the run's model differs. Raised on every rank.
     """
     source = agree(ctx, lambda: _open(folder, cfg))
 
@@ -62,5 +62,5 @@ def _open(folder: str | Path, cfg: ModelConfig) -> HFSource:
         differ.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
     if differ:
         rule = f"its model differs from the run's: {'; '.join(differ)}"
-        raise UserError(f"--init-from-hf {folder}", rule, "leave the model options to the folder")
+        raise UserError(f"--init-from-hf {folder}", rule, "remove the model options: they come from the directory")
     return source

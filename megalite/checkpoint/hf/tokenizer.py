@@ -1,4 +1,4 @@
-"""A run's tokenizer as the `tokenizer.json` that transformers reads, with the ids compared before it is handed over."""
+"""Export a run's tokenizer as the `tokenizer.json` that transformers reads, and compare the ids of both."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ _Token = TypeVar("_Token", str, bytes)
 
 
 def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256: str | None) -> dict[str, int]:
-    """Write tokenizer files into `folder`.
+    """Write tokenizer files to `folder`.
 
     Args:
         source: tokenizer folder or file.
-        folder: of the export.
+        folder: folder of the export.
         cfg: the model, for its vocabulary and length.
-        sha256: of the tokenizer that the model was trained with, where that is known.
+        sha256: SHA-256 of the tokenizer that the model was trained with, if known.
 
     Returns:
         Ids under "bos_token_id" and "eos_token_id", where the tokenizer has them.
 
     Raises:
-        UserError: another tokenizer than the training's, one larger than the vocabulary, or one that the Hugging Face
-            library would not read alike.
+        UserError: not the tokenizer of the training, larger than the vocabulary, or the Hugging Face library would give
+            other ids.
     """
     tokenizer = load_tokenizer(source)
     what = f"tokenizer {tokenizer.path}"
     if sha256 is not None and tokenizer.sha256 != sha256:
         rule = f"has SHA-256 {tokenizer.sha256}, the model was trained with {sha256}"
-        raise UserError(what, rule, "give the tokenizer of the training")
+        raise UserError(what, rule, "use the tokenizer of the training")
     if tokenizer.vocab_size > cfg.vocab:
         rule = f"has {tokenizer.vocab_size} entries, the model {cfg.vocab}"
-        raise UserError(what, rule, "give the tokenizer of the training")
+        raise UserError(what, rule, "use the tokenizer of the training")
     config = _write_tokenizer(tokenizer, folder, what)
     exported = _read_back(tokenizer, folder, what)
     ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
@@ -79,7 +79,7 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
 
 
 def _read_back(tokenizer: Tokenizer, folder: Path, what: str) -> tokenizers.Tokenizer:
-    """The exported tokenizer, which must give the same ids as the original."""
+    """Read the exported tokenizer, and check that it gives the same ids as the original."""
     exported = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     exported.no_truncation()
     exported.no_padding()
@@ -93,7 +93,7 @@ def _read_back(tokenizer: Tokenizer, folder: Path, what: str) -> tokenizers.Toke
 
 
 def _write_tokenizer(tokenizer: Tokenizer, folder: Path, what: str) -> dict[str, Any]:
-    """Write tokenizer.json; return what tokenizer_config.json says besides."""
+    """Write tokenizer.json; return further content of tokenizer_config.json."""
     config: dict[str, Any] = {}
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return _copy_hf(Path(tokenizer.path), folder)
@@ -105,7 +105,7 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: Path, what: str) -> dict[str,
     else:
         assert isinstance(tokenizer, ByteTokenizer)
         built = _from_bytes(tokenizer)
-    # Not `built.save`, which hides what kept it from writing.
+    # Not `built.save`, which hides the cause of a failure to write.
     (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
     return config
 

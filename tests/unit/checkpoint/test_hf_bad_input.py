@@ -133,8 +133,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "activation": (edit_config(hidden_act="relu"), "hidden_act 'relu'"),
     "rope": (edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type 'yarn'"),
     "rope_twice": (edit_config(rope_theta=77.0), "rope_theta: rope_parameters say 500.0, the old keys 77.0"),
-    "missing": (edit_tensors(lambda t: t.pop(Q)), f"tensor {Q} is missing"),
-    "extra": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(2)})), "tensor model.extra is there"),
+    "missing": (edit_tensors(lambda t: t.pop(Q)), f"tensor {Q} is missing, required by its config.json"),
+    "extra": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(2)})), "tensor model.extra is unexpected"),
     "shape": (edit_tensors(lambda t: t.update({Q: torch.ones(32, 31)})), f"{Q} has shape [32, 31]"),
     "type": (edit_tensors(lambda t: t.update({Q: torch.ones(32, 32).int()})), f"{Q} has type I32"),
     "type_of_tied_head": (
@@ -209,7 +209,7 @@ def test_a_taken_target_is_left_alone(
         ["export", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(tmp_path / "out")],
     ):
         assert run_converter(monkeypatch, *arguments) == 2
-        assert "must not exist or be an empty folder" in capsys.readouterr().err
+        assert "must be absent or an empty directory" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
 
 
@@ -217,7 +217,7 @@ def test_a_taken_target_is_left_alone(
     ("name", "words"),
     [
         ("nothing", "holds no manifest.json"),
-        ("flipped", "are not what was written (CRC32)"),
+        ("flipped", "differ from what was written (CRC32)"),
         ("no_shard", "cannot be opened"),
         ("dtype", "--dtype int8: must be one of fp32, bf16, fp16"),
     ],
