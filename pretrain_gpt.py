@@ -19,7 +19,7 @@ from megalite.dist.grid import Grid
 from megalite.log import env_rank
 from megalite.plan.dry_run import dry_run_report
 from megalite.train.exit import leaving_together
-from megalite.train.inputs import described
+from megalite.train.inputs import with_vocab_size
 from megalite.train.loop import fit
 from megalite.train.run import open_run
 
@@ -31,15 +31,15 @@ def main() -> None:
     grid = Grid.of(world_size(otherwise=tp * pp if parsed.print_config or parsed.dry_run else 1), tp, pp)
     if parsed.print_config or parsed.dry_run:
         if env_rank() == 0:
-            print(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(described(cfg), grid))
+            print(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return
     device = pick_device(cfg.parallel.device, tp)
     if cfg.train.deterministic:
         only_deterministic_kernels()
     init_process_group(device)
-    with diagnosing_memory(cfg, grid, device, env_rank()) as known:
+    with diagnosing_memory(cfg, grid, device, env_rank()) as context:
         run = open_run(cfg, ParallelContext.create(grid, device))
-        known.cfg = run.engine.cfg
+        context.cfg = run.engine.cfg
         try:
             fit(run)
         finally:

@@ -1,4 +1,4 @@
-"""Out of memory: one page with what is in it, and the cheapest flags with which the run fits."""
+"""Out of memory: one page that shows what uses it, and the cheapest flags with which the run fits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megalite.log import logger
 from megalite.plan.flops import flops_per_token
 from megalite.plan.memory import RankMemory, least_memory, memory_per_rank
 
-# Of what there is, and of what did not fit: the accounting is good to some 5 %, and allocators need room.
+# Share of the available memory to plan for: the accounting is accurate to about 5 %, and allocators need slack.
 _FILL = 0.9
-# What a process takes besides, bytes: communication buffers and work space; threads and libraries loaded late.
+# Other memory of a process, bytes: communication buffers and workspace; threads and libraries loaded late.
 _BESIDES = {"cuda": 2**30, "cpu": 128 * 2**20}
-# Rough factors of the step time, to put remedies in order.
+# Rough factors of the step time, for ordering remedies.
 _SMALLER_MICRO_BATCH, _LARGER_TP = 1.03, 1.10
 _OFFERED = 3
 _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
@@ -34,7 +34,7 @@ _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selecti
 
 @dataclass(frozen=True)
 class Remedy:
-    """Flags to add, with what the fullest rank then needs (bytes) and a rough factor of the step time."""
+    """Flags to add, with the peak memory of the worst rank (bytes) and a rough factor of the step time."""
 
     flags: tuple[str, ...]
     total: int
@@ -46,12 +46,12 @@ class Remedy:
 
 
 @dataclass
-class Known:
-    """What the diagnosis goes by; `cfg` may be replaced once the run is open (its vocabulary is known then).
+class MemoryContext:
+    """What the diagnosis uses; `cfg` may be replaced once the run is open (then its vocabulary is known).
 
     Attributes:
         cfg, topology, device, rank: of the run.
-        usable: bytes that a rank may take beyond what the process had at the start.
+        usable: bytes that a rank may use beyond what the process had at the start.
     """
 
     cfg: Config
@@ -69,18 +69,18 @@ def is_out_of_memory(e: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def diagnosing_memory(cfg: Config, topology: Grid, device: torch.device, rank: int) -> Iterator[Known]:
-    """If what is inside runs out of memory, tell why and what helps; the error goes on its way.
+def diagnosing_memory(cfg: Config, topology: Grid, device: torch.device, rank: int) -> Iterator[MemoryContext]:
+    """If the body runs out of memory, report why and what helps; the error propagates.
 
-    The page goes to RUN_DIR/logs/out_of_memory_rank_N.txt and to the console.
+    The page is written to RUN_DIR/logs/out_of_memory_rank_N.txt and to the console.
     """
-    known = Known(cfg, topology, device, rank, usable_bytes(device))
+    context = MemoryContext(cfg, topology, device, rank, usable_bytes(device))
     try:
-        yield known
+        yield context
     except Exception as e:
         if is_out_of_memory(e):
-            text = page(known, str(e).splitlines()[0] if str(e) else type(e).__name__)
-            path = Path(known.cfg.run.run_dir) / "logs" / f"out_of_memory_rank_{rank}.txt"
+            text = page(context, str(e).splitlines()[0] if str(e) else type(e).__name__)
+            path = Path(context.cfg.run.run_dir) / "logs" / f"out_of_memory_rank_{rank}.txt"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text + "\n")
@@ -92,7 +92,7 @@ def diagnosing_memory(cfg: Config, topology: Grid, device: torch.device, rank: i
 
 
 def usable_bytes(device: torch.device) -> int:
-    """What this process can still take: the GPU's free memory, or the tightest limit on the host's."""
+    """Get the bytes that this process can still use: the GPU's free memory, or the tightest limit on the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     used, installed = _sizes("/proc/self/status"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -109,7 +109,7 @@ def usable_bytes(device: torch.device) -> int:
 
 
 def _sizes(path: str) -> dict[str, int]:
-    """Sizes in bytes by name, of a table in /proc; empty where there is no /proc."""
+    """Read a table in /proc: sizes in bytes by name; empty where there is no /proc."""
     try:
         rows = [line.split() for line in Path(path).read_text().splitlines()]
     except OSError:
@@ -117,31 +117,31 @@ def _sizes(path: str) -> dict[str, int]:
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3 and row[2] == "kB"}
 
 
-def page(known: Known, message: str) -> str:
-    """The diagnosis.
+def page(context: MemoryContext, message: str) -> str:
+    """Make the page.
 
     Args:
         message: first line of the allocator's error.
     """
-    cfg, t, pp_rank = known.cfg, known.topology, known.topology.coords(known.rank)["pp"]
+    cfg, t, pp_rank = context.cfg, context.topology, context.topology.coords(context.rank)["pp"]
     head = [
-        f"out of memory on rank {known.rank} (pp rank {pp_rank} of {t['pp']}, {known.device})",
+        f"out of memory on rank {context.rank} (pp rank {pp_rank} of {t['pp']}, {context.device})",
         *textwrap.wrap(message, 110, initial_indent="  ", subsequent_indent="  "),
-        f"there were {_gib(known.usable)} when the run began",
+        f"available when the run began: {_gib(context.usable)}",
     ]
-    if known.device.type == "cuda":
-        peak, reserved = torch.cuda.max_memory_allocated(known.device), torch.cuda.memory_reserved(known.device)
-        head.append(f"measured: at most {_gib(peak)} in tensors, {_gib(reserved)} held by the allocator")
+    if context.device.type == "cuda":
+        peak, reserved = torch.cuda.max_memory_allocated(context.device), torch.cuda.memory_reserved(context.device)
+        head.append(f"measured: peak of {_gib(peak)} in tensors, {_gib(reserved)} held by the allocator")
     if cfg.model.vocab_size is None:
-        return "\n".join([*head, "the vocabulary was not known yet: try --dry-run with --vocab-size"])
+        return "\n".join([*head, "the vocabulary size was not known yet: try --dry-run with --vocab-size"])
     ranks = memory_per_rank(cfg, t)
     needs = max(m.total for m in ranks)
-    budget = int(_FILL * max(0, min(known.usable - _BESIDES[known.device.type], needs)))
+    budget = int(_FILL * max(0, min(context.usable - _BESIDES[context.device.type], needs)))
     found = remedies(cfg, t, budget)
-    lines = [*head, "", "what the run needs there by the planner's accounting:", *_account(ranks[pp_rank])]
-    lines += ["not counted: the allocator's slack, communication buffers, kernels' work space", ""]
+    lines = [*head, "", "what the run requires on this rank, by the planner's accounting:", *_account(ranks[pp_rank])]
+    lines += ["not counted: the allocator's slack, communication buffers, kernels' workspace", ""]
     if found:
-        lines += ["the cheapest flags that fit (what the fullest rank then needs; the pace is a rough guess):"]
+        lines += ["cheapest changes that fit (peak memory on the worst rank; slowdown is a rough estimate):"]
         lines += [f"  {remedy}" for remedy in found]
     else:
         lines += [
@@ -158,10 +158,10 @@ def _account(memory: RankMemory) -> list[str]:
 
 
 def remedies(cfg: Config, topology: Grid, budget: int) -> list[Remedy]:
-    """The cheapest changes with which every rank needs at most `budget` bytes, cheapest first; at most three.
+    """Find the cheapest changes with which every rank needs at most `budget` bytes, cheapest first; at most three.
 
-    The global batch, the model and the number of ranks stay as they are. A remedy is left out where a cheaper one
-    changes nothing else.
+    The global batch, the model and the number of ranks stay the same. A remedy is skipped if a cheaper one changes a
+    subset of its flags.
     """
     candidates = sorted(_candidates(cfg, topology), key=lambda c: (c[2], len(c[0])))
     found: list[Remedy] = []
@@ -187,7 +187,7 @@ def _names(flags: tuple[str, ...]) -> set[str]:
 
 
 def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], Config, float]]:
-    """(flags, config, rough factor of the step time) of every change."""
+    """Yield (flags, config, rough factor of the step time) of every change."""
     p, t = cfg.parallel, cfg.train
     smaller = [t.micro_batch_size >> k for k in range(t.micro_batch_size.bit_length())]
     batches = [size for size in smaller if t.micro_batch_size % size == 0]
@@ -222,7 +222,7 @@ def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _pace(cfg: Config, world: int) -> float:
-    """A rough relative step time: recomputation by its FLOPs, pipeline by its bubble, the rest by rules of thumb."""
+    """Estimate a relative step time: recomputation by its FLOPs, pipeline by its bubble, else rules of thumb."""
     p, t, flops = cfg.parallel, cfg.train, flops_per_token(cfg.model)
     again = {"none": 0.0, "selective": flops.causal_attention / flops.causal / 3, "full": 1 / 3}[t.recompute]
     bubble = (p.pp - 1) / (p.vp * cfg.num_microbatches(world // (p.tp * p.pp)))

@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would be, on a page."""
+"""`--dry-run`: one page that describes a run before it starts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megalite.sharding import count_parameters
 
 
 def dry_run_report(cfg: Config, topology: Grid) -> str:
-    """What a run would be, on a page: layout, layers of each stage, parameters, memory of each rank, FLOPs.
+    """Describe a run on one page: layout, layers of each stage, parameters, memory of each rank, FLOPs.
 
     Raises:
         UserError: no vocabulary size, a batch that does not divide, or a schedule that cannot run it.
     """
     m, p, t = cfg.model, cfg.parallel, cfg.train
     if m.vocab_size is None:
-        raise UserError("--dry-run", "needs the vocabulary's size", "give --vocab-size, --tokenizer or --data")
+        raise UserError("--dry-run", "requires the vocabulary size", "give --vocab-size, --tokenizer or --data")
     schedule = schedule_of(cfg, topology["dp"])
     layers = layer_split(m, schedule.placement.num_stages)
     scale = tuple(len(r) + (head_cost(m) if i == len(layers) - 1 else 0.0) for i, r in enumerate(layers))
@@ -44,23 +44,23 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
         ("parameters", f"{count_parameters(param_map(m)):,}"),
         ("layout", f"{topology.world} ranks = dp {topology['dp']} x pp {p.pp} x tp {p.tp}{sequence}; vp {p.vp}, "
          f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
-        ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens a step; {schedule.num_microbatches} "
-         f"micro-batches of {t.micro_batch_size} on each dp rank"),
+        ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
+         f"micro-batches of {t.micro_batch_size} per dp rank"),
         ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),
-        ("FLOPs", f"{flops.causal:.4g} a token (causal attention), {flops.full:.4g} (full attention)"),
+        ("FLOPs", f"{flops.causal:.4g} per token (causal attention), {flops.full:.4g} (full attention)"),
         ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
-         f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} a step"),
+         f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step"),
     ]  # fmt: skip
     head = "\n".join(f"{name:<12}{text}" for name, text in rows)
     unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"
     return f"{head}\n\n{_table(ranks, worst, unit, schedule.placement, layers)}\n\n" + (
         f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n"
-        "not counted: the allocator's slack, the device's context, communication buffers, kernels' work space"
+        "not counted: the allocator's slack, the device's context, communication buffers, kernels' workspace"
     )
 
 
 def _table(ranks: list[RankMemory], worst: int, unit: str, placement: Placement, layers: list[range]) -> str:
-    """A line per pipeline rank; * marks the one that holds most."""
+    """Format one line per pipeline rank; * marks the one with the most memory."""
     columns = ("weights", "main_grad", "optimizer", "activations", "logits", "total")
     where = [" + ".join(_span(layers[s]) for s in placement.stages_of(rank)) for rank in range(len(ranks))]
     width = max(len("layers"), *(len(text) for text in where))

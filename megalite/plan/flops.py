@@ -1,6 +1,6 @@
-"""Model FLOPs per token, in the two conventions that published numbers use, and the peaks of GPUs.
+"""Model FLOPs per token, in the two conventions of published numbers, and peak FLOP/s of GPUs.
 
-Model FLOPs count what the mathematics needs, forward and backward, never recomputation, padding or elementwise work:
+Model FLOPs count what the model requires, forward and backward, not recomputation, padding or elementwise operations:
 6 (L (W + q s) + V h) with causal attention, 6 (L (W + 2 q s) + V h) with every key counted (Chowdhery et al. 2022,
 appendix B); W weight elements of a block's matrices, q = heads x head size, s sequence, V vocabulary, h hidden.
 """
@@ -15,7 +15,7 @@ import torch
 from megalite.config.model import ModelConfig
 from megalite.model.partition import token_work
 
-# Dense bf16 peaks in FLOP/s, from the data sheets (theirs with sparsity are twice these). First match counts.
+# Dense bf16 peaks in FLOP/s, from the data sheets (with sparsity they are twice as high). The first match counts.
 _PEAKS = (
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
@@ -62,20 +62,20 @@ class FlopsPerToken:
 
 
 def flops_per_token(cfg: ModelConfig) -> FlopsPerToken:
-    """Model FLOPs of one token of a sequence of cfg.seq_len tokens."""
+    """Count the model FLOPs of one token in a sequence of cfg.seq_len tokens."""
     work, layers = token_work(cfg), cfg.num_layers
     attention, causal = 6 * layers * work.attention, 6 * layers * work.causal_attention
     return FlopsPerToken(6 * layers * work.layer, attention, causal, 6 * work.head)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of a device in FLOP/s; None for a CPU and for a GPU that is not in the table."""
+    """Look up the dense bf16 peak of a device in FLOP/s; None for a CPU or an unknown GPU."""
     return peak_of_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_of_name(name: str) -> float | None:
-    """Peak by the name that torch.cuda gives ("NVIDIA H100 80GB HBM3"); None where it is not known."""
-    if "MIG" in name:  # a slice of a GPU under the whole one's name
+    """Look up the peak by the device name of torch.cuda ("NVIDIA H100 80GB HBM3"); None if it is unknown."""
+    if "MIG" in name:  # a slice of a GPU, under the name of the whole GPU
         return None
-    # Whole words: GH200 and GB200 are other chips than H200 and B200.
+    # Whole words: GH200 and GB200 are different chips from H200 and B200.
     return next((peak for words, peak in _PEAKS if re.search(rf"\b{words}\b", name)), None)

@@ -1,8 +1,9 @@
-"""Bytes on every pipeline rank before anything runs: states from the parameter table, activations in closed form.
+"""Memory of every pipeline rank, predicted: states from the parameter table, activations in closed form.
 
-States are exact but for the alignment of buckets (at most 128 dp elements each). Activations are what this project's
-layers keep for backward (after Korthikanti et al. 2022, section 4, with fused attention), times what the schedule holds
-at once. Not counted: the allocator's slack, the device's context, communication buffers, kernels' workspace.
+States are exact except for the alignment of buckets (at most 128 dp elements each). Activations are what the layers of
+this project keep for backward (after Korthikanti et al. 2022, section 4, with fused attention), times the micro-batches
+that the schedule holds at once. Not counted: the allocator's slack, the device's context, communication buffers,
+kernels' workspace.
 
 Notation: q and kv widths of all queries and of all keys, e bytes of a weight or activation, t tp, sp = t with sequence
 parallelism, else 1.
@@ -27,21 +28,21 @@ from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes
 from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
 from megalite.sharding import Layout, Shard
 
-# fp32 copies of the logits that the torch reference of the loss makes and drops, bytes a logit; kernels work in place.
+# Temporary fp32 copies of the logits in the torch reference of the loss, bytes per logit; kernels work in place.
 _LOSS_WORK = 8
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What the ranks of one pipeline position hold at most, bytes (`parameters`: elements).
+    """Peak memory of the ranks at one pipeline position, bytes (`parameters`: elements).
 
     Attributes:
         parameters: local elements, vocabulary padding included.
-        weights: in the type of the run.
-        main_grad: fp32 gradients, and the copy that travels where gradients are reduced in bf16.
+        weights: in the precision of the run.
+        main_grad: fp32 gradients, and the copy that is sent if gradients are reduced in bf16.
         optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments.
-        activations: kept for backward at the peak, and the one layer that is being recomputed.
-        logits: the output layer's at that moment, with the loss's work space.
+        activations: kept for backward at the peak, plus the one layer being recomputed.
+        logits: of the output layer at that moment, with the workspace of the loss.
     """
 
     parameters: int
@@ -57,10 +58,10 @@ class RankMemory:
 
 
 def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) -> list[RankMemory]:
-    """Memory by pipeline rank; all dp and tp ranks of one pipeline rank hold the same.
+    """Predict memory by pipeline rank; all dp and tp ranks of a pipeline rank hold the same.
 
     Args:
-        schedule: name of a schedule that can run the batch; default: the config's.
+        schedule: name of a schedule; default: that of the config.
 
     Raises:
         UserError: the batch does not divide, or the schedule cannot run it.
@@ -81,7 +82,7 @@ def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) ->
 
 
 def least_memory(cfg: Config, topology: Grid) -> int:
-    """Bound what the fullest rank needs from below, without simulating the schedules of `auto`; bytes.
+    """Bound the peak memory of the worst rank from below, in bytes, without simulating the schedules of `auto`.
 
     Raises:
         UserError: as `memory_per_rank`.
@@ -91,7 +92,7 @@ def least_memory(cfg: Config, topology: Grid) -> int:
 
 
 def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: list[range], rank: int) -> int:
-    """Elements that a tensor-parallel rank of pipeline rank `rank` holds, vocabulary padding included.
+    """Count the elements on each tensor-parallel rank of pipeline rank `rank`, vocabulary padding included.
 
     Args:
         layers: of each stage.
@@ -109,7 +110,7 @@ def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: list[
 
 @lru_cache(maxsize=16)
 def _local_elements(model: ModelConfig, tp: int, vocab_divisible_by: int) -> Mapping[str, int]:
-    """Elements on one tensor-parallel rank: of each layer ("layers.3"), "embed", "norm" and "lm_head"."""
+    """Count elements on one tensor-parallel rank: of each layer ("layers.3"), "embed", "norm" and "lm_head"."""
     layout = Layout(Grid.of(tp, tp), multiple=vocab_divisible_by)
     held: dict[str, int] = defaultdict(int)
     for name, spec in param_map(model).items():
@@ -120,31 +121,31 @@ def _local_elements(model: ModelConfig, tp: int, vocab_divisible_by: int) -> Map
 
 
 def vocab_rows(cfg: Config) -> int:
-    """Rows of the vocabulary on one tensor-parallel rank, padding included."""
+    """Count the rows of the vocabulary on one tensor-parallel rank, padding included."""
     layout = Layout(Grid.of(cfg.parallel.tp, cfg.parallel.tp), multiple=cfg.parallel.vocab_divisible_by)
     return Shard(param_map(cfg.model)["lm_head.weight"], layout).shape[0]
 
 
 def state_bytes(cfg: Config, parameters: int, dp: int) -> tuple[int, int, int]:
-    """(weights, main_grad, optimizer) of `parameters` local elements: 6 + 12 / dp bytes each for bf16 with ZeRO-1."""
+    """Compute (weights, main_grad, optimizer) bytes of local elements: 6 + 12 / dp bytes each for bf16 with ZeRO-1."""
     size = element_size(cfg)
-    travelling = 2 if cfg.train.grad_reduce_dtype == "bf16" else 0
+    sent = 2 if cfg.train.grad_reduce_dtype == "bf16" else 0
     master = 0 if cfg.train.precision == "fp32" else 4
     moments = 4 * cfg.optim.num_moments
     share = -(-parameters // dp) if cfg.parallel.zero else parameters
-    return size * parameters, (4 + travelling) * parameters, (master + moments) * share
+    return size * parameters, (4 + sent) * parameters, (master + moments) * share
 
 
 def element_size(cfg: Config) -> int:
-    """Bytes of a weight or activation."""
+    """Get the size of a weight or activation in bytes."""
     return 4 if cfg.train.precision == "fp32" else 2
 
 
 def layer_activations(cfg: Config, recompute: str | None = None) -> int:
-    """Bytes that one block keeps of one micro-batch until its backward.
+    """Compute the bytes that one block keeps per micro-batch until its backward.
 
     Args:
-        recompute: instead of the config's mode.
+        recompute: overrides the mode of the config.
     """
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
     t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
@@ -152,15 +153,15 @@ def layer_activations(cfg: Config, recompute: str | None = None) -> int:
     if recompute == "full":
         return e * tokens * m.hidden_size // sp
     q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
-    # Inputs and outputs of both norms (with a parallel residual they share their input), and their statistics; of
-    # further norms on the sub-layers' outputs the inputs, since what they make is added and dropped.
+    # Inputs and outputs of both norms (with a parallel residual they share their input), and their statistics. Of norms
+    # on the outputs of sub-layers only the inputs: their outputs are added to the residual and dropped.
     norms = 4 if m.norm_position == "both" else 2
     residual = (3 if m.parallel_residual else norms + 2) * e * m.hidden_size
     residual += norms * (8 if m.norm == "layernorm" else 4)
     if m.hidden_dropout:
-        # Two masks: bytes on a GPU, of the activations' type on a CPU.
+        # Two masks: of bytes on a GPU, of the activations' type on a CPU.
         residual += 2 * m.hidden_size * (e if cfg.parallel.device == "cpu" else 1)
-    # What goes into attention and what comes out; the MLP before its activation and after it.
+    # Input and output of attention; the MLP before and after its activation.
     split = e * (2 * q + 2 * kv) + e * (3 if m.gated else 2) * m.ffn_size
     if recompute == "none":
         split += _core_bytes(cfg)
@@ -172,7 +173,7 @@ def layer_activations(cfg: Config, recompute: str | None = None) -> int:
 
 
 def _core_bytes(cfg: Config) -> int:
-    """Bytes a token (over all tp ranks) that the attention core keeps besides its packed input and its output."""
+    """Compute the bytes per token (over all tp ranks) that attention keeps besides its packed input and its output."""
     m, e = cfg.model, element_size(cfg)
     q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
     log_sum_exp = 4 * m.num_heads
@@ -189,7 +190,7 @@ def _core_bytes(cfg: Config) -> int:
 
 
 def _live_bytes(cfg: Config) -> int:
-    """What recomputing one layer brings back for a moment."""
+    """Compute the bytes that recomputing one layer brings back temporarily."""
     if cfg.train.recompute == "none":
         return 0
     if cfg.train.recompute == "full":
@@ -200,15 +201,15 @@ def _live_bytes(cfg: Config) -> int:
 
 
 def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[int, int]:
-    """(activations, logits) at the moment when a rank that computes in this order holds most of both."""
+    """Compute (activations, logits) at the peak of their sum, for a rank that runs operations in this order."""
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
     sp = cfg.parallel.tp if cfg.sequence_parallel else 1
     vocab = vocab_rows(cfg)
     per_layer, last = layer_activations(cfg), len(layers) - 1
-    # What the final norm keeps: its input and its output.
+    # The final norm keeps its input and its output.
     ends = {last: 2 * e * tokens * m.hidden_size // sp}
     recomputed = _live_bytes(cfg)
-    # By chunks, no logits are kept and one chunk's exist for a moment, in both passes.
+    # With chunks, no logits are kept, and those of one chunk exist temporarily in both passes.
     rows = min(cfg.train.loss_chunk, tokens) or tokens
     logits_kept = 0 if cfg.train.loss_chunk else e * tokens * vocab
     loss_work = e * rows * vocab if cfg.train.loss_chunk else 0
@@ -225,7 +226,7 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
         of_loss = logits_kept if stage == last else 0
         if kind == "F":
             alive, logits = alive + kept[stage], logits + of_loss
-        # What an op needs for itself comes on top of what is kept.
+        # Workspace of the operation comes on top of what is kept.
         extra = recomputed if kind in "BI" else 0
         work = loss_work if stage == last and kind != "W" else 0
         if alive + extra + logits + work > most:

@@ -1,4 +1,4 @@
-"""A trained model in one process, whatever layout trained it: text and perplexity."""
+"""Inference in one process with a model trained in any layout: text generation and perplexity."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Model:
     """A whole model for inference.
 
     Attributes:
-        cfg: its shape.
+        cfg: shape of the model.
         stage: all its layers.
-        tokenizer: the tokenizer of its run, if that was told.
+        tokenizer: the tokenizer of its run, if known.
         step: optimizer steps it was trained for.
     """
 
@@ -43,24 +43,24 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V] of token ids [B, S]."""
+        """Compute logits [B, S, V] of token ids [B, S]."""
         tokens_SB = tokens_BS.t().contiguous()
         out = self.stage(tokens_SB, MicroBatch(tokens_SB, targets_SB=None), Pass(0, 0, 0, training=False))
         return out[..., : self.cfg.vocab].transpose(0, 1)
 
     @property
     def words(self) -> int:
-        """Token ids that mean something: the tokenizer's, of which the vocabulary may have more."""
+        """Number of token ids in use: the vocabulary may be larger than the tokenizer's."""
         return min(self.cfg.vocab, self.tokenizer.vocab_size) if self.tokenizer else self.cfg.vocab
 
 
 def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
-    """Read a checkpoint's weights in fp32.
+    """Load the weights of a checkpoint in fp32.
 
     Args:
         path: run directory or checkpoint.
         device: where to put the model.
-        tokenizer: tokenizer folder or file; default: the one that the run was given, if it is still there.
+        tokenizer: tokenizer folder or file; default: that of the run, if it still exists.
     """
     checkpoint = resolve_checkpoint(path)
     meta = read_meta(checkpoint)
@@ -85,7 +85,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
 
 
 def _whole(param: torch.nn.Parameter) -> StateTensor:
-    """A parameter of an unsharded model as something a checkpoint can be read into."""
+    """Describe a parameter of an unsharded model as a tensor that a checkpoint can be loaded into."""
     assert isinstance(param, ShardedParameter)
     spec, flat = param.shard.spec, param.data.view(-1)
     slices = param.shard.flat_slices(0, flat.numel())
@@ -107,11 +107,11 @@ def generate(
     Args:
         model: from `load_model`.
         prompt: token ids, at least one.
-        max_new_tokens: tokens to add at most.
-        temperature: 0 takes the likeliest token each time.
-        top_k: sample among the k likeliest; 0 = all.
+        max_new_tokens: maximum number of tokens to add.
+        temperature: 0 always takes the most likely token.
+        top_k: sample among the k most likely tokens; 0 = all.
         seed: same seed, same text.
-        stop_id: token that ends the text (and is not returned).
+        stop_id: token that ends the text; not returned.
 
     Returns:
         The new token ids.
@@ -120,7 +120,7 @@ def generate(
     tokens = torch.tensor([prompt], device=device)
     generator = torch.Generator(device).manual_seed(derive(seed, "generate") >> 65)
     for _ in range(max_new_tokens):
-        # The window slides once the text is as long as the model's positions; every token is computed anew.
+        # The window slides once the text is longer than the model's positions; every token is recomputed.
         window = tokens[:, -model.cfg.positions :]
         logits = model.logits(window)[0, -1, : model.words].float()
         if temperature == 0:
@@ -137,15 +137,16 @@ def generate(
 
 @torch.no_grad()
 def mean_loss(model: Model, ids: np.ndarray, batch: int = 8) -> tuple[float, int]:
-    """(mean next-token cross-entropy, tokens predicted) over a stream of ids, in windows of the training length.
+    """Compute the mean next-token cross-entropy over a stream of ids, in windows of the training length.
 
-    Windows do not overlap: each token after the first of the stream is predicted once, from its own window.
+    Windows do not overlap: each token after the first is predicted once, from its own window.
+
+    Returns:
+        (mean loss, number of predicted tokens)
     """
     device, seq = next(model.stage.parameters()).device, model.cfg.seq_len
     if len(ids) < 2:
-        raise UserError(
-            f"{len(ids)} tokens", "an evaluation predicts each token from those before it", "give more text"
-        )
+        raise UserError(f"{len(ids)} tokens", "an evaluation predicts each token from those before it", "use more text")
     if int(ids.max()) >= model.cfg.vocab:
         rule = f"must be below the model's vocabulary of {model.cfg.vocab}"
         raise UserError(f"token id {int(ids.max())}", rule, "use the tokenizer that the model was trained with")
@@ -164,6 +165,6 @@ def mean_loss(model: Model, ids: np.ndarray, batch: int = 8) -> tuple[float, int
 
 
 def tokens_of(prefix: str, limit: int) -> np.ndarray:
-    """The first `limit` tokens of a data set, documents one after another."""
+    """Read the first `limit` tokens of a data set, documents concatenated."""
     data = IndexedDataset(prefix)
     return data.tokens(0, min(limit, data.num_tokens)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a run reads: vocabulary and token data, checked against each other."""
+"""Input of a run: vocabulary and token data, checked for consistency."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalite.errors import UserError
 
 
 def resolve_vocabulary(cfg: Config) -> tuple[Config, Tokenizer | None]:
-    """The config with its vocabulary size, from the tokenizer or the data's description where it was not given."""
+    """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
     tokenizer = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
     given = cfg.model.vocab_size
     if given is not None:
@@ -40,32 +40,32 @@ def resolve_vocabulary(cfg: Config) -> tuple[Config, Tokenizer | None]:
         prefixes = data_prefixes(cfg)
         for prefix in prefixes:
             IndexedDataset(prefix)
-        described = [read_sidecar(prefix) for prefix in prefixes]
-        if any(d is None for d in described):
+        sidecars = [read_sidecar(prefix) for prefix in prefixes]
+        if any(d is None for d in sidecars):
             raise UserError(
                 "no --vocab-size",
-                "the vocabulary is known from a tokenizer or from PREFIX.json beside the data, and there is neither",
+                "the vocabulary comes from a tokenizer or from PREFIX.json beside the data, and there is neither",
                 "give --tokenizer or --vocab-size",
             )
-        size = max(int(d["vocab_size"]) for d in described if d is not None)
+        size = max(int(d["vocab_size"]) for d in sidecars if d is not None)
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=size)), tokenizer
 
 
-def described(cfg: Config) -> Config:
-    """The config with its vocabulary size if anything was given that tells it: what a run would have, without one."""
-    tells = cfg.data.tokenizer or cfg.data.data or cfg.data.mock_data
-    return resolve_vocabulary(cfg)[0] if tells else cfg
+def with_vocab_size(cfg: Config) -> Config:
+    """Resolve the vocabulary size when a tokenizer or data is given; otherwise return cfg unchanged."""
+    known = cfg.data.tokenizer or cfg.data.data or cfg.data.mock_data
+    return resolve_vocabulary(cfg)[0] if known else cfg
 
 
 def data_prefixes(cfg: Config) -> list[str]:
-    """The token files of the training data."""
+    """List the token files of the training data."""
     if not cfg.data.data:
-        raise UserError("no --data", "training needs tokens", "give --data PREFIX, or --mock-data to try without")
+        raise UserError("no --data", "training requires tokens", "give --data PREFIX, or --mock-data to try without")
     return prefixes_of(cfg.data.data)
 
 
 def open_data(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
-    """The data sets, checked against the tokenizer and the vocabulary."""
+    """Open the data sets, and check them against the tokenizer and the vocabulary."""
     d, model, seed = cfg.data, cfg.model, cfg.train.seed
     if d.mock_data:
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)

@@ -1,4 +1,4 @@
-"""The record of a run: a JSON line a step, console lines with an ETA, a progress bar, TensorBoard and wandb."""
+"""The record of a run: one JSON line per step, console lines with an ETA, a progress bar, TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megalite.log import logger
 from megalite.train.trackers import BackgroundTracker, tensorboard_tracker, wandb_tracker
 
 METRICS_FILE = "metrics.jsonl"
-# Steps over which the pace is measured that the ETA goes by: long enough to hold evaluations and saves.
+# Window, in steps, over which throughput is averaged for the ETA: long enough to include evaluations and saves.
 _PACE_STEPS = 100
 
 
 class MetricsLogger:
     """Writes the record of a run. On ranks other than 0 every method does nothing.
 
-    `RUN_DIR/metrics.jsonl` is only ever appended to: after a resume, lines of steps run again follow the old ones, and
-    readers take the last line of each step (`read_metrics`). JSON has no NaN or infinity: such a value is written as
-    null and told by name in one more field, `"nonfinite": {"loss": "nan", "grad_norm": "inf"}`.
+    `RUN_DIR/metrics.jsonl` is only ever appended to: after a resume, lines of repeated steps follow the old ones, and
+    readers use the last line of each step (`read_metrics`). JSON has no NaN or infinity: such a value is written as
+    null and named in an extra field, `"nonfinite": {"loss": "nan", "grad_norm": "inf"}`.
 
     Args:
         run_dir: the run's folder; made if missing.
         rank: global rank.
         total_steps: steps of the whole run, for the ETA and the bar.
-        log_every: steps between console lines; the last step always has one.
+        log_every: steps between console lines; the last step always gets one.
         tensorboard: also write RUN_DIR/tensorboard.
-        wandb_project: also log to this wandb project; None: don't.
+        wandb_project: also log to this wandb project, if given.
         config: the resolved configuration, for wandb.
-        clock: seconds, for the ETA.
+        clock: time in seconds, for the ETA.
 
     Raises:
         UserError: metrics.jsonl cannot be opened for writing.
@@ -76,7 +76,7 @@ class MetricsLogger:
             self._trackers.append(BackgroundTracker("wandb", lambda: wandb_tracker(run_dir, wandb_project, config)))
 
     def step(self, record: dict[str, Any]) -> None:
-        """One step's line, on disk when this returns.
+        """Write the line of a step; it is on disk when this returns.
 
         Args:
             record: at least "step"; the console also shows loss, grad_norm, lr, tokens_per_s and step_time_s.
@@ -89,10 +89,10 @@ class MetricsLogger:
         self._track({f"train/{k}": v for k, v in record.items() if k != "step"}, step)
         self._advance_bar(step, record)
         if step % self._log_every == 0 or step >= self._total_steps:
-            logger.info("%s", self._console_line(step, record))
+            logger.info(self._console_line(step, record))
 
     def event(self, name: str, **fields: Any) -> None:
-        """A line about something that happened: {"event": name, ...}. With a "step", trackers get its numbers."""
+        """Write an event line: {"event": name, ...}. If it has a "step", trackers get its numbers."""
         if not self._active:
             return
         self._write({"event": name, **fields})
@@ -100,7 +100,7 @@ class MetricsLogger:
             self._track({f"{name}/{k}": v for k, v in fields.items() if k != "step"}, int(fields["step"]))
 
     def close(self) -> None:
-        """Finish the bar, the trackers (within their time limit) and the file. May be called more than once."""
+        """Close the bar, the trackers (within their time limit) and the file. May be called more than once."""
         if not self._active:
             return
         self._active = False
@@ -111,11 +111,11 @@ class MetricsLogger:
             tracker.close()
         if self._unwritten:
             lines = self._unwritten.count(b"\n")
-            logger.error("%s: the last %d lines could not be written and are lost", self._path, lines)
+            logger.error(f"{self._path}: the last {lines} lines could not be written and are lost")
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line. On a full disk lines wait in memory: whether the run goes on is for its saves to decide."""
+        """Append a line. While the disk is full, lines are kept in memory: only a failed save ends the run."""
         with self._lock:
             waited = bool(self._unwritten)
             self._unwritten += json_line(record).encode()
@@ -125,7 +125,7 @@ class MetricsLogger:
             except OSError as e:
                 if not waited:
                     why = e.strerror or e
-                    logger.warning("%s cannot be written (%s): lines wait in memory; make room", self._path, why)
+                    logger.warning(f"{self._path} cannot be written ({why}): lines are kept in memory; free some space")
 
     def _track(self, values: dict[str, Any], step: int) -> None:
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
@@ -137,7 +137,7 @@ class MetricsLogger:
         if self._bar is None:
             if not sys.stderr.isatty():
                 return
-            # Log lines go through the bar from here on, so that they do not tear it.
+            # From here on, log lines go through the bar, so that they do not break it.
             self._on_close.enter_context(logging_redirect_tqdm([logger]))
             self._bar = tqdm(total=self._total_steps, initial=step - 1, unit="step", dynamic_ncols=True, leave=False)
         loss = record.get("loss")
@@ -156,7 +156,7 @@ class MetricsLogger:
         return " | ".join(parts)
 
     def _seconds_left(self, step: int, record: dict[str, Any]) -> float | None:
-        """By the recent pace, all that happens between steps included; by this step's own time on the first one."""
+        """Estimate from recent throughput, including everything between steps; on the first step, from its own time."""
         (t0, first), (t1, last) = self._pace[0], self._pace[-1]
         per_step = (t1 - t0) / (last - first) if last > first else record.get("step_time_s")
         return None if per_step is None else per_step * max(0, self._total_steps - step)
@@ -166,15 +166,15 @@ def _open_for_append(path: Path) -> Any:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         broken = path.exists() and _lacks_newline(path)
-        # Unbuffered: a line is on disk when its write returns, and what did not fit is known.
+        # Unbuffered: a line is on disk when its write returns, and a partial write is noticed.
         file = path.open("ab", buffering=0)
         if broken:
-            # What is there stays, but must not swallow the first new line.
-            logger.warning("%s ends in the middle of a line (a crash while writing?); going on below it", path)
+            # Keep the broken line, but do not let it swallow the first new one.
+            logger.warning(f"{path} ends in the middle of a line (a crash while writing?); continuing below it")
             file.write(b"\n")
     except OSError as e:
         raise UserError(
-            f"run directory {path.parent}", f"{path.name} cannot be written ({e.strerror})", "give another --run-dir"
+            f"run directory {path.parent}", f"{path.name} cannot be written ({e.strerror})", "use another --run-dir"
         ) from None
     return file
 
@@ -188,7 +188,7 @@ def _lacks_newline(path: Path) -> bool:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """A record as one line of strict JSON, floats in full precision; see `MetricsLogger` for values not finite."""
+    """Format a record as one line of strict JSON, floats in full precision (NaN, infinity: see `MetricsLogger`)."""
     nonfinite = {k: str(float(v)) for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     if nonfinite:
         record = {k: None if k in nonfinite else v for k, v in record.items()} | {"nonfinite": nonfinite}
@@ -196,7 +196,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss, days in front where there are any."""
+    """Format seconds as h:mm:ss, preceded by days if there are any."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -204,13 +204,13 @@ def duration(seconds: float) -> str:
 
 
 def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Steps and events of a run.
+    """Read the steps and events of a run.
 
-    Lines that are no JSON (a crash while writing) are left out with a warning.
+    Lines that are not JSON (a crash while writing) are skipped with a warning.
 
     Returns:
-        (steps, events): the last line of each step, by step; event lines as they come. A run that was resumed further
-        back, or started anew in the same folder, is told by its last attempt alone.
+        (steps, events): the last line of each step, by step; event lines in file order. If the run was resumed from an
+        earlier step, or restarted in the same folder, only its last attempt counts.
 
     Raises:
         UserError: there is no metrics.jsonl in `run_dir`, or it cannot be read.
@@ -222,7 +222,7 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
         raise UserError(
             f"run directory {run_dir}",
             f"{path.name} in it cannot be read ({e.strerror})",
-            "give the --run-dir of a run that has made a step",
+            "use the --run-dir of a run that has finished a step",
         ) from None
     steps: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
@@ -232,10 +232,10 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            logger.warning("%s line %d is broken and left out", path, number)
+            logger.warning(f"{path} line {number} is broken and skipped")
         elif "event" in record:
             if record["event"] in ("start", "resume") and isinstance(record.get("step"), int):
-                # What an earlier attempt did after this step is no longer this run's history.
+                # What an earlier attempt did after this step is no longer part of this run.
                 steps = {s: kept for s, kept in steps.items() if s <= record["step"]}
                 events = [e for e in events if e["event"] != "eval" or e.get("step", 0) <= record["step"]]
             events.append(record)

@@ -32,14 +32,14 @@ _MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm
 _ATTENTION = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention", "attention_core")
 _WAIT = "wait for a collective"
 _COLLECTIVE = (_WAIT, "c10d::", "record_param_comms", "nccl:", "gloo:")
-# Ranges that megalite itself puts into the trace.
+# Prefix of the ranges that megalite adds to the trace.
 _RANGE = "step: "
 OPTIMIZER_RANGE = f"{_RANGE}optimizer"
 
 
 @dataclass
 class PhaseTime:
-    """One row of the table: seconds, and matrix products in them."""
+    """One row of the table: seconds, and number of matrix products."""
 
     seconds: float = 0.0
     calls: int = 0
@@ -170,9 +170,9 @@ def phase_times(events: list[Any], wall: float, read: float, on_gpu: bool) -> di
     exceed the wall time, and nothing is left outside operations.
 
     Args:
-        events: of torch's profiler (`FunctionEvent`).
+        events: from torch's profiler (`FunctionEvent`).
         wall: seconds of all profiled steps.
-        read: seconds of them in which the process waited for data.
+        read: seconds thereof spent waiting for data.
     """
     rows = {name: PhaseTime() for name in PHASES}
     rows[DATA].seconds = read
@@ -203,7 +203,7 @@ def phase_of(event: Any) -> str:
     if OPTIMIZER_RANGE in names:
         return OPTIMIZER
     if any(name in _MATRIX for name in names):
-        # Under autograd's own thread on a GPU; under the operation on a CPU; a deferred weight gradient under W.
+        # In autograd's thread on a GPU; inside the operation on a CPU; a deferred weight gradient inside W.
         ranges = [name[len(_RANGE)] for name in names if name.startswith(_RANGE)]
         later = any(name.startswith("autograd::engine") for name in names) or any(kind in "BIW" for kind in ranges)
         return BACKWARD if later else FORWARD

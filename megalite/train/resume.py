@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, whether it is of this run, and taking it in."""
+"""Choose the checkpoint that a run starts from, check that it belongs to the run, and load it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megalite.errors import UserError
 from megalite.log import logger
 from megalite.train.build import Engine
 
-# Options of the data that decide which sample comes when.
+# Data options that determine the order of samples.
 _ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data")
 
-# Options of the run that decide about updates.
+# Run options that influence updates.
 _RUN = ("on_spike", "spike_threshold")
 
 
 def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Path | None:
-    """The verified checkpoint to start from, the same on every rank; None for a new run."""
+    """Find and verify the checkpoint to start from, the same on every rank; None for a new run."""
     asked, fallback = cfg.run.resume, cfg.run.resume_fallback
     if asked == "never":
         return None
@@ -37,14 +37,16 @@ def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Path 
             return found
     if not (path / "manifest.json").exists():
         raise UserError(
-            f"--resume {path}", "must be latest, never, a checkpoint, or a run directory that has one", "check the path"
+            f"--resume {path}",
+            "must be latest, never, a checkpoint, or a run directory with a checkpoint",
+            "check the path",
         )
     verify_together(path, ctx)
     return path
 
 
 def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Load a checkpoint into the engine after comparing what it was made with; returns what it says of the run."""
+    """Check that a checkpoint fits the run, and load it into the engine; return its metadata."""
     saved = agree(engine.ctx, lambda: read_meta(source))
     ours = json.loads(json.dumps(meta))
     theirs = saved["config"]["model"]
@@ -63,7 +65,7 @@ def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]
     _check_data(source, saved, ours)
     optimizer = engine.optimizer
     load_checkpoint(source, optimizer.states(), engine.ctx, verify=False)
-    # Imported weights come without an optimizer's past.
+    # Imported weights come without optimizer state.
     if saved["scalars"]:
         optimizer.load_scalars(saved["scalars"])
         engine.scaler.load_scalars(saved["scalars"])
@@ -72,12 +74,12 @@ def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]
     there, here = read_manifest(source).topology, engine.ctx.grid.as_dict()
     if there != here:
         layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]
-        logger.info(f"saved by {layouts[0]}; goes on with {layouts[1]}: the same samples, each exactly once")
+        logger.info(f"saved by {layouts[0]}; continuing with {layouts[1]}: the data order is unchanged")
     return saved
 
 
-def tell_changes(saved: dict[str, Any], meta: dict[str, Any]) -> None:
-    """Log the options that make a resumed run go on otherwise than the one that saved would have."""
+def log_changes(saved: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Log the options because of which a resumed run continues differently from the one that saved."""
     changed = [
         f"--{key.replace('_', '-')} {there} -> {here}"
         for section in ("model", "train", "optim", "run")
@@ -85,18 +87,18 @@ def tell_changes(saved: dict[str, Any], meta: dict[str, Any]) -> None:
         if (section != "run" or key in _RUN) and (there := saved["config"].get(section, {}).get(key, here)) != here
     ]
     if changed:
-        logger.info(f"other options than at that checkpoint: {', '.join(changed)}")
+        logger.info(f"options changed since that checkpoint: {', '.join(changed)}")
 
 
 def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Refuse another tokenizer or other data: the order of samples would change unseen."""
+    """Refuse another tokenizer or other data: the order of samples would change silently."""
     if saved.get("tokenizer_sha256") and ours["tokenizer_sha256"]:
         there, here = saved["tokenizer_sha256"], ours["tokenizer_sha256"]
         if there != here:
             raise UserError(
                 f"--tokenizer of SHA-256 {here}",
                 f"checkpoint {source} was trained with the one of SHA-256 {there}",
-                "give that tokenizer, or --resume never",
+                "use that tokenizer, or --resume never",
             )
     if not saved.get("data_hash"):
         return
@@ -110,5 +112,5 @@ def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> No
         raise UserError(
             "the training data",
             f"checkpoint {source} was trained on other samples ({'; '.join(changed) or 'the files have changed'})",
-            "give the data, --split and --seed of the run, or --resume never",
+            "use the data, --split and --seed of the run, or --resume never",
         )

@@ -1,4 +1,4 @@
-"""Going back to the last checkpoint after a loss spike, and past the samples that led to it."""
+"""After a loss spike, return to the last checkpoint and skip the samples that led to the spike."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megalite.train.resume import resume
 from megalite.train.run import Run
 from megalite.train.spike import SpikeDetector
 
-# From one checkpoint, other samples are tried this often.
+# How often other samples are tried from the same checkpoint.
 _MOST_REWINDS = 3
 
 
 def rewind(run: Run) -> Path | None:
-    """Take the state of the last checkpoint, with the data going on after the sample consumed last.
+    """Restore the last checkpoint, and continue the data after the last consumed sample.
 
-    All of it follows from the losses and the checkpoints, so that a run that is killed and resumed does the same again.
+    Everything here depends on losses and checkpoints only, so a run that is killed and resumed does the same again.
 
     Returns:
-        The checkpoint; None where this run has none yet, and nothing was changed.
+        The checkpoint; None if this run has none yet, and nothing was changed.
 
     Raises:
         Diverged: the loss spiked again after every earlier rewind to this checkpoint.
@@ -53,10 +53,10 @@ def rewind(run: Run) -> Path | None:
 
 
 def _last_commit(run: Run) -> Path | None:
-    """The newest checkpoint of this run's own history, as rank 0 sees it: after a failed save, the one before it.
+    """Find the newest checkpoint of this run's own history, as rank 0 sees it: after a failed save, the one before it.
 
-    Saves out of turn (a run that was asked to stop) do not count while there are regular ones: a run that was
-    interrupted must go back as far as one that was not.
+    Irregular saves (of a run that was asked to stop) do not count while there are regular ones: an interrupted run must
+    rewind as far as an uninterrupted one.
     """
     ctx, every = run.engine.ctx, run.engine.cfg.run.save_every
     committed = [(step, path) for step, path in run.saved if (path / "COMMIT").exists()] if ctx.rank == 0 else []

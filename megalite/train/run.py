@@ -1,4 +1,4 @@
-"""From a config to a run: data, engine, run directory, and the state that an earlier run left in it."""
+"""From a config to a run: data, engine, run directory, and the state of an earlier run in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
-from megalite.train.resume import choose_checkpoint, resume, tell_changes
+from megalite.train.resume import choose_checkpoint, resume, log_changes
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import OWN
@@ -131,7 +131,7 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         source = choose_checkpoint(cfg, run_dir, ctx)
         state = resume(engine, source, meta) if source else init_weights(engine)
         if source:
-            tell_changes(state, meta)
+            log_changes(state, meta)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         if ctx.rank == 0:
             (run_dir / "config.yaml").write_text(cli.to_yaml(cfg))

@@ -1,6 +1,6 @@
-"""Loss spikes: told from the losses before, which every rank sees alike and every checkpoint keeps.
+"""Loss spikes, detected from the recent losses, which are identical on every rank and kept in every checkpoint.
 
-A resumed run therefore decides as the run that was never interrupted would have.
+A resumed run therefore decides as an uninterrupted run would have.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-# Losses that the usual loss is taken from, and how many it takes before anything is called a spike.
+# Number of recent losses that define the usual loss, and how many are required before any loss counts as a spike.
 WINDOW, ENOUGH = 32, 8
 
 
 class SpikeDetector:
-    """Says above which loss a step is a spike: `threshold` times the median of the last `WINDOW` accepted losses.
+    """Defines a spike: a loss above `threshold` times the median of the last `WINDOW` accepted losses.
 
     Args:
-        threshold: larger than 1; infinity calls nothing a spike.
+        threshold: larger than 1; with infinity, nothing is a spike.
         history: accepted losses, oldest first (from a checkpoint).
     """
 
@@ -28,14 +28,14 @@ class SpikeDetector:
 
     @property
     def history(self) -> list[float]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint stores."""
         return list(self._history)
 
     @property
     def limit(self) -> float:
-        """The largest loss that is no spike."""
+        """Largest loss that is not a spike."""
         return self.threshold * median(self._history) if len(self._history) >= ENOUGH else math.inf
 
     def accept(self, loss: float) -> None:
-        """Take in the loss of a step that was neither a spike nor skipped."""
+        """Add the loss of a step that was neither a spike nor skipped."""
         self._history.append(loss)

@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases beside a run: they may fail or hang, and the run goes on.
+"""TensorBoard and Weights & Biases: if they fail or hang, the run continues.
 
-`metrics.jsonl` is the record; a tracker is a copy for looking at. Each lives in a thread of its own that takes values
-from a queue, so that neither its errors nor its delays (an unreachable server, a full disk) reach the training loop.
+`metrics.jsonl` is the record; a tracker is a copy to look at. Each runs in its own thread and takes values from a
+queue, so neither its errors nor its delays (an unreachable server, a full disk) reach the training loop.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _QUEUE_LENGTH = 100_000
 
 
 class Tracker(NamedTuple):
-    """Where values go."""
+    """Functions that record the values of a step, and finish."""
 
     log: Callable[[dict[str, float], int], object]
     close: Callable[[], object]
 
 
 class BackgroundTracker:
-    """A tracker in a daemon thread. No method raises or waits, but `close`, which waits for `FINISH_S` at most.
+    """A tracker in a daemon thread. No method raises or waits, except `close`, which waits at most `FINISH_S`.
 
     Args:
         name: for messages.
-        start: makes the tracker; runs in the thread.
+        start: creates the tracker; runs in the thread.
     """
 
     def __init__(self, name: str, start: Callable[[], Tracker]) -> None:
@@ -52,24 +52,24 @@ class BackgroundTracker:
             while (item := self._items.get()) is not None:
                 tracker.log(*item)
             tracker.close()
-        except Exception as e:  # whatever a tracker does, the run goes on
+        except Exception as e:  # whatever a tracker does, the run continues
             self._give_up(f"{type(e).__name__}: {' '.join(str(e).split())}")
 
     def _give_up(self, why: str) -> None:
         with self._giving_up:
             if not self._stopped.is_set():
-                logger.warning("%s stopped (%s); the run and its metrics.jsonl go on", self.name, why)
-                # Only now: `close` of a stopped tracker does not wait, and what ends the process ends this thread.
+                logger.warning(f"{self.name} stopped ({why}); the run and its metrics.jsonl continue")
+                # Only now: `close` of a stopped tracker does not wait, and the end of the process ends this thread.
                 self._stopped.set()
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Hand values over."""
+        """Queue the values of a step."""
         if self._stopped.is_set():
             return
         try:
             self._items.put_nowait((values, step))
         except queue.Full:
-            self._give_up(f"it has not taken the last {_QUEUE_LENGTH} lines")
+            self._give_up(f"the last {_QUEUE_LENGTH} lines are still waiting")
 
     def close(self) -> None:
         """Let the tracker finish."""

@@ -110,7 +110,7 @@ def test_one_rank_raises(zygote: Zygote, tmp_path: Path) -> None:
     assert "ValueError: injected" in left[1].err
     assert "[rank 1] Traceback" in left[1].err
     assert "Traceback" not in left[0].err
-    assert "[rank 0] lost a peer and leaves" in left[0].err
+    assert "[rank 0] exiting: another rank failed first" in left[0].err
 
 
 def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
@@ -343,8 +343,11 @@ def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int
         left = zygote.start([*run, "--train-steps", steps], world, tmp_path).end()
         assert codes(left) == [0] * world, left
         texts.append(left[0].err)
-    assert "saved by world 2, tp 1, pp 1, dp 2; goes on with world 1, tp 1, pp 1, dp 1: the same samples" in texts[1]
-    assert "goes on with world 2" in texts[2]
+    assert (
+        "saved by world 2, tp 1, pp 1, dp 2; continuing with world 1, tp 1, pp 1, dp 1: the data order is unchanged"
+        in texts[1]
+    )
+    assert "continuing with world 2" in texts[2]
     other = tmp_path / "other"
     other.mkdir()
     plain = zygote.start([*RUN, "--hidden-dropout", "0", "--run-dir", str(other / "run")], 2, other)

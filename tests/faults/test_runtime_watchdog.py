@@ -65,10 +65,10 @@ def test_the_culprit_is_named_and_all_end(
     assert -signal.SIGKILL in codes(left), left
     assert set(codes(left)) <= {-signal.SIGKILL, 1}, left
     said = left[0].err + left[1].err
-    verdicts = [line for line in said.splitlines() if "all wait for " in line]
+    verdicts = [line for line in said.splitlines() if "all ranks are waiting for " in line]
     assert verdicts, said
     for line in verdicts:
-        assert "watchdog: all wait for rank 1 (" in line
+        assert "watchdog: all ranks are waiting for rank 1 (" in line
         for words in HANGS[name][3]:
             assert words in line
     (reports,) = (folder / "run" / "logs").glob("watchdog_*")
@@ -116,7 +116,7 @@ def test_a_rank_and_its_watchdog_stopped_together_are_left_alone(running: Job, z
     steps = running.text(0).count("\nstep ")
     zygote.until(lambda: running.text(0).count("\nstep ") > steps + 50, 60)
     # Either may have waited for the other when they went to sleep or woke one after the other, and been reported.
-    assert "ending this rank" not in running.text(0) + running.text(1)
+    assert "killing this rank" not in running.text(0) + running.text(1)
     # A signal to the whole group ends the rank as ever, and the watchdog with it.
     os.killpg(groups[1], signal.SIGTERM)
     assert codes(running.end(60)) == [0, 0]

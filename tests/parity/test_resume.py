@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_other_options_are_said(tmp
     # What was done is not done again.
     (left,) = run_ranks([*run, "--lr", "5e-4", "--micro-batch-size", "2"])
     assert left.code == 0
-    assert "other options than at that checkpoint: --micro-batch-size 1 -> 2, --lr 0.001 -> 0.0005" in left.err
+    assert "options changed since that checkpoint: --micro-batch-size 1 -> 2, --lr 0.001 -> 0.0005" in left.err
     assert "nothing to do" in left.err
     assert "taking over" not in left.err
 
@@ -138,7 +138,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     (left,) = finish([process])
     assert left.code == 130
-    assert "interrupted: left at once, nothing more was saved" in first + left.err
+    assert "interrupted: exiting immediately, nothing more was saved" in first + left.err
 
 
 def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def slow_ranks(
     Args:
         seconds: own time per step, by rank.
         groups: ranks that do the same work.
-        least: smaller differences do not count, seconds.
+        least: smallest difference that counts, seconds.
     """
     found = []
     for group in groups:

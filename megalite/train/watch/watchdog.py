@@ -1,8 +1,8 @@
-"""The watchdog process of one rank: ends it when it hangs, and says which rank all the others are waiting for.
+"""The watchdog process of one rank: kills the rank when it hangs, and names the rank that all others wait for.
 
-Started by `megalite.train.watch.heartbeat`, standard library only. The rank writes heartbeats into shared
-memory; what else the watchdog knows comes from the operating system and from the reports of the other ranks' watchdogs,
-small files that are written only when something hangs.
+`megalite.train.watch.heartbeat` starts it; standard library only. The rank writes heartbeats into shared memory. All
+else comes from the operating system, and from the reports of the other ranks' watchdogs, small files that are written
+only when something hangs.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from megalite.child import stat_of
 
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")
-# What counts as life besides a heartbeat: nothing; the processor time and I/O of the rank's children (a save); also its
-# own (set-up and the first step, where files are read and kernels compiled).
+# What counts as life besides a heartbeat: nothing; processor time and I/O of the rank's children (a save); also its own
+# (set-up and the first step, where files are read and kernels compiled).
 STRICT, CHILDREN, OWN = 0, 1, 2
-# However lively, a rank without a heartbeat for so many timeouts is ended, and so is one whose peers do not report.
+# A rank without a heartbeat for this many timeouts is killed even if it is busy, or if its peers do not report.
 MOST_TIMEOUTS = 10
 # After the timeout, peers get at most this long to report what they are doing.
 GRACE_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR2
 # A rank that is stuck in the kernel never prints its stacks; one that gets no processor may take long.
 _STACKS_S = 10.0
-# A process that works uses this share of a processor or moves so many bytes between two looks.
+# A working process uses at least this share of a processor, or moves this many bytes, between two checks.
 _WORKING_SHARE, _WORKING_BYTES = 0.05, 1 << 16
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat, as read."""
+    """One heartbeat."""
 
     count: int
     step: int
@@ -58,18 +58,18 @@ class Beat:
 
     @property
     def place(self) -> str:
-        """Where the rank is, for people."""
+        """Describe where the rank is."""
         last = f", last operation: {self.operation}" if self.operation else ""
         return f"{self.phase} (step {self.step}{last})"
 
 
 @dataclass(frozen=True)
-class Report:
-    """A rank that hangs, as its watchdog sees it.
+class HangReport:
+    """What a watchdog found out about its hanging rank.
 
     Attributes:
         silent: seconds since its last heartbeat.
-        state: `STOPPED`, `WAITING` or what else it is doing.
+        state: `STOPPED`, `WAITING`, or what else it is doing.
         stacks: its Python stacks, as far as it could print them.
     """
 
@@ -84,7 +84,7 @@ class Report:
 
     @property
     def suspicion(self) -> tuple[int, int, float]:
-        """Smallest for the rank that holds the others up: what it does speaks first, then who is furthest behind."""
+        """Order reports by suspicion, most suspicious first: by state, then by how far behind the rank is."""
         kind = {STOPPED: 0, STARVED: 2, WAITING: 3}.get(self.state, 1)
         return kind, self.step, -self.silent
 
@@ -93,12 +93,11 @@ class Report:
 
 
 STOPPED, WAITING = "stopped", "waiting for other ranks"
-# It may be waiting like the others: it has had no processor to print its stacks.
-STARVED = "unable to print its stacks (process state R)"
+STARVED = "unable to print its stacks (process state R)"  # like the others, perhaps, but without processor time
 
 
 class Watchdog:
-    """Watches one rank until the rank ends or is ended."""
+    """Watches one rank until the rank exits or is killed."""
 
     def __init__(
         self, rank: int, world: int, pid: int, timeout: float, folder: str, beats: int, stacks: int, alive: int
@@ -107,16 +106,16 @@ class Watchdog:
         self.folder, self.stacks, self.alive = Path(folder), stacks, alive
         self.memory = mmap.mmap(beats, LAYOUT.size, prot=mmap.PROT_READ)
         self.tick = min(1.0, timeout / 20)
-        self.report: Report | None = None
+        self.report: HangReport | None = None
 
     def run(self) -> None:
-        """Until the rank's end of the pipe is closed, which the kernel does however the rank dies."""
+        """Watch until the rank's end of the pipe is closed, which the kernel does however the rank dies."""
         last, effort = Beat.read(self.memory), self.effort(STRICT)
         silent = without_beat = 0.0
         before = time.monotonic()
         while not select.select([self.alive], [], [], self.tick)[0]:
             now = time.monotonic()
-            # Whatever stops the watchdog too (Ctrl-Z, a frozen container, a starved host) is no sign of a hang.
+            # Anything that also stops the watchdog (Ctrl-Z, a frozen container, a starved host) is not a hang.
             passed = min(now - before, 2 * self.tick)
             silent, without_beat, before = silent + passed, without_beat + passed, now
             beat = Beat.read(self.memory)
@@ -128,39 +127,39 @@ class Watchdog:
                 silent = 0.0
                 self.withdraw()
             elif silent >= self.timeout:
-                self.judge(beat, silent)
+                self.decide(beat, silent)
 
     def effort(self, patience: int) -> tuple[int, int] | None:
-        """Processor ticks and bytes moved so far by whom `patience` trusts."""
+        """Measure processor ticks and bytes moved so far by the processes that count under `patience`."""
         if patience == STRICT:
             return None
         pids = [self.pid, *children(self.pid)] if patience == OWN else children(self.pid)
         return usage([pid for pid in pids if pid != os.getpid()])
 
     def withdraw(self) -> None:
-        """The rank moves after all."""
+        """Withdraw the report: the rank is making progress again."""
         if self.report is not None:
             self.report = None
             with contextlib.suppress(OSError):
                 self.file_of(self.rank).unlink()
-            self.say("goes on after all")
+            self.log("recovered")
 
-    def judge(self, beat: Beat, silent: float) -> None:
-        """Report this rank; end it when every rank hangs, or this one is stopped."""
-        # Whoever looks into a process (gdb, py-spy) stops it for a moment.
+    def decide(self, beat: Beat, silent: float) -> None:
+        """Report this rank; kill it when every rank hangs, or this one is stopped."""
+        # Inspecting a process (gdb, py-spy) stops it for a moment.
         seen_stopped = self.report is not None and self.report.state == STOPPED
         if self.report is None or (seen_stopped and not is_stopped(self.pid)):
             self.report = self.look(beat, silent)
             self.publish(self.report)
-            self.say(f"no heartbeat for {silent:.0f} s: {self.report}; stacks in {self.folder}")
+            self.log(f"no heartbeat for {silent:.0f} s: {self.report}; stacks in {self.folder}")
         reports = {report.rank: report for report in [*self.published(), self.report]}
         everyone = len(reports) == self.world
         stopped = self.report.state == STOPPED and silent >= self.timeout + min(GRACE_S, self.timeout / 4)
         if everyone or stopped or silent >= MOST_TIMEOUTS * self.timeout:
             self.end(reports)
 
-    def look(self, beat: Beat, silent: float) -> Report:
-        """What the rank is doing."""
+    def look(self, beat: Beat, silent: float) -> HangReport:
+        """Find out what the rank is doing."""
         stopped = is_stopped(self.pid)
         stacks = "" if stopped else self.dump()
         if stopped or is_stopped(self.pid):
@@ -171,10 +170,10 @@ class Watchdog:
             doing = WAITING
         else:
             doing = f"at {main_thread(stacks)[0]}"
-        return Report(self.rank, socket.gethostname(), self.pid, beat.step, beat.place, silent, doing, stacks)
+        return HangReport(self.rank, socket.gethostname(), self.pid, beat.step, beat.place, silent, doing, stacks)
 
     def dump(self) -> str:
-        """The rank's Python stacks; faulthandler prints them whatever the interpreter is busy with."""
+        """Get the rank's Python stacks; faulthandler prints them whatever the interpreter is busy with."""
         os.ftruncate(self.stacks, 0)
         os.lseek(self.stacks, 0, os.SEEK_SET)
         with contextlib.suppress(OSError):
@@ -187,8 +186,8 @@ class Watchdog:
     def file_of(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.json"
 
-    def publish(self, report: Report) -> None:
-        """For the other watchdogs, and for whoever looks into it afterwards."""
+    def publish(self, report: HangReport) -> None:
+        """Write the report for the other watchdogs, and for later inspection."""
         part = self.folder / f"rank_{self.rank}.part"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -196,51 +195,50 @@ class Watchdog:
             os.replace(part, self.file_of(self.rank))
             (self.folder / f"rank_{self.rank}.stacks.txt").write_text(report.stacks)
         except OSError as e:
-            self.say(f"cannot write {self.folder} ({e.strerror}): the other ranks do not learn of it")
+            self.log(f"cannot write {self.folder} ({e.strerror}): the other ranks do not see this report")
 
-    def published(self) -> list[Report]:
+    def published(self) -> list[HangReport]:
         found = []
         for path in self.folder.glob("rank_*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(Report(**json.loads(path.read_text())))
+                found.append(HangReport(**json.loads(path.read_text())))
         return found
 
-    def end(self, reports: dict[int, Report]) -> None:
-        """Name the culprit and kill the rank."""
+    def end(self, reports: dict[int, HangReport]) -> None:
+        """Name the culprit and kill this rank."""
         culprit = min(reports.values(), key=lambda report: report.suspicion)
         missing = [rank for rank in range(self.world) if rank not in reports]
         unheard = f"; no report from ranks {missing}" if missing else ""
-        self.say(f"all wait for {culprit}{unheard}; ending this rank")
+        self.log(f"all ranks are waiting for {culprit}{unheard}; killing this rank")
         if culprit.rank == self.rank and culprit.stacks:
-            self.say(f"stacks of rank {self.rank}:\n{culprit.stacks}")
+            self.log(f"stacks of rank {self.rank}:\n{culprit.stacks}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         # The kernel closes the pipe when the rank is gone.
         select.select([self.alive], [], [], 10.0)
         sys.exit(0)
 
-    def say(self, text: str) -> None:
-        """One write, so that lines of several ranks stay whole."""
+    def log(self, text: str) -> None:
+        """Print lines in a single write, so that those of several ranks are not mixed."""
         lines = "".join(f"[rank {self.rank}] watchdog: {line}\n" for line in text.splitlines())
         with contextlib.suppress(OSError):
             os.write(2, lines.encode())
 
 
 def works(previous: tuple[int, int] | None, effort: tuple[int, int] | None, seconds: float) -> bool:
-    """Whether processor time or bytes moved between two looks."""
+    """Whether the processes used processor time or moved bytes between two checks."""
     if previous is None or effort is None:
         return False
-    # Sums shrink when a child ends, which is life as well.
+    # Sums shrink when a child exits: a sign of life as well.
     ticks, moved = abs(effort[0] - previous[0]), abs(effort[1] - previous[1])
     return ticks >= max(1.0, _WORKING_SHARE * seconds * os.sysconf("SC_CLK_TCK")) or moved >= _WORKING_BYTES
 
 
 def children(pid: int) -> list[int]:
-    """All processes that a process has started, and those that they have."""
+    """List all descendants of a process."""
     found: list[int] = []
     threads: list[str] = []
-    # It may end meanwhile, and so may one of its threads.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the process or one of its threads may exit meanwhile
         threads = os.listdir(f"/proc/{pid}/task")
     for thread in threads:
         with contextlib.suppress(OSError):
@@ -250,7 +248,7 @@ def children(pid: int) -> list[int]:
 
 
 def usage(pids: list[int]) -> tuple[int, int]:
-    """Processor ticks and bytes read and written, of all these processes together."""
+    """Sum processor ticks, and bytes read and written, over processes."""
     ticks = moved = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -261,23 +259,22 @@ def usage(pids: list[int]) -> tuple[int, int]:
 
 
 def process_state(pid: int) -> str:
-    """The letter that ps shows: R, S, D, T, Z; empty where there is no /proc."""
+    """Get the state letter that ps shows: R, S, D, T, Z; empty where there is no /proc."""
     return next(iter(stat_of(pid)), "")
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal or a debugger."""
+    """Whether a signal or a debugger has stopped the process."""
     return process_state(pid) in ("T", "t")
 
 
 def is_whole(stacks: str) -> bool:
-    """Whether a faulthandler dump is all there: the main thread comes last, and its outermost frame, or what stands for
-    the rest of a deep stack."""
+    """Whether a faulthandler dump is complete: the main thread comes last, with its outermost frame or "..." for it."""
     return stacks.endswith((" in <module>\n", " in _run_module_as_main\n", "\n  ...\n"))
 
 
 def main_thread(stacks: str) -> list[str]:
-    """The main thread's frames in a faulthandler dump, innermost first: "path, line N in function"."""
+    """Get the main thread's frames from a faulthandler dump, innermost first: "path, line N in function"."""
     threads = [
         re.findall(r'^  File "(.+)", (line \d+ in .+)$', block, re.MULTILINE)
         for block in re.split(r"^(?=Thread |Current thread |Stack )", stacks, flags=re.MULTILINE)
@@ -290,7 +287,7 @@ def main_thread(stacks: str) -> list[str]:
 
 
 def is_waiting(stacks: str) -> bool:
-    """Whether the main thread sits in a collective: in the wait for it, or (CUDA) in reading what came of it."""
+    """Whether the main thread is in a collective: waiting for it, or (CUDA) reading its result."""
     frames = main_thread(stacks)
     if not frames:
         return False
@@ -299,5 +296,5 @@ def is_waiting(stacks: str) -> bool:
 
 
 def main(**settings: Any) -> None:
-    """Watch the rank that `Watchdog`'s arguments describe."""
+    """Watch a rank; takes the arguments of `Watchdog`."""
     Watchdog(**settings).run()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megalite.config.cli import parse
-from megalite.diagnose.memory import Known, _pace, is_out_of_memory, page, remedies, usable_bytes
+from megalite.diagnose.memory import MemoryContext, _pace, is_out_of_memory, page, remedies, usable_bytes
 from megalite.dist.grid import Grid
 from megalite.model import parameters
 from megalite.pipeline import choose, schedule
@@ -103,14 +103,14 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
 def test_nothing_fits_is_said() -> None:
     cfg = parse(BIG).config
     assert remedies(cfg, Grid.of(1), 20 * 2**30) == []
-    text = page(Known(cfg, Grid.of(1), torch.device("cpu"), 0, 20 * 2**30), "no")
+    text = page(MemoryContext(cfg, Grid.of(1), torch.device("cpu"), 0, 20 * 2**30), "no")
     assert "no layout, micro-batch or recomputation on 1 rank fits into 17.89 GiB: use more ranks" in text
 
 
 def test_the_account_is_the_planners() -> None:
     cfg = parse([*BIG, "--tp", "2", "--pp", "2"]).config
     topology = Grid.of(8, 2, 2)
-    text = page(Known(cfg, topology, torch.device("cpu"), 6, 2**30), "Tried to allocate 2.00 GiB")
+    text = page(MemoryContext(cfg, topology, torch.device("cpu"), 6, 2**30), "Tried to allocate 2.00 GiB")
     memory = memory_per_rank(cfg, topology)[1]
     for name in ("weights", "main_grad", "optimizer", "activations", "logits", "total"):
         row = re.search(rf"^  {name} +([\d.]+) (GiB|MiB) +(\d+)%$", text, re.M)
@@ -172,7 +172,7 @@ def test_out_of_memory_for_real_and_its_advice_followed(tmp_path: Path) -> None:
     text = (tmp_path / "a/logs/out_of_memory_rank_0.txt").read_text()
     assert text in failed.stderr
     assert "allocate memory" in text
-    available = re.search(r"there were ([\d.]+) MiB when the run began", text)
+    available = re.search(r"available when the run began: ([\d.]+) MiB", text)
     assert available, text
     assert 200 < float(available[1]) <= 250
     assert re.search(r"^  logits +256.0 MiB +\d+%$", text, re.M)

@@ -31,7 +31,7 @@ def test_the_cause_comes_before_its_consequences() -> None:
         0: tail(trace, "RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:1", at=1.0),
         1: tail("starting", at=0.5),
         2: tail(trace, "ValueError: boom", at=1.1),
-        3: tail("lost a peer and leaves: another rank failed first", at=0.9),
+        3: tail("exiting: another rank failed first: another rank failed first", at=0.9),
     }
     failed = [FailedRank("a", 0, 0, 1, 2.0), FailedRank("a", 1, 1, -15, 2.0), FailedRank("b", 2, 0, 1, 2.2)]
     failed.append(FailedRank("b", 3, 1, 1, 2.2))

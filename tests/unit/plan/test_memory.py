@@ -267,9 +267,9 @@ def test_the_page_of_llama_3_8b() -> None:
     for text in (
         "parameters  8,030,261,248",
         "32 ranks = dp 4 x pp 4 x tp 2, sequence parallel; vp 1, ZeRO-1, bf16, recompute none",
-        "64 samples = 524,288 tokens a step; 16 micro-batches of 1 on each dp rank",
+        "64 samples = 524,288 tokens per step; 16 micro-batches of 1 per dp rank",
         "schedule    1f1b, bubble ",
-        "5.147e+10 a token (causal attention), 5.791e+10 (full attention)",
+        "5.147e+10 per token (causal attention), 5.791e+10 (full attention)",
         f"most memory: {ranks[0].total / 2**30:.2f} GiB on rank 0 and its dp and tp peers",
     ):
         assert text in page
@@ -290,5 +290,5 @@ def test_a_small_model_is_told_in_mib() -> None:
 
 
 def test_without_a_vocabulary_there_is_no_plan() -> None:
-    with pytest.raises(UserError, match="--dry-run: needs the vocabulary's size; give --vocab-size"):
+    with pytest.raises(UserError, match="--dry-run: requires the vocabulary size; give --vocab-size"):
         dry_run_report(Config(), Grid.of(1))

@@ -110,7 +110,7 @@ def test_a_line_cut_off_by_a_crash_swallows_nothing(tmp_path: Path, console: pyt
     assert lines(tmp_path) == ['{"step": 1, "loss": 1.5}', '{"step": 2, "lo', '{"step": 2, "loss": 1.25}']
     steps, _ = read_metrics(tmp_path)
     assert [r["loss"] for r in steps] == [1.5, 1.25]
-    assert "line 2 is broken and left out" in console.text
+    assert "line 2 is broken and skipped" in console.text
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_lines_wait_for_room_on_the_disk(
     room(len(lines(tmp_path)[0]) + 8)
     metrics.step({"step": 2, "loss": 3.0})
     metrics.event("save", step=2)
-    assert console.text.count("lines wait in memory; make room") == 1
+    assert console.text.count("lines are kept in memory; free some space") == 1
     room(resource.RLIM_INFINITY)
     metrics.step({"step": 3, "loss": 2.0})
     metrics.close()
@@ -299,7 +299,7 @@ def test_a_tracker_that_hangs_delays_the_end_by_its_limit_only(
     tracker = BackgroundTracker("stuck", _Stuck)
     for step in range(10):
         tracker.log({"loss": 1.0}, step)
-    assert "stuck stopped (it has not taken the last 3 lines)" in console.text
+    assert "stuck stopped (the last 3 lines are still waiting)" in console.text
     tracker.close()
     tracker = BackgroundTracker("stuck", _Stuck)
     tracker.log({"loss": 1.0}, 1)
@@ -338,7 +338,7 @@ def test_the_end_of_a_run_waits_for_what_a_failing_tracker_has_to_say(console: p
     closing.join(30)
     logger.removeHandler(slow)
     assert still_closing, "close came back before the warning was out: a process that ends now would never show it"
-    assert slow.said == ["broken stopped (OSError: no such server); the run and its metrics.jsonl go on"]
+    assert slow.said == ["broken stopped (OSError: no such server); the run and its metrics.jsonl continue"]
 
 
 _WANDB_RUN = """

@@ -30,7 +30,7 @@ from megalite.train.watch.watchdog import (
     STOPPED,
     WAITING,
     Beat,
-    Report,
+    HangReport,
     Watchdog,
     children,
     is_waiting,
@@ -77,8 +77,8 @@ def test_waiting_is_in_a_collective() -> None:
     assert not is_waiting(text.replace('"<string>", line 5', '"/a/megalite/dist/collectives.py", line 50'))
 
 
-def report(rank: int, state: str, step: int = 5, silent: float = 30.0) -> Report:
-    return Report(rank, "host", 1, step, "training", silent, state, "")
+def report(rank: int, state: str, step: int = 5, silent: float = 30.0) -> HangReport:
+    return HangReport(rank, "host", 1, step, "training", silent, state, "")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def report(rank: int, state: str, step: int = 5, silent: float = 30.0) -> Report
         [report(0, WAITING, step=4), report(2, "at loop.py, line 1 in f", step=4)],
     ],
 )
-def test_a_stopped_rank_is_the_culprit(others: list[Report]) -> None:
+def test_a_stopped_rank_is_the_culprit(others: list[HangReport]) -> None:
     assert min([*others, report(1, "stopped")], key=lambda r: r.suspicion).rank == 1
 
 
@@ -138,17 +138,17 @@ def test_a_rank_stopped_for_a_moment_is_looked_at_again(
     watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dog, pid = watched
-    ended: list[dict[int, Report]] = []
+    ended: list[dict[int, HangReport]] = []
     monkeypatch.setattr(dog, "end", ended.append)
     beat = Beat.read(dog.memory)
     stop(pid)
-    dog.judge(beat, 8.0)
+    dog.decide(beat, 8.0)
     assert dog.report is not None
     assert dog.report.state == STOPPED
     os.kill(pid, signal.SIGCONT)
     os.waitid(os.P_PID, pid, os.WCONTINUED)
     # Beyond what a stopped rank gets.
-    dog.judge(beat, 20.0)
+    dog.decide(beat, 20.0)
     # Where it says that it is there, or asleep.
     assert dog.report.state in ("at <string>, line 3 in <module>", "at <string>, line 4 in <module>")
     assert is_whole(dog.report.stacks)
@@ -157,7 +157,7 @@ def test_a_rank_stopped_for_a_moment_is_looked_at_again(
     # One that stays stopped is ended.
     dog.report = None
     stop(pid)
-    dog.judge(beat, 20.0)
+    dog.decide(beat, 20.0)
     assert [reports[0].state for reports in ended] == [STOPPED]
 
 
@@ -193,10 +193,10 @@ def test_time_without_the_watchdog_is_no_silence(
     monkeypatch.setattr(dog, "effort", looks.append)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=itertools.count(0, 10_000).__next__))
 
-    def judge(beat: Beat, silent: float) -> None:
+    def decide(beat: Beat, silent: float) -> None:
         raise StopIteration
 
-    monkeypatch.setattr(dog, "judge", judge)
+    monkeypatch.setattr(dog, "decide", decide)
     with pytest.raises(StopIteration):
         dog.run()
     # Once before the first look; each adds two ticks at most.
