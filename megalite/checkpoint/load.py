@@ -67,7 +67,7 @@ class ShardReader:
             self._open[number] = fd
             size = os.fstat(fd).st_size
             if size != entry.size:
-                raise BadCheckpoint(str(self.path / entry.name), f"has {size} bytes, the manifest says {entry.size}")
+                raise BadCheckpoint(str(self.path / entry.name), f"has {size} bytes, but {entry.size} in the manifest")
         return self._open[number]
 
     def verify(self, rank: int = 0, world: int = 1) -> None:

@@ -96,7 +96,7 @@ class RunLock:
         if owner["host"] != self._mine["host"]:
             return True
         if not (owner["started"] and self._mine["started"]):
-            # Without /proc, there or here, a later process of the same pid cannot be told from the owner.
+            # Without /proc, there or here, a later process of the same pid cannot be distinguished from the owner.
             return _exists(owner["pid"])
         return _process(owner["pid"]) == {k: owner[k] for k in ("pid", "boot", "started")}
 

@@ -158,7 +158,7 @@ class HFSource:
         for name, tensor in self._tensors.items():
             shape = expected.get(name, tensor.shape)
             if tensor.shape != shape:
-                rule = f"tensor {name} has shape {list(tensor.shape)}, its config.json says {list(shape)}"
+                rule = f"tensor {name} has shape {list(tensor.shape)}, config.json implies {list(shape)}"
                 raise BadCheckpoint(where, rule, remedy)
             if tensor.dtype not in STORED:
                 raise BadCheckpoint(where, f"tensor {name} has type {tensor.dtype}", f"must be {', '.join(STORED)}")
