@@ -31,7 +31,7 @@ from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
-from megalite.train.resume import choose_checkpoint, resume, log_changes
+from megalite.train.resume import choose_checkpoint, log_changes, resume
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import OWN

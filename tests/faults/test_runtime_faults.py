@@ -344,7 +344,7 @@ def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int
         assert codes(left) == [0] * world, left
         texts.append(left[0].err)
     assert (
-        "saved by world 2, tp 1, pp 1, dp 2; continuing with world 1, tp 1, pp 1, dp 1: the data order is unchanged"
+        "saved by world 2, pp 1, dp 2, tp 1; continuing with world 1, pp 1, dp 1, tp 1: the data order is unchanged"
         in texts[1]
     )
     assert "continuing with world 2" in texts[2]
