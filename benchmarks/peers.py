@@ -4,7 +4,7 @@
 Every peer of a layout has its own processes, started as its users would, and they take turns, one step each, in an
 order that rotates: whatever else the machine does falls on all of them alike. Every step is timed from a barrier to the
 slowest rank's end, with what megalite would overlap with its next step included. Ratios are of each round's two
-neighbours, then their median.
+neighbors, then their median.
 
     python benchmarks/peers.py --rounds 15 --json peers.json --markdown peers.md
 

@@ -27,7 +27,7 @@ from megalite.launch.preflight import PROBE_TIMEOUT_S, require_green, run_prefli
 from megalite.launch.runner import Outcome, Runner
 from megalite.log import logger, setup_logging
 
-# A host whose end was not observed has stopped by itself after this long (see agent.py).
+# A host whose end was not observed has stopped on its own after this long (see agent.py).
 FENCED_AFTER_S = HEARTBEAT_TIMEOUT_S + TERM_GRACE_S + KILL_GRACE_S
 _USER_ERROR_CODE = 2
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
@@ -122,7 +122,7 @@ def _run(spec: LaunchSpec, hosts: Sequence[Host], max_restarts: int, preflight_s
             break
         if outcome.unseen:
             names = ", ".join(outcome.unseen)
-            logger.warning(f"launch: waiting {FENCED_AFTER_S:g} s until {names} must have stopped by itself")
+            logger.warning(f"launch: waiting {FENCED_AFTER_S:g} s until {names} must have stopped on their own")
             time.sleep(FENCED_AFTER_S)
         logger.warning(f"launch: restart {restart} of {max_restarts}: all hosts again")
         try:

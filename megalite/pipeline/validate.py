@@ -113,7 +113,7 @@ def _check_hand_overs(schedule: Schedule, rank: int, position: Positions) -> Non
                 raise InvalidScheduleError(f"rank {rank}: {op} runs before its input is there (from rank {peer})")
     strays = [str(op) for op in position if not op.is_compute and op not in wanted]
     if strays:
-        raise InvalidScheduleError(f"rank {rank}: nobody needs {', '.join(strays)}")
+        raise InvalidScheduleError(f"rank {rank}: no operation consumes {', '.join(strays)}")
 
 
 def _check_message_order(schedule: Schedule) -> None:

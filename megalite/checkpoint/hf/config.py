@@ -228,9 +228,9 @@ def _check_round_trip(cfg: ModelConfig, out: dict[str, Any]) -> None:
     except UserError as e:
         raise UserError(f"a model of --arch {cfg.arch}", f"cannot be exported ({e})", remedy) from None
     for f in dataclasses.fields(ModelConfig):
-        said, meant = getattr(again, f.name), getattr(cfg, f.name)
-        if f.name not in TRAINING_ONLY and said != meant:
-            rule = f"has {f.name} {meant!r}, and a config.json of this family says {said!r}"
+        written, meant = getattr(again, f.name), getattr(cfg, f.name)
+        if f.name not in TRAINING_ONLY and written != meant:
+            rule = f"has {f.name} {meant!r}, but a config.json of this family means {written!r}"
             raise UserError(f"a model of --arch {cfg.arch}", rule, remedy)
 
 

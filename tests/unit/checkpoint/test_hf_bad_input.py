@@ -257,7 +257,7 @@ def test_a_model_its_family_cannot_say(tmp_path: Path, model: Path) -> None:
     from megalite.errors import UserError
 
     odd = ModelConfig(hidden_size=32, num_heads=4, vocab_size=90, qk_norm="head")
-    with pytest.raises(UserError, match="has qk_norm 'head', and a config.json of this family says 'none'"):
+    with pytest.raises(UserError, match="has qk_norm 'head', but a config.json of this family means 'none'"):
         write_config(odd, "float32", {})
     odd = ModelConfig(hidden_size=32, num_heads=4, vocab_size=90, activation="geglu")
     with pytest.raises(UserError, match="cannot be exported .*hidden_act 'geglu'"):

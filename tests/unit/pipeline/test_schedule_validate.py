@@ -131,7 +131,7 @@ def test_a_transfer_within_a_rank_is_refused():
     program = schedule.programs[1]
     at = program.index(Op("F", 0, 1)) + 1
     extra = (Op("SF", 0, 1, 1), Op("RF", 0, 2, 1))
-    with pytest.raises(InvalidScheduleError, match="nobody needs SF0.1@1, RF0.2@1"):
+    with pytest.raises(InvalidScheduleError, match="no operation consumes SF0.1@1, RF0.2@1"):
         validate(_with_program(schedule, 1, program[:at] + extra + program[at:]))
 
 
