@@ -146,7 +146,7 @@ def test_install_without_a_compiler_continues_with_a_warning(tmp_path: Path) -> 
     done = build(tmp_path, MEGALITE_CUDA="0", CXX="/nonexistent/g++")
     assert done.returncode == 0, done.stderr
     for library in ("ops._native_cpu", "data._blend"):
-        assert f"megalite.{library} not built, the install goes on without it" in done.stderr
+        assert f"megalite.{library} not built, the install continues without it" in done.stderr
     assert not list(tmp_path.rglob("*.so*"))
 
 
