@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.hf.config import TRAINING_ONLY
-from megalite.checkpoint.load import find_good, load_checkpoint, read_meta, verify_together
+from megalite.checkpoint.load import find_good, load_checkpoint, model_config, read_meta, verify_together
 from megalite.checkpoint.manifest import read_manifest
+from megalite.config.options import GROUPS
 from megalite.config.run import Config
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
@@ -49,12 +51,13 @@ def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]
     """Check that a checkpoint fits the run, and load it into the engine; return its metadata."""
     saved = agree(engine.ctx, lambda: read_meta(source))
     ours = json.loads(json.dumps(meta))
-    theirs = saved["config"]["model"]
+    # An option that is newer than the checkpoint has its default there.
+    theirs = agree(engine.ctx, lambda: model_config(saved, source))
     free = {*TRAINING_ONLY, *(("max_position_embeddings",) if engine.cfg.model.position == "rope" else ())}
     differ = [
-        f"{key} {theirs.get(key)} there, {value} here"
-        for key, value in ours["config"]["model"].items()
-        if key not in free and theirs.get(key) != value
+        f"{key} {there} there, {here} here"
+        for key, here in vars(engine.cfg.model).items()
+        if key not in free and (there := getattr(theirs, key)) != here
     ]
     if differ:
         raise UserError(
@@ -83,11 +86,18 @@ def log_changes(saved: dict[str, Any], meta: dict[str, Any]) -> None:
     changed = [
         f"--{key.replace('_', '-')} {there} -> {here}"
         for section in ("model", "train", "optim", "run")
+        if section in saved["config"]
         for key, here in json.loads(json.dumps(meta["config"][section])).items()
-        if (section != "run" or key in _RUN) and (there := saved["config"].get(section, {}).get(key, here)) != here
+        if (section != "run" or key in _RUN) and (there := _recorded(saved, section)[key]) != here
     ]
     if changed:
         logger.info(f"options changed since that checkpoint: {', '.join(changed)}")
+
+
+def _recorded(saved: dict[str, Any], section: str) -> dict[str, Any]:
+    """Return a section of the config that a checkpoint records; options that are newer than it have their defaults."""
+    defaults = json.loads(json.dumps(dataclasses.asdict(GROUPS[section]())))
+    return {**defaults, **saved["config"].get(section, {})}
 
 
 def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
@@ -103,8 +113,8 @@ def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> No
     if not saved.get("data_hash"):
         return
     there, here = (
-        {"seq_len": config["model"]["seq_len"], "seed": config["train"]["seed"], **config["data"]}
-        for config in (saved["config"], ours["config"])
+        {"seq_len": model["seq_len"], "seed": train["seed"], **data}
+        for model, train, data in ([_recorded(m, part) for part in ("model", "train", "data")] for m in (saved, ours))
     )
     reordered = any(there[key] != here[key] for key in ("seed", "shuffle"))
     if reordered or saved["data_hash"] != ours["data_hash"]:
