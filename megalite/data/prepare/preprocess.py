@@ -174,17 +174,14 @@ def _encode_all(
     done: dict[int, _Encoded] = {}
     given = yielded = 0
     source = iter(chunks)
-    more = True
     try:
-        while more or pool.busy:
-            while more and pool.idle and len(waiting) < 4 * workers:
-                unread = next(source, None)
-                if unread is None:
-                    more = False
-                    break
+        while True:
+            while pool.idle and len(waiting) < 4 * workers and (unread := next(source, None)) is not None:
                 waiting[given] = unread
                 pool.give(given, unread)
                 given += 1
+            if not pool.busy:
+                return
             done.update(pool.take())
             while yielded in done:
                 yield waiting.pop(yielded), done.pop(yielded)

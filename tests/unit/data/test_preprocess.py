@@ -21,7 +21,7 @@ import pytest
 import zstandard
 
 import megalite
-from megalite.data.prepare.documents import expand_inputs, read_chunks
+from megalite.data.prepare.documents import Chunk, expand_inputs, read_chunks
 from megalite.data.prepare.preprocess import Workers, preprocess
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokens import IndexedDataset
@@ -123,8 +123,9 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "reason", "workers"), [*((line, reason, 1) for line, reason in BAD_LINES), (*BAD_LINES[0], 2)]
+)
 def test_a_bad_line_stops_with_its_place_and_leaves_nothing(
     tmp_path: Path, line: bytes, reason: str, workers: int
 ) -> None:
@@ -220,6 +221,31 @@ def test_no_document_at_all_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"contain no document \(1 empty, 0 bad\)"):
         preprocess([str(tmp_path / "d.txt")], "bytes", str(tmp_path / "o"))
     assert not list(tmp_path.glob("o*"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_inputs_without_records_are_an_error_with_any_number_of_workers(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "e.jsonl").write_bytes(b"")
+    with pytest.raises(UserError, match=r"e.jsonl: contain no document \(0 empty, 0 bad\); check the files and --key"):
+        preprocess([str(tmp_path / "e.jsonl")], "bytes", str(tmp_path / "o"), workers=workers)
+
+
+def test_workers_that_all_finish_before_the_end_of_the_input_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last chunks of all workers are taken in one go, and only then does the source end."""
+
+    class Prompt(Workers):
+        def give(self, number: int, chunk: Chunk) -> None:
+            super().give(number, chunk)
+            if not self.idle:
+                assert all(worker.poll(60) for worker in self._busy)
+
+    monkeypatch.setattr("megalite.data.prepare.preprocess.Workers", Prompt)
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert preprocess([str(tmp_path / "*.txt")], "bytes", str(tmp_path / "o"), workers=2).documents == 4
+    assert [IndexedDataset(tmp_path / "o").document(i)[0] for i in range(4)] == list(b"abcd")
 
 
 def test_the_tool_prints_its_report_and_no_bar_off_a_terminal(tmp_path: Path) -> None:
