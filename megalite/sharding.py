@@ -215,11 +215,13 @@ class StateTensor:
 
     Attributes:
         name: global parameter name (for a tied copy: the name it is tied to).
-        role: "master", "exp_avg" or "exp_avg_sq".
+        role: "master", "exp_avg" or "exp_avg_sq"; of compressed gradients "residual" and "powersgd".
         shape: global shape, without vocabulary padding.
         flat: fp32 1-D view; write into it to load.
         slices: boxes of the logical tensor in `flat`; empty when nothing of it lies here.
         primary: true on exactly one rank per element; only that one writes it to a checkpoint.
+        part: (i, n): this is summand i of n, each saved as a tensor of its own; loaded into another number of them,
+            each becomes an equal part of their sum. None: the tensor itself.
     """
 
     name: str
@@ -228,6 +230,12 @@ class StateTensor:
     flat: torch.Tensor
     slices: list[Slice]
     primary: bool
+    part: tuple[int, int] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What a checkpoint files it under: its role, with the number of the summand."""
+        return self.role if self.part is None else f"{self.role}_{self.part[0]}"
 
 
 class ShardedParameter(torch.nn.Parameter):

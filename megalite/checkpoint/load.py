@@ -288,16 +288,29 @@ def load_checkpoint(
                 # Checkpoints do not hold the vocabulary padding; it is zero, as in a new run.
                 state.flat.detach().zero_()
                 for box in state.slices:
-                    if source is not None:
-                        reader.read(source, box, state.flat.detach()[box.at : box.at + box.numel].view(box.shape))
+                    _fill(reader, source, box, state)
         finally:
             reader.close()
 
     agree(ctx, fill)
-    missing = sorted({s.role for s, source in zip(states, sources) if source is None})
+    missing = sorted({s.role for s, source in zip(states, sources) if not source})
     if missing and ctx.rank == 0:
         logger.warning(f"{path} has no {', '.join(missing)}: they start at zero")
     return manifest.meta, stats
+
+
+def _fill(reader: ShardReader, source: list[TensorEntry], box: Slice, state: StateTensor) -> None:
+    """Read a box of a state: from its tensor, or as an equal part of the sum of several."""
+    out = state.flat.detach()[box.at : box.at + box.numel].view(box.shape)
+    if len(source) == 1:
+        reader.read(source[0], box, out)
+    elif source:
+        assert state.part is not None
+        term = torch.empty(box.shape)
+        for entry in source:
+            reader.read(entry, box, term)
+            out.add_(term.to(out.device))
+        out.div_(state.part[1])
 
 
 def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
@@ -308,16 +321,19 @@ def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
     raise BadCheckpoint(str(path), "holds no weights")
 
 
-def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> list[TensorEntry | None]:
-    """Find the saved tensor of each state; None for moments that were not saved."""
-    sources: list[TensorEntry | None] = []
+def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> list[list[TensorEntry]]:
+    """Find the saved tensor of each state: none for moments that were not saved, several to be summed."""
+    sources: list[list[TensorEntry]] = []
     for state in states:
+        if state.part is not None:
+            sources.append(_summands(manifest, state))
+            continue
         if state.role == "master":
             tensors = weights_of(manifest, path)
         elif state.role in manifest.tensors:
             tensors = manifest.tensors[state.role]
         else:
-            sources.append(None)
+            sources.append([])
             continue
         entry = tensors.get(state.name)
         if entry is None or entry.shape != state.shape:
@@ -327,8 +343,21 @@ def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> lis
                 f"{state.role} {state.name} of shape {list(state.shape)} {rule}: the checkpoint is of another model",
                 "use the model options of the checkpoint",
             )
-        sources.append(entry)
+        sources.append([entry])
     return sources
+
+
+def _summands(manifest: Manifest, state: StateTensor) -> list[TensorEntry]:
+    """Find this summand where there are as many of them as before, otherwise all."""
+    assert state.part is not None
+    found: list[TensorEntry] = []
+    # Numbered without a gap; one that does not fit (another rank of PowerSGD) is as good as none.
+    while entry := manifest.tensors.get(f"{state.role}_{len(found)}", {}).get(state.name):
+        if entry.shape != state.shape:
+            return []
+        found.append(entry)
+    i, n = state.part
+    return found[i : i + 1] if len(found) == n else found
 
 
 def _all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx: ParallelContext) -> None:

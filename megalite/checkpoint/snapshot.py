@@ -177,7 +177,7 @@ def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[st
         for box in _merged(state.slices):
             out.append(
                 {
-                    "kind": only_as or state.role,
+                    "kind": only_as or state.kind,
                     "name": state.name,
                     "dtype": "BF16" if only_as else "F32",
                     "global_shape": list(state.shape),

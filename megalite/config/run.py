@@ -5,6 +5,7 @@ Errors name the value, the rule it breaks, and the fix (`UserError`, exit code 2
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,6 +92,8 @@ class TrainConfig:
     """Weight of the uniform distribution in the targets."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are reduced over dp."""
+    compress: str = "none"
+    """Compress gradients over dp: none, int8 (the one to use), topk:F (a fraction F of them) or powersgd:R (rank R)."""
 
     def __post_init__(self) -> None:
         in_range(self, "micro_batch_size global_batch_size train_steps", 1)
@@ -103,6 +106,24 @@ class TrainConfig:
             "the chunked loss does not support label smoothing",
             "drop one of the two",
         )
+        require(
+            bool(re.fullmatch(r"none|int8|powersgd:[1-9]\d*", self.compress)) or 0 < _fraction(self.compress) <= 1,
+            f"--compress {self.compress}",
+            "must be none, int8, topk:F with F above 0 and at most 1, or powersgd:R with a whole R of at least 1",
+            "use --compress int8",
+        )
+        require(
+            self.compress == "none" or self.grad_reduce_dtype == "fp32",
+            f"--compress {self.compress} with --grad-reduce-dtype {self.grad_reduce_dtype}",
+            "compressed gradients have a format of their own",
+            "drop one of the two",
+        )
+
+
+def _fraction(compress: str) -> float:
+    """The F of topk:F; 0 where there is none."""
+    found = re.fullmatch(r"topk:(\d*\.?\d+(?:e-?\d+)?)", compress)
+    return float(found[1]) if found else 0.0
 
 
 @dataclass(frozen=True)
@@ -259,6 +280,12 @@ class Config:
             f"--compile with --hidden-dropout {m.hidden_dropout} --attention-dropout {m.attention_dropout}",
             "compiled blocks do not support dropout",
             "drop --compile, or set both to 0",
+        )
+        require(
+            self.train.compress == "none" or p.zero < 2,
+            f"--compress {self.train.compress} with --zero {p.zero}",
+            "whole gradients are compressed, once per step, and --zero 2 and 3 do not keep them",
+            "use --zero 1, or drop --compress",
         )
         for flag, asked in (("--profile", self.run.profile), ("--record-schedule", self.run.record_schedule)):
             steps, last = step_range(flag, asked), self.train.train_steps

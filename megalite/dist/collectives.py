@@ -30,6 +30,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 class Done:
     """A finished work handle."""
 
+    sent = 0
+
     def wait(self) -> None:
         """Return at once: there is nothing to wait for."""
 
@@ -59,10 +61,14 @@ waits = Waits()
 
 
 class Pending:
-    """A collective under way. `wait()` makes the result safe to read; the inputs are kept alive until then."""
+    """A collective under way. `wait()` makes the result safe to read; the inputs are kept alive until then.
 
-    def __init__(self, work: Any, *keep: torch.Tensor) -> None:
-        self._work, self._keep = work, keep
+    Attributes:
+        sent: bytes that leave this rank; where the library chooses how they travel, those of a ring.
+    """
+
+    def __init__(self, work: Any, *keep: torch.Tensor, sent: int = 0) -> None:
+        self._work, self._keep, self.sent = work, keep, sent
 
     def wait(self) -> None:
         """Block (CPU) or order the current stream after the collective (CUDA)."""
@@ -125,7 +131,25 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Work
     """Start an in-place all-reduce of `x` over the axis."""
     if axis.size == 1:
         return Done()
-    return Pending(dist.all_reduce(x, op=op, group=axis.group, async_op=True), x)
+    sent = 2 * (axis.size - 1) * x.nbytes // axis.size
+    return Pending(dist.all_reduce(x, op=op, group=axis.group, async_op=True), x, sent=sent)
+
+
+def broadcast(x: torch.Tensor, axis: Axis) -> Work:
+    """Start replacing `x` by that of the first rank of the axis."""
+    if axis.size == 1:
+        return Done()
+    work = dist.broadcast(x, axis.ranks[0], group=axis.group, async_op=True)
+    return Pending(work, x, sent=(axis.size - 1) * x.nbytes // axis.size)
+
+
+def all_to_all(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
+    """Start sending row i of `x` to rank i of the axis; row i of `out` is what rank i has sent."""
+    if axis.size == 1:
+        out.copy_(x)
+        return Done()
+    work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
+    return Pending(work, out, x, sent=(axis.size - 1) * x.nbytes // axis.size)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
@@ -134,9 +158,9 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    if x.device.type == "cpu":
-        return Pending(_AllGather(out, x, axis), out, x)
-    return Pending(_gather_into(out, x, group=axis.group, async_op=True), out, x)
+    own = x.device.type == "cpu"
+    work = _AllGather(out, x, axis) if own else _gather_into(out, x, group=axis.group, async_op=True)
+    return Pending(work, out, x, sent=(axis.size - 1) * x.nbytes)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
@@ -145,9 +169,9 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    if x.device.type == "cpu":
-        return Pending(_ReduceScatter(out, x, axis), out, x)
-    return Pending(_reduce_scatter(out, x, group=axis.group, async_op=True), out, x)
+    own = x.device.type == "cpu"
+    work = _ReduceScatter(out, x, axis) if own else _reduce_scatter(out, x, group=axis.group, async_op=True)
+    return Pending(work, out, x, sent=(axis.size - 1) * out.nbytes)
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
+from megalite.optim.compress import Codec, Piece, make_codec
 from megalite.sharding import ShardedParameter
 
 _PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
@@ -132,6 +133,11 @@ class Bucket:
         sharded: what is cut over the batch axes.
         reduce_dtype: type in which gradients travel over the batch axes.
         overlap: start the reduction when the last gradient is in, not when the step asks for it.
+        compress: the codec that gradients travel in over the batch axes, as `--compress` names it.
+
+    Attributes:
+        codec: sums the gradients in place of a collective; None where they are not compressed.
+        bytes_sent: bytes of gradients that this rank has sent in this step.
     """
 
     def __init__(
@@ -143,14 +149,17 @@ class Bucket:
         sharded: Sharded,
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
+        compress: str = "none",
     ) -> None:
         self.params, self.kind, self.sharded = params, kind, sharded
         self.reduce_dtype, self.overlap = reduce_dtype, overlap
         batch = params[0].shard.layout.batch
         self.batch = ctx.axis(*batch)
-        self._also = [ctx.axis(name) for name in kind.reduce if name not in batch]
+        self.also = [ctx.axis(name) for name in kind.reduce if name not in batch]
         shares = self.batch.size if sharded.state else 1
-        self.starts, self.numel = bucket_layout([p.numel() for p in params], shares)
+        # Codecs cut the gradient into shares in any case.
+        cut = shares if compress == "none" else self.batch.size
+        self.starts, self.numel = bucket_layout([p.numel() for p in params], cut)
         share = self.numel // shares
         first = share * self.batch.rank if sharded.state else 0
         self.owned = slice(first, first + share)
@@ -170,7 +179,10 @@ class Bucket:
         self._missing: Counter[str] = Counter()
         self._still_missing = 0
         self._sent = self.grad
-        self._reducing: collectives.Work | None = None
+        pieces = [Piece(p.shard.spec.name, p.shape, start) for p, start in zip(params, self.starts)]
+        self.codec: Codec | None = make_codec(compress, pieces, self.numel, self.batch, like.device)
+        self.bytes_sent, self._scale = 0, 1.0
+        self._reducing: collectives.Work | Codec | None = None
         self._gathering: collectives.Work = collectives.Done()
 
     @property
@@ -193,8 +205,9 @@ class Bucket:
             out.append(Segment(param, low - start, high - start, low - self.owned.start))
         return tuple(out)
 
-    def start_step(self, num_microbatches: int) -> None:
-        """Clear the gradients and expect those of `num_microbatches`."""
+    def start_step(self, num_microbatches: int, loss_scale: float = 1.0) -> None:
+        """Clear the gradients and expect those of `num_microbatches`, multiplied by the loss scale."""
+        self.bytes_sent, self._scale = 0, loss_scale
         _resize(self.grad, self.numel)
         self.grad.zero_()
         if self._own_grad is not None:
@@ -211,6 +224,10 @@ class Bucket:
 
     def reduce(self) -> None:
         """Start summing gradients over the batch axes."""
+        if self.codec is not None:
+            self.codec.start(self.grad, self.owned, self._scale)
+            self._reducing = self.codec
+            return
         self._sent = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
         if self.sharded.state:
             self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.batch)
@@ -223,6 +240,7 @@ class Bucket:
             self.reduce()
         assert self._reducing is not None
         self._reducing.wait()
+        self.bytes_sent += self._reducing.sent
         share = self.grad_share
         if self._own_grad is not None:
             share.add_(self._sent[self.owned])
@@ -230,9 +248,11 @@ class Bucket:
         elif self._sent is not self.grad:
             share.copy_(self._sent[self.owned])
         self._sent = self.grad
-        for axis in self._also:
+        for axis in self.also:
             # After the batch axes: the copies' shares cover the same elements, because kinds never mix.
-            collectives.all_reduce(share, axis).wait()
+            work = collectives.all_reduce(share, axis)
+            work.wait()
+            self.bytes_sent += work.sent
         return share
 
     @property
@@ -281,8 +301,10 @@ def make_buckets(
     bucket_size: int | None,
     reduce_dtype: torch.dtype = torch.float32,
     overlap: bool = True,
+    compress: str = "none",
 ) -> list[Bucket]:
     """Make buckets over the parameters of units (in forward order): one or more for each kind."""
+    options: dict[str, Any] = {"sharded": sharded, "reduce_dtype": reduce_dtype, "overlap": overlap}
     by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
     for number, unit in enumerate(units):
         for param in unit:
@@ -292,5 +314,5 @@ def make_buckets(
     for kind, params in by_kind.items():
         for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size):
             held = [params[unit][i] for unit, i in indices]
-            buckets.append(Bucket(held, kind, ctx, sharded=sharded, reduce_dtype=reduce_dtype, overlap=overlap))
+            buckets.append(Bucket(held, kind, ctx, **options, compress=compress))
     return buckets

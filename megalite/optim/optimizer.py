@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from megalite.config.run import OptimConfig
-from megalite.dist.context import ParallelContext
+from megalite.dist.context import Axis, ParallelContext
 from megalite.ops import Ops
 from megalite.optim.bucket import Bucket, Segment
+from megalite.optim.compress import PowerSGD
 from megalite.optim.trust_ratio import TrustRatioUpdate
 from megalite.sharding import StateTensor
+from megalite.slices import Slice
 
 
 @dataclass
@@ -79,10 +81,15 @@ class DistributedOptimizer:
 
             module.register_forward_pre_hook(wait)
 
-    def start_step(self, num_microbatches: int) -> None:
-        """Zero the gradients and expect those of `num_microbatches`."""
+    def start_step(self, num_microbatches: int, loss_scale: float = 1.0) -> None:
+        """Zero the gradients and expect those of `num_microbatches`, multiplied by the loss scale."""
         for bucket in self.buckets:
-            bucket.start_step(num_microbatches)
+            bucket.start_step(num_microbatches, loss_scale)
+
+    @property
+    def grad_bytes_sent(self) -> int:
+        """Bytes of gradients that this rank has sent in this step."""
+        return sum(bucket.bytes_sent for bucket in self.buckets)
 
     @torch.no_grad()
     def finish_grads(self) -> torch.Tensor:
@@ -111,6 +118,8 @@ class DistributedOptimizer:
         cfg = self.cfg
         for state in self._states:
             bucket = state.bucket
+            if bucket.codec is not None:
+                bucket.codec.commit()
             share, grad = bucket.weight_share, bucket.grad_share
             out = None if share.data_ptr() == state.master.data_ptr() else share
             decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
@@ -166,6 +175,7 @@ class DistributedOptimizer:
                 roles["exp_avg_sq"] = state.exp_avg_sq
             for segment in state.bucket.segments:
                 out += [_describe(segment, role, flat, state.bucket.kind.primary) for role, flat in roles.items()]
+            out += codec_states(state.bucket, self.ctx)
         return out
 
     def scalars(self) -> dict[str, int | float]:
@@ -181,15 +191,49 @@ class DistributedOptimizer:
         """Refresh the weights on all ranks after the masters have been filled."""
         for state in self._states:
             state.bucket.weight_share.copy_(state.master)
+            if isinstance(state.bucket.codec, PowerSGD):
+                state.bucket.codec.finish_load()
         self.gather()
         self.wait_weights()
 
 
-def _describe(segment: Segment, role: str, flat: torch.Tensor, primary: bool) -> StateTensor:
+def _describe(
+    segment: Segment, role: str, flat: torch.Tensor, primary: bool, part: tuple[int, int] | None = None
+) -> StateTensor:
     spec = segment.param.shard.spec
     slices = [
         dataclasses.replace(piece, at=piece.at - segment.start)
         for piece in segment.param.shard.flat_slices(segment.start, segment.stop)
     ]
     view = flat[segment.at : segment.at + segment.numel]
-    return StateTensor(spec.tied_to or spec.name, role, spec.shape, view, slices, primary)
+    return StateTensor(spec.tied_to or spec.name, role, spec.shape, view, slices, primary, part)
+
+
+def codec_states(bucket: Bucket, ctx: ParallelContext) -> list[StateTensor]:
+    """Describe what a bucket's codec carries from step to step: each rank's own, in parts that add up."""
+    codec, out = bucket.codec, []
+    if codec is None or codec.residual is None:
+        return []
+    rights = {p.name: q for p, q in zip(codec.matrices, codec.right)} if isinstance(codec, PowerSGD) else {}
+    for param, start in zip(bucket.params, bucket.starts):
+        shard = param.shard
+        # Every rank that sees a part of the gradient has a residual, the two ends of a tied embedding included.
+        summed = (bucket.batch, *bucket.also)
+        spoken = shard.is_first(*(axis for axis in shard.copies if axis not in shard.reduce))
+        whole = Segment(param, 0, param.numel(), start)
+        out.append(_describe(whole, "residual", codec.residual, spoken, _part(summed)))
+        if (q := rights.get(shard.spec.name)) is not None:
+            # The same on all batch ranks, another one for each shard.
+            cut = (*(ctx.axis(axis) for axis, _ in shard.spec.cut), *bucket.also)
+            spoken, whole_q = spoken and bucket.batch.rank == 0, [Slice((0, 0), tuple(q.shape), 0)]
+            name = shard.spec.tied_to or shard.spec.name
+            out.append(StateTensor(name, "powersgd", tuple(q.shape), q.view(-1), whole_q, spoken, _part(cut)))
+    return out
+
+
+def _part(axes: Sequence[Axis]) -> tuple[int, int]:
+    """(place of this rank among all ranks of a product of axes, their number)."""
+    rank, size = 0, 1
+    for axis in axes:
+        rank, size = rank * axis.size + axis.rank, size * axis.size
+    return rank, size

@@ -152,7 +152,10 @@ def _build_optimizer(cfg: Config, ctx: ParallelContext, stages: dict[int, GPTSta
         bucket_size=cfg.parallel.bucket_size,
         reduce_dtype=DTYPES[cfg.train.grad_reduce_dtype],
         overlap=cfg.parallel.overlap_grad_reduce,
+        compress=cfg.train.compress,
     )
+    if cfg.train.compress != "none" and ctx.dp.size == 1:
+        logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
     optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, cfg.parallel.overlap_param_gather)
     optimizer.wait_before(modules)
     return optimizer

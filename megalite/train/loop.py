@@ -209,6 +209,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "tflops_per_gpu": flops / 1e12,
         "mfu": flops / peak if peak else None,
         "data_wait_s": waited,
+        "grad_bytes_sent": run.engine.optimizer.grad_bytes_sent,
         "memory_gib": peak_memory(ctx.device) / 2**30,
         **(gpu_readings(ctx.device) if ctx.rank == 0 else {}),
     }

@@ -63,7 +63,7 @@ def train_step(
     """
     cfg, ctx, optimizer, scale = engine.cfg, engine.ctx, engine.optimizer, engine.scaler.scale
     microbatches = to_microbatches(batch, cfg.train.micro_batch_size, ctx.device)
-    optimizer.start_step(len(microbatches))
+    optimizer.start_step(len(microbatches), scale)
     # Gradients are of the loss sum divided by the tokens of a full batch; the true count comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = engine.executor.run(engine.train_program, microbatches, step, ctx.dp.rank, scale / full)

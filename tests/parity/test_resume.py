@@ -28,6 +28,11 @@ LAYOUTS = {
     "tp2-pp2": (4, ["--tp", "2", "--pp", "2"]),
     "dp2-zero0-bf16": (2, ["--zero", "0", "--precision", "bf16"]),
     "pp2-vp2": (2, ["--pp", "2", "--vp", "2"]),
+    "dp2-tp2-powersgd": (4, ["--tp", "2", "--compress", "powersgd:2"]),
+    "dp2-pp2-tied-topk-fp16": (
+        4,
+        ["--pp", "2", "--tie-embeddings", "--compress", "topk:0.05", "--precision", "fp16", "--loss-scale-window", "2"],
+    ),
 }
 
 

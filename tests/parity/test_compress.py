@@ -1,0 +1,71 @@
+"""What compressed gradients cost in loss, that they are the same on every run, and what of them is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.config.cli import parse
+from megalite.config.run import Config
+from megalite.errors import UserError
+from tests.parity import jobs
+from tests.workers import WorkerPool
+
+STEPS = 40
+
+
+def config(compress: str, zero: int = 1) -> Config:
+    parallel = {"zero": zero, "bucket_size": 40_000}
+    cfg = jobs.make_config(jobs.llama(1), parallel, compress=compress, global_batch_size=4, train_steps=STEPS)
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, lr=0.01))
+
+
+def losses(rank: int, runs: list[tuple[Config, int]]) -> list[list[float]]:
+    """Losses of (config, steps), on batches of four that come round."""
+    import torch
+
+    from megalite.dist.context import ParallelContext
+    from megalite.dist.grid import Grid
+    from megalite.train.build import build_engine
+    from megalite.train.step import train_step
+
+    ctx = ParallelContext.create(Grid.of(4), torch.device("cpu"))
+    batches = jobs.batches(4)
+    out: list[list[float]] = []
+    for cfg, steps in runs:
+        engine = build_engine(cfg, ctx)
+        engine.optimizer.init_parameters(cfg.train.seed)
+        one: list[Any] = []
+        for step in range(1, steps + 1):
+            one.append(train_step(engine, batches[step % 4][ctx.dp.rank : ctx.dp.rank + 1], step).loss)
+        out.append(one)
+    return out
+
+
+def test_loss_and_bits(pool: WorkerPool) -> None:
+    runs = [(config(name), STEPS) for name in ("none", "int8", "powersgd:16")]
+    again = [(config("powersgd:16"), 8), (config("int8"), 8), (config("int8", zero=0), 8)]
+    none, int8, powersgd, *repeated = pool.run(4, losses, [*runs, *again])[0]
+    assert none[-1] < 0.6 * none[0]
+    assert np.mean(int8[-8:]) == pytest.approx(np.mean(none[-8:]), rel=0.01)
+    assert np.mean(powersgd[-8:]) == pytest.approx(np.mean(none[-8:]), rel=0.02)
+    assert repeated[:2] == [powersgd[:8], int8[:8]]
+    # Whole gradients are the shares of ZeRO-1 put together; only their norm is summed in another order.
+    assert repeated[2] == pytest.approx(int8[:8], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--compress topk:0", "must be none, int8, topk:F with F above 0"),
+        ("--compress powersgd:1.5", "or powersgd:R with a whole R"),
+        ("--compress int8 --grad-reduce-dtype bf16", "have a format of their own"),
+        ("--compress int8 --zero 2", "--zero 2"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse(["--vocab-size", "90", "--mock-data", *flags.split()])

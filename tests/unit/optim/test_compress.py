@@ -1,0 +1,240 @@
+"""Compressed gradients: each codec against NumPy on real ranks, what it leaves behind, and what it sends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.save import Checkpointer
+from megalite.config.run import OptimConfig
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
+from megalite.dist.seeding import philox
+from megalite.ops import resolve
+from megalite.optim.bucket import Sharded, make_buckets
+from megalite.optim.compress import INT8_BLOCK, TopK, dequantize, largest, quantize
+from megalite.optim.optimizer import DistributedOptimizer
+from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
+from tests.workers import WorkerPool
+
+CPU = torch.device("cpu")
+SHAPES: dict[str, tuple[int, ...]] = {"a.weight": (30, 11), "b.weight": (40, 30), "c.bias": (30,)}
+STEPS, SCALE, WORLD = 4, 64.0, 3
+Grads = dict[str, np.ndarray]
+
+
+def gradient(name: str, rank: int, step: int) -> np.ndarray:
+    return philox(5, name, rank, step).standard_normal(SHAPES[name], dtype=np.float32)
+
+
+def test_int8_rounds_to_even_and_keeps_zeros() -> None:
+    codes, scales = quantize(torch.tensor([[1.0, -2.0, 0.5, 127.0]]))
+    assert (codes.tolist(), scales.tolist()) == ([[1, -2, 0, 127]], [[1.0]])
+    codes, scales = quantize(torch.zeros(2, 300))
+    assert not codes.any()
+    assert dequantize(codes[0], scales[0]).tolist() == [0.0] * 300
+    # The scale of the smallest numbers rounds to 0, or so far down that codes would not fit.
+    for tiny in (1e-45, 2.2e-43):
+        codes, scales = quantize(torch.full((1, 3), tiny))
+        assert dequantize(codes[0], scales[0]).isfinite().all()
+
+
+def test_of_equal_elements_the_first_are_sent_and_the_rest_waits() -> None:
+    x = torch.tensor([[3.0, -3.0, 1.0, -3.0]])
+    assert largest(x, 2).tolist() == [[0, 1]]
+    codec = TopK([], 4, ParallelContext.single().dp, CPU, 0.5)
+    grad = x[0].clone()
+    codec.start(grad, slice(0, 4), 1.0)
+    codec.wait()
+    codec.commit()
+    assert grad.tolist() == [3.0, -3.0, 0.0, 0.0]
+    assert codec.residual is not None
+    assert codec.residual.tolist() == [0.0, 0.0, 1.0, -3.0]
+    grad.fill_(0.5)
+    codec.start(grad, slice(0, 4), 1.0)
+    codec.wait()
+    assert grad.tolist() == [0.0, 0.0, 1.5, -2.5]
+
+
+def optimizer_of(ctx: ParallelContext, compress: str, zero: int) -> DistributedOptimizer:
+    params = [
+        ShardedParameter.empty(
+            Shard(ParamSpec(name, shape), Layout(ctx.grid, ctx.rank)), torch.float32, CPU, adds_to_main_grad=True
+        )
+        for name, shape in SHAPES.items()
+    ]
+    for param in params:
+        param.data.zero_()
+    buckets = make_buckets([params], ctx, sharded=Sharded.stage(zero), bucket_size=None, compress=compress)
+    return DistributedOptimizer(buckets, OptimConfig(), ctx, resolve(None, CPU, torch.float32), overlap_gather=False)
+
+
+def sums(rank: int, compress: str, zero: int) -> Any:
+    """(sums as far as this rank has them, by step; residual; bytes sent) with a NaN on rank 1 in step 2, skipped."""
+    ctx = ParallelContext.create(Grid.of(WORLD), CPU)
+    optimizer = optimizer_of(ctx, compress, zero)
+    (bucket,) = optimizer.buckets
+    out, starts = [], {p.shard.spec.name: (s, p.numel()) for p, s in zip(bucket.params, bucket.starts)}
+    for step in range(STEPS):
+        scale = SCALE / 2**step
+        before = [s.flat.clone() for s in optimizer.states()]
+        optimizer.start_step(1, scale)
+        for param in bucket.params:
+            param.main_grad.add_(torch.from_numpy(gradient(param.shard.spec.name, rank, step)) * scale)
+            if (rank, step) == (1, 2):
+                param.main_grad[-1] = torch.nan
+            param.grad_added()
+        square = optimizer.finish_grads()
+        if step == 2:
+            assert compress == "none" or square.isnan() == (rank == 1)
+            assert all(torch.equal(a, s.flat) for a, s in zip(before, optimizer.states()))
+            continue
+        whole = torch.full((bucket.numel,), torch.nan)
+        whole[bucket.owned] = bucket.grad_share / scale
+        out.append({name: whole[s : s + n].view(SHAPES[name]).numpy() for name, (s, n) in starts.items()})
+        optimizer.step(0.0, torch.tensor(1.0))
+    residual = None if bucket.codec is None else bucket.codec.residual
+    return out, residual, optimizer.grad_bytes_sent, bucket.numel, starts
+
+
+def flat_of(grads: Grads, numel: int, starts: dict[str, tuple[int, int]]) -> np.ndarray:
+    flat = np.zeros(numel, np.float32)
+    for name, (start, size) in starts.items():
+        flat[start : start + size] = grads[name].ravel()
+    return flat
+
+
+def int8_twin(rows: np.ndarray) -> np.ndarray:
+    """What [d, n] becomes on the way, block by block."""
+    out = np.empty_like(rows)
+    for row, sent in zip(rows, out):
+        for at in range(0, len(row), INT8_BLOCK):
+            block = row[at : at + INT8_BLOCK]
+            scale = np.float32(np.abs(block).max() / np.float32(127)) or np.float32(1)
+            sent[at : at + INT8_BLOCK] = np.rint(block / scale).astype(np.int8).astype(np.float32) * scale
+    return out
+
+
+def topk_twin(rows: np.ndarray, fraction: float) -> np.ndarray:
+    out = np.zeros_like(rows)
+    for row, sent in zip(rows, out):
+        chosen = sorted(range(len(row)), key=lambda i: (-abs(row[i]), i))[: round(fraction * len(row))]
+        sent[chosen] = row[chosen]
+    return out
+
+
+def twin(compress: str, numel: int, starts: dict[str, tuple[int, int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(sum of every step that is not skipped, residual of every rank), by NumPy in one process."""
+    name, _, number = compress.partition(":")
+    left = [np.zeros(numel, np.float32) for _ in range(WORLD)]
+    right = {
+        n: philox(0, "powersgd", n).standard_normal((s[1], 2), dtype="float32") for n, s in SHAPES.items() if s[1:]
+    }
+    totals = []
+    for step in (0, 1, 3):
+        inputs = [flat_of({n: gradient(n, r, step) for n in SHAPES}, numel, starts) + left[r] for r in range(WORLD)]
+        if name == "powersgd":
+            total = np.sum(inputs, 0)
+            means = [np.copy(x) for x in inputs]
+            for n, q in right.items():
+                start, size = starts[n]
+                ms = [x[start : start + size].reshape(SHAPES[n]) for x in inputs]
+                p, _ = np.linalg.qr(sum(m @ q for m in ms))
+                right[n] = np.asarray(sum(m.T @ p for m in ms))
+                estimate = (p @ right[n].T).ravel()
+                total[start : start + size] = estimate
+                for x, mean in zip(inputs, means):
+                    mean[start : start + size] = estimate / WORLD
+                    assert x is not mean
+            left = [x - mean for x, mean in zip(inputs, means)]
+        else:
+            change = int8_twin if name == "int8" else lambda x: topk_twin(x, float(number))
+            sent = [change(x.reshape(WORLD, -1)).ravel() for x in inputs]
+            total = np.sum(sent, 0)
+            left = [x - s if name == "topk" else 0 * x for x, s in zip(inputs, sent)]
+        totals.append(total)
+    return totals, left
+
+
+def formula(compress: str, numel: int, zero: int) -> int:
+    """Bytes that one rank sends for a bucket of `numel` elements."""
+    name, _, number = compress.partition(":")
+    share, others = numel // WORLD, WORLD - 1
+    gather = 0 if zero else others * 4 * share
+    if name == "int8":
+        return others * (share + 4 * -(-share // INT8_BLOCK)) + gather
+    if name == "topk":
+        return others * 8 * round(float(number) * share) + gather
+    if name == "powersgd":
+        left, right, dense = (4 * n for n in (2 * (30 + 40), 2 * (11 + 30), 30))
+        return sum(2 * others * n // WORLD for n in (left + dense, right)) + others * left // WORLD
+    return others * 4 * share * (1 if zero else 2)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("compress", ["none", "int8", "topk:0.1", "powersgd:2"])
+def test_sums_residuals_and_bytes_are_those_of_numpy(pool: WorkerPool, compress: str, zero: int) -> None:
+    ranks = pool.run(WORLD, sums, compress, zero)
+    _, residual, _, numel, starts = ranks[0]
+    assert [sent for _, _, sent, *_ in ranks] == [formula(compress, numel, zero)] * WORLD
+    if compress == "none":
+        return
+    totals, left = twin(compress, numel, starts)
+    for step, total in enumerate(totals):
+        for name, (start, size) in starts.items():
+            expected = total[start : start + size].reshape(SHAPES[name])
+            seen = np.zeros(SHAPES[name], bool)
+            for out, *_ in ranks:
+                got = out[step][name]
+                here = ~np.isnan(got)
+                seen |= here
+                assert np.abs(got - expected)[here].max(initial=0) < 2e-5, (name, step)
+                # Each rank that has it has the same bits.
+                assert zero or np.array_equal(got, ranks[0][0][step][name])
+            assert seen.all()
+    for (_, got, *_), expected in zip(ranks, left):
+        assert (got is None) == (compress == "int8")
+        if got is not None:
+            np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
+
+
+def carried(rank: int, world: int, folder: str, load: bool) -> dict[tuple[str, str], np.ndarray]:
+    """Save after two steps, or load: what PowerSGD carries from step to step, whole, by (name, kind)."""
+    ctx = ParallelContext.create(Grid.of(world), CPU)
+    optimizer = optimizer_of(ctx, "powersgd:2", 1)
+    states = optimizer.states()
+    if load:
+        load_checkpoint(folder, states, ctx)
+        optimizer.finish_load()
+    else:
+        for step in range(2):
+            optimizer.start_step(1)
+            for param in optimizer.buckets[0].params:
+                param.main_grad.copy_(torch.from_numpy(gradient(param.shard.spec.name, rank, step)))
+                param.grad_added()
+            optimizer.finish_grads()
+            optimizer.step(0.1, torch.tensor(1.0))
+        saver = Checkpointer(Path(folder).parent, ctx)
+        saver.save(2, states, {})
+        saver.close()
+    return {(s.name, s.kind): s.flat.numpy().copy() for s in states if s.part is not None}
+
+
+def test_another_dp_continues_with_an_equal_part_of_the_sum(pool: WorkerPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step_00000002")
+    saved = {key: x for rank in pool.run(2, carried, 2, folder, False) for key, x in rank.items()}
+    same = {key: x for rank in pool.run(2, carried, 2, folder, True) for key, x in rank.items()}
+    assert all(np.array_equal(saved[key], x) for key, x in same.items())
+    assert len(saved) == len(same) == 2 * 3 + 2
+    three = {key: x for rank in pool.run(3, carried, 3, folder, True) for key, x in rank.items()}
+    for name in SHAPES:
+        whole = saved[name, "residual_0"] + saved[name, "residual_1"]
+        assert whole.any() == (name != "c.bias")
+        for part in range(3):
+            np.testing.assert_allclose(three[name, f"residual_{part}"], whole / 3, rtol=1e-6)
+    assert np.array_equal(three["b.weight", "powersgd_0"], saved["b.weight", "powersgd_0"])
