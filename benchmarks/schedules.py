@@ -26,8 +26,9 @@ from megalite.dist.grid import Grid
 from megalite.errors import UserError, run_tool
 from megalite.pipeline.executor import Executor, MicroBatch, Pass, Stage, WeightGradQueue
 from megalite.pipeline.p2p import Channel, Message
-from megalite.pipeline.schedule import SCHEDULES, Costs, Schedule, build_schedule
+from megalite.pipeline.schedule import Costs, Schedule, build_schedule
 from megalite.pipeline.simulate import simulate
+from megalite.schedules.pipeline import SCHEDULES
 
 SHAPE = (4, 1, 8)
 

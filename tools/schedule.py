@@ -13,9 +13,10 @@ from typing import Any
 
 from megalite.errors import UserError, run_tool
 from megalite.pipeline.choose import choose_schedule, simulate_all
-from megalite.pipeline.schedule import SCHEDULES, Costs, Schedule, build_schedule
+from megalite.pipeline.schedule import Costs, Schedule, build_schedule
 from megalite.pipeline.simulate import MODES, Simulation, simulate
 from megalite.pipeline.validate import validate
+from megalite.schedules.pipeline import SCHEDULES
 from picture import picture_errors
 from schedule_views import (
     draw_figure,

@@ -12,13 +12,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
 
 from megalite.config import megatron
 from megalite.config.model import ModelConfig
-from megalite.config.options import GROUP_OF, GROUPS, TYPES, Start, StrictLoader, help_texts, read_value, suggest
+from megalite.config.names import suggest
+from megalite.config.options import GROUP_OF, GROUPS, TYPES, Start, StrictLoader, choices_of, help_texts, read_value
 from megalite.config.run import Config
 from megalite.errors import UserError
 from megalite.families import FAMILIES, PRESETS
@@ -122,8 +123,6 @@ def _family_layer(layers: Iterable[Layer]) -> Layer:
                 f"{other.written} belongs to the family {other.value}",
                 "drop one of the two (to override single options of a preset or file, use their flags)",
             )
-    if arch not in FAMILIES:
-        raise UserError(written, f"must be one of {', '.join(FAMILIES)}", suggest(arch, FAMILIES))
     return _layer(FAMILIES[arch].options, f"--arch {arch}")
 
 
@@ -277,7 +276,6 @@ def _help(prog: str) -> str:
         f"usage: torchrun --nproc-per-node N {prog} [--name value ...]",
         "",
         "Precedence, lowest first: defaults, options of the family (--arch), --preset, --config, flags.",
-        f"Families: {', '.join(FAMILIES)}.",
         f"Presets: {', '.join(PRESETS)}.",
         "Flags of Megatron-LM and Megatron-DeepSpeed are accepted too: see docs/megatron.md.",
     ]
@@ -292,7 +290,7 @@ def _help_line(field: dataclasses.Field[Any], text: str) -> str:
     hint = _HINTS[field.name]
     kind = get_args(hint)[0] if type(None) in get_args(hint) else hint
     metavar = {int: " INT", float: " NUMBER", bool: ""}.get(kind, " NAME")
-    choices = f" {'|'.join(str(choice) for choice in get_args(kind))}" if get_origin(kind) is Literal else ""
+    choices = f" {'|'.join(choices_of(hint))}" if choices_of(hint) else ""
     switch = "[no-]" if kind is bool and field.name not in _START else ""
     shown = ("on" if field.default else "off") if kind is bool else field.default
     default = "" if field.default in (None, ()) or field.name in _START else f" [{shown}]"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from megalite.config.names import NamedIn, check_names
 from megalite.errors import in_range, require
 from megalite.families import FAMILIES
+from megalite.families.parts import ACTIVATIONS, NORMS, Activation, Norm
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class RopeScaling:
 class ModelConfig:
     """Shape and family of the model. Options at None follow from the family (`--arch`) or the other sizes."""
 
-    arch: str = "llama"
-    """Model family (named above); sets the options below."""
+    arch: Annotated[str, NamedIn(FAMILIES)] = "llama"
+    """Model family; sets the options below."""
     num_layers: int = 4
     """Transformer blocks."""
     hidden_size: int = 256
@@ -55,7 +57,7 @@ class ModelConfig:
     """Sequence length in tokens. Also the number of learned positions, unless max_position_embeddings is larger."""
     max_position_embeddings: int | None = None
     """Number of positions the model supports. Default: seq_len."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Annotated[str, NamedIn(NORMS)] = "rmsnorm"
     """Normalization layer."""
     norm_eps: float = 1e-5
     """Epsilon inside the square root of the normalization."""
@@ -87,8 +89,8 @@ class ModelConfig:
     """Bound the logits likewise (Gemma 2: 30)."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
-    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"] = "swiglu"
-    """MLP activation; swiglu, geglu and geglu_tanh are gated."""
+    activation: Annotated[str, NamedIn(ACTIVATIONS)] = "swiglu"
+    """MLP activation; those with glu in their name are gated."""
     qkv_bias: bool = False
     """Bias on the q, k, v projections."""
     o_bias: bool = False
@@ -109,9 +111,7 @@ class ModelConfig:
     """Dropout on attention probabilities."""
 
     def __post_init__(self) -> None:
-        require(
-            self.arch in FAMILIES, f"--arch {self.arch}", f"must be one of {', '.join(FAMILIES)}", "choose one of these"
-        )
+        check_names(self)
         in_range(self, "num_layers hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_len", 1)
         in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1)
         in_range(self, "window_pattern", 0)
@@ -183,8 +183,16 @@ class ModelConfig:
         return self.max_position_embeddings
 
     @property
+    def activation_kind(self) -> Activation:
+        return ACTIVATIONS[self.activation]
+
+    @property
+    def norm_kind(self) -> Norm:
+        return NORMS[self.norm]
+
+    @property
     def gated(self) -> bool:
-        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+        return self.activation_kind.gated
 
     @property
     def attention_scale(self) -> float | None:

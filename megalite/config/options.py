@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from megalite.config.names import names_in, suggest
 from megalite.config.run import Config
 from megalite.errors import UserError
 
@@ -34,7 +33,9 @@ class Start:
 GROUPS: dict[str, type] = get_type_hints(Config)
 """Group of options (key of the YAML file, heading of the help) -> dataclass."""
 
-TYPES: dict[str, Any] = {name: hint for cls in GROUPS.values() for name, hint in get_type_hints(cls).items()}
+TYPES: dict[str, Any] = {
+    name: hint for cls in GROUPS.values() for name, hint in get_type_hints(cls, include_extras=True).items()
+}
 """Option -> its type. Names are unique over the groups, so that flags need no prefix."""
 
 GROUP_OF: dict[str, str] = {f.name: group for group, cls in GROUPS.items() for f in dataclasses.fields(cls)}
@@ -67,7 +68,7 @@ def read_value(hint: Any, value: Any, written: str) -> Any:
         raise UserError(written, f"has no field {e}", suggest(str(e.args[0]), get_type_hints(kind))) from None
     except (ValueError, TypeError, yaml.YAMLError):
         remedy = "write it as '{factor: 8.0}'" if dataclasses.is_dataclass(kind) else "correct the value"
-        choices = [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
+        choices = choices_of(hint)
         raise UserError(written, _rule_of(hint), suggest(str(value), choices) if choices else remedy) from None
 
 
@@ -82,10 +83,12 @@ def help_texts(cls: type) -> dict[str, str]:
     }
 
 
-def suggest(word: str, known: Iterable[str], dashes: str = "") -> str:
-    """Return the remedy for a word that is not among those known."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {dashes}{close[0]}?" if close else "see --help"
+def choices_of(hint: Any) -> list[str]:
+    """List the words that a type allows; empty if there are too many to list."""
+    kind = _not_none(hint)
+    if mark := names_in(kind):
+        return mark.names
+    return [str(choice) for choice in get_args(kind)] if get_origin(kind) is Literal else []
 
 
 def _not_none(hint: Any) -> Any:
@@ -105,9 +108,9 @@ def _convert(kind: Any, value: Any) -> Any:
         return kind(**{name: _convert(hints[str(name)], item) for name, item in tree.items()})  # type: ignore[operator]
     if isinstance(value, list | dict | None) or isinstance(value, bool) != (kind is bool):
         raise ValueError
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        return choices[[str(choice) for choice in choices].index(str(value))]
+    if words := choices_of(kind):
+        choices = words if names_in(kind) else get_args(kind)
+        return choices[words.index(str(value))]
     if kind is int and isinstance(value, float):
         raise ValueError
     return kind(value)
@@ -116,8 +119,8 @@ def _convert(kind: Any, value: Any) -> Any:
 def _rule_of(hint: Any) -> str:
     """What values a type allows, in words."""
     kind = _not_none(hint)
-    if get_origin(kind) is Literal:
-        rule = f"one of {', '.join(str(choice) for choice in get_args(kind))}"
+    if choices := choices_of(kind):
+        rule = f"one of {', '.join(choices)}"
     elif dataclasses.is_dataclass(kind):
         rule = f"a mapping of {', '.join(get_type_hints(kind))}"
     elif get_origin(kind) is tuple:

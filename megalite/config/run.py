@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from megalite.config.model import ModelConfig
+from megalite.config.names import NamedIn, check_names
 from megalite.errors import in_range, require, step_range
+from megalite.schedules.lr import LR_DECAYS
+from megalite.schedules.pipeline import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ParallelConfig:
     """Virtual pipeline stages per rank (interleaved and zb-v schedules)."""
     sequence_parallel: bool = True
     """Shard norms, dropout and residual stream over the sequence when tp > 1."""
-    schedule: Literal["auto", "naive", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-v"] = "auto"
+    schedule: Annotated[str, NamedIn(SCHEDULES, ("auto",))] = "auto"
     """Pipeline schedule."""
     zero: Literal[0, 1] = 1
     """ZeRO stage: 1 shards optimizer states and fp32 master weights over dp, 0 replicates them."""
@@ -43,6 +46,7 @@ class ParallelConfig:
     """Pad the vocabulary to a multiple of this times tp; padding never counts in the loss."""
 
     def __post_init__(self) -> None:
+        check_names(self)
         in_range(self, "tp pp vp bucket_size vocab_divisible_by", 1)
 
 
@@ -140,7 +144,7 @@ class OptimConfig:
     """Steps of linear warmup from init_lr."""
     init_lr: float = 0.0
     """Learning rate at step 0 of the warmup."""
-    lr_decay: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    lr_decay: Annotated[str, NamedIn(LR_DECAYS)] = "cosine"
     """Shape of the decay after warmup."""
     lr_decay_steps: int | None = None
     """Step at which the decay ends. Default: train_steps."""
@@ -169,6 +173,7 @@ class OptimConfig:
         return 1 if self.optimizer in ("lars", "sgd") else 2
 
     def __post_init__(self) -> None:
+        check_names(self)
         in_range(self, "lr eps loss_scale initial_loss_scale", 0, above=True)
         in_range(self, "clip_grad weight_decay warmup_steps init_lr", 0)
         in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window", 1)

@@ -1,4 +1,4 @@
-"""The model families: every module of this package but `common` describes one, as data, and is found automatically.
+"""The model families: every module of this package with a `FAMILY` describes one, as data, and is found automatically.
 
 A family built of parts that the model has is one new file: its options, its names in Hugging Face files, its presets.
 """
@@ -9,16 +9,19 @@ from typing import Any
 
 from megalite.families.common import Family
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for module in sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "common")
-    for family in [import_module(f"{__name__}.{module}").FAMILY]
-}
+FAMILIES: dict[str, Family] = {}
 """Name (`--arch`) -> family."""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    name: {"arch": family.name, **preset.options}
-    for family in FAMILIES.values()
-    for name, preset in family.presets.items()
-}
+PRESETS: dict[str, dict[str, Any]] = {}
 """Name (`--preset`) -> options of `ModelConfig` on top of the family's."""
+
+
+def register(family: Family) -> None:
+    """Make a family and its presets known by their names."""
+    FAMILIES[family.name] = family
+    PRESETS.update({name: {"arch": family.name, **preset.options} for name, preset in family.presets.items()})
+
+
+for _found in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    if hasattr(_module := import_module(f"{__name__}.{_found}"), "FAMILY"):
+        register(_module.FAMILY)

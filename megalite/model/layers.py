@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
+from megalite.families.parts import Function
 from megalite.ops import Ops
 from megalite.pipeline.executor import Pass
 from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
@@ -85,7 +86,8 @@ class Layers:
     def norm(self, name: str) -> Norm:
         """Make a norm over the hidden size, of the model's kind."""
         bias = self.param(f"{name}.bias") if f"{name}.bias" in self.specs else None
-        return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, self.ops, self.cfg.zero_centered_norm)
+        functions = self.cfg.norm_kind.make(self.ops)
+        return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, functions, self.cfg.zero_centered_norm)
 
     def dropout(self, site: str, layer: int) -> Dropout:
         """Make the dropout of one site of a layer; site "attention" means attention probabilities.
@@ -109,16 +111,19 @@ class Layers:
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm where there is a bias; `zero_centered`: scales by 1 + weight."""
+    """The norm of `functions` (see `families.parts.Norm`); `zero_centered`: scales by 1 + weight."""
 
     def __init__(
-        self, weight: ShardedParameter, bias: ShardedParameter | None, eps: float, ops: Ops, zero_centered: bool = False
+        self,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        eps: float,
+        functions: tuple[Function, Function],
+        zero_centered: bool = False,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.eps, self.zero_centered = weight, bias, eps, zero_centered
-        self.norm, self.add_norm = (
-            (ops.rmsnorm, ops.add_rmsnorm) if bias is None else (ops.layernorm, ops.add_layernorm)
-        )
+        self.norm, self.add_norm = functions
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
         """Normalize over the last dimension; the result has the shape of x."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import nn
 
@@ -11,19 +9,17 @@ from megalite.model.layers import Layers
 
 
 class MLP(nn.Module):
-    """Gated (gate_up_proj -> swiglu or geglu -> down_proj) or plain (up_proj -> gelu -> down_proj), over x_SBH."""
+    """Gated (gate_up_proj -> activation -> down_proj) or plain (up_proj -> activation -> down_proj), over x_SBH."""
 
     def __init__(self, layers: Layers, index: int) -> None:
         super().__init__()
-        cfg, ops, name = layers.cfg, layers.ops, f"layers.{index}.mlp"
-        self.gated, approximation = cfg.gated, "tanh" if cfg.activation.endswith("tanh") else "none"
-        if cfg.gated:
+        name = f"layers.{index}.mlp"
+        self.gated = layers.cfg.gated
+        if self.gated:
             self.gate_up_proj = layers.column(f"{name}.gate_up_proj")
-            geglu = partial(ops.geglu, approximate=approximation)
-            self.activation = ops.swiglu if cfg.activation == "swiglu" else geglu
         else:
             self.up_proj = layers.column(f"{name}.up_proj")
-            self.activation = partial(ops.gelu, approximate=approximation)
+        self.activation = layers.cfg.activation_kind.make(layers.ops)
         self.down_proj = layers.row(f"{name}.down_proj")
 
     def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:

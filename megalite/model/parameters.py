@@ -36,7 +36,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
 
     def norm(name: str, size: int) -> None:
         specs.append(_norm_weight(cfg, name, size))
-        if cfg.norm == "layernorm":
+        if cfg.norm_kind.bias:
             specs.append(_vector(f"{name}.bias", size, "zeros"))
 
     def linear(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from megalite.config.run import Config
 from megalite.errors import UserError
-from megalite.pipeline.schedule import SCHEDULES, Costs, Schedule, build_schedule, check_schedule, compute_orders
+from megalite.pipeline.schedule import Costs, Schedule, build_schedule, check_schedule, compute_orders
 from megalite.pipeline.simulate import Simulation, simulate
+from megalite.schedules.pipeline import SCHEDULES, PipelineSchedule
 
 # Two simulated times within this factor count as equal; the one that holds fewer activations is taken.
 _SAME_TIME = 1.002
@@ -16,9 +17,6 @@ _SAME_TIME = 1.002
 # A transformer's chunk: the input gradient takes a little longer than forward (attention has no weights), the weight
 # gradient less; a message is small beside them, but not free.
 USUAL_COSTS = Costs(1.0, 1.05, 0.85, transfer=0.05)
-
-# Schedules that run weight gradients apart from input gradients.
-_SPLIT_BACKWARD = frozenset({"zb-h1", "zb-v"})
 
 
 def simulate_all(
@@ -28,7 +26,7 @@ def simulate_all(
     check_schedule("naive", pp, vp, num_microbatches)  # what even naive refuses, all refuse
     return [
         simulate(build_schedule(name, pp, vp, num_microbatches), costs, mode)
-        for name in _runnable(pp, vp, num_microbatches)
+        for name in _runnable(SCHEDULES, pp, vp, num_microbatches)
     ]
 
 
@@ -45,7 +43,7 @@ def resolve_schedule(name: str, pp: int, vp: int, num_microbatches: int, split_b
     """
     if name != "auto":
         return name
-    return _choose(pp, vp, num_microbatches, USUAL_COSTS.per_chunk(vp), None, "dir", split_backward)
+    return _choose(_candidates(), pp, vp, num_microbatches, USUAL_COSTS.per_chunk(vp), None, "dir", split_backward)
 
 
 def schedule_of(cfg: Config, dp: int) -> Schedule:
@@ -79,7 +77,7 @@ def names_of(cfg: Config, dp: int) -> list[str]:
     if p.schedule != "auto":
         check_schedule(p.schedule, p.pp, p.vp, m)
         return [p.schedule]
-    return list(_within(p.pp, p.vp, m, sample_sizes(p.pp, m), None, _may_split(cfg)))
+    return list(_within(_candidates(), p.pp, p.vp, m, sample_sizes(p.pp, m), None, _may_split(cfg)))
 
 
 def _may_split(cfg: Config) -> bool:
@@ -111,7 +109,7 @@ def choose_schedule(
     Raises:
         UserError: no schedule keeps within max_activations.
     """
-    name = _choose(pp, vp, num_microbatches, costs or Costs(), max_activations, mode, split_backward)
+    name = _choose(_candidates(), pp, vp, num_microbatches, costs or Costs(), max_activations, mode, split_backward)
     return build_schedule(name, pp, vp, num_microbatches)
 
 
@@ -121,13 +119,28 @@ def classic_activations(pp: int, vp: int, num_microbatches: int) -> int:
     return min(most, num_microbatches * vp)
 
 
+Candidates = tuple[tuple[str, PipelineSchedule], ...]
+
+
+def _candidates() -> Candidates:
+    """List the schedules that `auto` may choose, as a key of the caches below."""
+    return tuple((name, schedule) for name, schedule in SCHEDULES.items() if schedule.auto)
+
+
 @lru_cache(maxsize=64)
 def _choose(
-    pp: int, vp: int, m: int, costs: Costs, max_activations: int | None, mode: str, split_backward: bool
+    candidates: Candidates,
+    pp: int,
+    vp: int,
+    m: int,
+    costs: Costs,
+    max_activations: int | None,
+    mode: str,
+    split_backward: bool,
 ) -> str:
     check_schedule("naive", pp, vp, m)  # what even naive refuses, all refuse
     sizes = (m,) if costs.jitter else sample_sizes(pp, m)
-    held = _within(pp, vp, m, sizes, max_activations, split_backward)
+    held = _within(candidates, pp, vp, m, sizes, max_activations, split_backward)
     if len(held) == 1:
         return next(iter(held))
     times = {
@@ -140,11 +153,18 @@ def _choose(
 
 @lru_cache(maxsize=64)
 def _within(
-    pp: int, vp: int, m: int, sizes: tuple[int, ...], max_activations: int | None, split_backward: bool
+    candidates: Candidates,
+    pp: int,
+    vp: int,
+    m: int,
+    sizes: tuple[int, ...],
+    max_activations: int | None,
+    split_backward: bool,
 ) -> Mapping[str, int]:
     """Return the chunk activations that each schedule holds, for those within the bound."""
-    # naive is for reference only.
-    names = [n for n in _runnable(pp, vp, m) if n != "naive" and (split_backward or n not in _SPLIT_BACKWARD)]
+    names = _runnable([name for name, _ in candidates], pp, vp, m)
+    if not split_backward:
+        names = [n for n in names if not _splits_backward(n, pp, vp, sizes[0])]
     held = {n: round(extend(m, sizes, [_peak(n, pp, vp, size) for size in sizes])) for n in names}
     bound = classic_activations(pp, vp, m) if max_activations is None else max_activations
     allowed = {n: held[n] for n in names if held[n] <= bound}
@@ -164,16 +184,21 @@ def _usual(vp: int) -> str:
     return "interleaved" if vp > 1 else "1f1b"
 
 
-def _runnable(pp: int, vp: int, num_microbatches: int) -> list[str]:
-    """List the names of the schedules that can run these numbers."""
+def _runnable(among: Iterable[str], pp: int, vp: int, num_microbatches: int) -> list[str]:
+    """List the schedules that can run these numbers."""
     names = []
-    for name in SCHEDULES:
+    for name in among:
         try:
             check_schedule(name, pp, vp, num_microbatches)
         except UserError:
             continue  # not a candidate
         names.append(name)
     return names
+
+
+def _splits_backward(name: str, pp: int, vp: int, num_microbatches: int) -> bool:
+    """Whether the schedule runs weight gradients apart from input gradients."""
+    return any(op.kind == "W" for order in compute_orders(name, pp, vp, num_microbatches) for op in order)
 
 
 def _peak(name: str, pp: int, vp: int, num_microbatches: int) -> int:

@@ -1,6 +1,6 @@
 """Pipeline schedules as data: which op each rank runs when, sends and receives included.
 
-`build_schedule` checks the request, takes the compute order of each rank from `orders`, and lowers it to programs.
+`build_schedule` checks the request, takes the compute order of each rank from its generator, and lowers it to programs.
 One executor runs any of them; `validate` proves them, `simulate` times them, `tools/schedule.py` draws them.
 
 Lowering puts the transfers into the compute orders by one rule. A planning simulation (orders fixed, transfers
@@ -17,15 +17,14 @@ in rounding): a dependent event always has the higher one. The planning costs mo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from megalite.errors import UserError
-from megalite.pipeline import orders
-from megalite.pipeline.orders import Op, Orders, Placement
+from megalite.schedules.pipeline import RESEARCH_SCHEDULES, SCHEDULES, Op, Orders, PipelineSchedule, Placement
 
-__all__ = ["SCHEDULES", "Costs", "Op", "Placement", "Schedule", "build_schedule"]
+__all__ = ["Costs", "Op", "Placement", "Schedule", "build_schedule"]
 
 Program = tuple[Op, ...]
 
@@ -91,33 +90,6 @@ class Costs:
 _PLAN_COSTS = Costs(transfer=0.3)
 
 
-@dataclass(frozen=True)
-class _Generator:
-    """The generator of a schedule, and what it requires of (pp, vp, m)."""
-
-    make: Callable[..., Orders]
-    vp: int | None = None
-    v_shape: bool = False
-    grouped: bool = False
-    min_microbatches_per_rank: int = 0
-
-
-SCHEDULES: dict[str, _Generator] = {
-    "naive": _Generator(orders.naive),
-    "gpipe": _Generator(orders.gpipe),
-    "1f1b": _Generator(orders.one_f_one_b, vp=1),
-    "1f1b-eager": _Generator(partial(orders.one_f_one_b, eager=True), vp=1),
-    "interleaved": _Generator(orders.interleaved, grouped=True),
-    "zb-h1": _Generator(orders.zb_h1, vp=1),
-    "zb-v": _Generator(orders.zb_v, vp=2, v_shape=True),
-}
-# No flags for these: with a flush zb-h2 is zb-h1 at twice the memory; dualpipev needs overlapped forward and backward.
-RESEARCH_SCHEDULES: dict[str, _Generator] = {
-    "zb-h2": _Generator(partial(orders.zb_h1, doubled=True), vp=1),
-    "dualpipev": _Generator(orders.dualpipev, vp=2, v_shape=True, min_microbatches_per_rank=2),
-}
-
-
 def build_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None = None) -> Schedule:
     """Build the lowered schedule of one step (cached).
 
@@ -132,17 +104,19 @@ def build_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_siz
         UserError: the schedule cannot run these numbers.
     """
     check_schedule(name, pp, vp, num_microbatches, group_size)
-    return _build(name, pp, vp, num_microbatches, group_size)
+    return _build(name, _lookup(name), pp, vp, num_microbatches, group_size)
 
 
+# Below, the generator is part of the cache's key: a notebook may define it anew under the same name.
 @lru_cache(maxsize=64)
-def _build(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None) -> Schedule:
+def _build(
+    name: str, _schedule: PipelineSchedule, pp: int, vp: int, num_microbatches: int, group_size: int | None
+) -> Schedule:
     placement = placement_of(name, pp, vp)
     programs = lower(compute_orders(name, pp, vp, num_microbatches, group_size), placement)
     return Schedule(name, pp, vp, num_microbatches, placement, programs)
 
 
-@lru_cache(maxsize=64)
 def compute_orders(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None = None) -> Orders:
     """Order the compute operations of each rank: what memory depends on, and much cheaper than a schedule (cached).
 
@@ -150,9 +124,13 @@ def compute_orders(name: str, pp: int, vp: int, num_microbatches: int, group_siz
         UserError: the schedule cannot run these numbers.
     """
     check_schedule(name, pp, vp, num_microbatches, group_size)
-    generator = _lookup(name)
-    extra = (group_size or pp,) if generator.grouped else ()
-    return generator.make(placement_of(name, pp, vp), num_microbatches, *extra)
+    return _orders(_lookup(name), pp, vp, num_microbatches, group_size)
+
+
+@lru_cache(maxsize=64)
+def _orders(schedule: PipelineSchedule, pp: int, vp: int, num_microbatches: int, group_size: int | None) -> Orders:
+    extra = (group_size or pp,) if schedule.grouped else ()
+    return schedule.orders(Placement(pp, vp, schedule.v_shape), num_microbatches, *extra)
 
 
 def placement_of(name: str, pp: int, vp: int) -> Placement:
@@ -160,31 +138,31 @@ def placement_of(name: str, pp: int, vp: int) -> Placement:
     return Placement(pp, vp, _lookup(name).v_shape)
 
 
-def _lookup(name: str) -> _Generator:
-    generator = SCHEDULES.get(name) or RESEARCH_SCHEDULES.get(name)
-    if generator is None:
+def _lookup(name: str) -> PipelineSchedule:
+    schedule = SCHEDULES.get(name) or RESEARCH_SCHEDULES.get(name)
+    if schedule is None:
         raise UserError(
             f"schedule {name!r}", f"must be one of {', '.join(SCHEDULES)}", "use --schedule auto or one of these names"
         )
-    return generator
+    return schedule
 
 
 def check_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None = None) -> None:
     """Raise UserError unless the schedule can run these numbers."""
-    generator = _lookup(name)
+    schedule = _lookup(name)
     m = num_microbatches
     for label, value in (("pp", pp), ("vp", vp), ("number of micro-batches", m)):
         if value < 1:
             raise UserError(f"{label} {value}", "must be at least 1", f"use 1 or more, or keep the default {label}")
-    if generator.vp is not None and vp != generator.vp:
+    if schedule.vp is not None and vp != schedule.vp:
         other = "interleaved" if vp > 1 else "1f1b"
-        remedy = f"use --vp {generator.vp} or --schedule {other}"
-        raise UserError(f"schedule {name} with vp {vp}", f"{name} needs vp {generator.vp}", remedy)
-    if m < generator.min_microbatches_per_rank * pp:
-        rule = f"it needs at least {generator.min_microbatches_per_rank} * pp"
+        remedy = f"use --vp {schedule.vp} or --schedule {other}"
+        raise UserError(f"schedule {name} with vp {vp}", f"{name} needs vp {schedule.vp}", remedy)
+    if m < schedule.min_microbatches_per_rank * pp:
+        rule = f"it needs at least {schedule.min_microbatches_per_rank} * pp"
         remedy = "raise the global batch size or use another schedule"
         raise UserError(f"{m} micro-batches with schedule {name} and pp {pp}", rule, remedy)
-    if generator.grouped:
+    if schedule.grouped:
         _check_groups(pp, m, pp if group_size is None else group_size)
     elif group_size is not None:
         given, rule = f"group size {group_size} with schedule {name}", "only interleaved runs micro-batches in groups"

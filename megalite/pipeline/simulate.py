@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise, product
 
-from megalite.pipeline.orders import Op
 from megalite.pipeline.schedule import Costs, Program, Schedule, needed_by
+from megalite.schedules.pipeline import Op
 
 MODES = ("free", "dir", "blocking")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megalite.pipeline.orders import COMPUTE_KINDS, TRANSFER_KINDS, Op
 from megalite.pipeline.schedule import Program, Schedule, consumer_stage, needed_by, product_of
 from megalite.pipeline.simulate import MODES, event_graph, program_peaks, topological_order
+from megalite.schedules.pipeline import COMPUTE_KINDS, TRANSFER_KINDS, Op
 
 
 class InvalidScheduleError(ValueError):

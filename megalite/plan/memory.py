@@ -157,7 +157,7 @@ def layer_activations(cfg: Config, recompute: str | None = None) -> int:
     # on the outputs of sub-layers only the inputs: their outputs are added to the residual and dropped.
     norms = 4 if m.norm_position == "both" else 2
     residual = (3 if m.parallel_residual else norms + 2) * e * m.hidden_size
-    residual += norms * (8 if m.norm == "layernorm" else 4)
+    residual += norms * 4 * m.norm_kind.statistics
     if m.hidden_dropout:
         # Two masks: of bytes on a GPU, of the activations' type on a CPU.
         residual += 2 * m.hidden_size * (e if cfg.parallel.device == "cpu" else 1)

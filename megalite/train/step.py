@@ -11,8 +11,8 @@ import torch
 from torch.profiler import record_function
 
 from megalite.dist import collectives
-from megalite.optim.lr_schedule import learning_rate
 from megalite.pipeline.executor import MicroBatch
+from megalite.schedules.lr import learning_rate
 from megalite.train.build import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
 

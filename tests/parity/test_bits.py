@@ -17,20 +17,18 @@ import torch
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
+from megalite.schedules.pipeline import SCHEDULES
 from megalite.sharding import Shard
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
 # name -> layout at pp 2; chunks as the schedule wants them.
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "naive": {"pp": 2},
-    "gpipe": {"pp": 2},
+LAYOUTS: dict[str, dict[str, Any]] = {
     "gpipe-of-chunks": {"pp": 2, "vp": 2, "schedule": "gpipe"},
-    "1f1b": {"pp": 2},
-    "1f1b-eager": {"pp": 2},
-    "interleaved": {"pp": 2, "vp": 2},
-    "zb-h1": {"pp": 2},
-    "zb-v": {"pp": 2, "vp": 2},
+    **{
+        name: {"pp": 2, "vp": schedule.vp or (2 if schedule.grouped else 1), "schedule": name}
+        for name, schedule in SCHEDULES.items()
+    },
 }
 Grads = list[tuple[str, Shard, np.ndarray]]
 
@@ -70,13 +68,7 @@ def config(model: ModelConfig, layout: dict[str, Any], name: str = "auto", **tra
 
 
 def schedule_configs(model: ModelConfig, extra: dict[str, Any] | None = None, **train: Any) -> dict[str, Config]:
-    return {
-        name: config(model, {"schedule": name, **(extra or {}), **layout}, name if name in _NAMES else "gpipe", **train)
-        for name, layout in SCHEDULES.items()
-    }
-
-
-_NAMES = ("naive", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-v")
+    return {name: config(model, {**(extra or {}), **layout}, **train) for name, layout in LAYOUTS.items()}
 
 
 def as_bytes(ranks: list[Grads]) -> dict[tuple[str, int], bytes]:

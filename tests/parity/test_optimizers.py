@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.config.run import Config
-from megalite.optim.lr_schedule import learning_rate
+from megalite.schedules.lr import learning_rate
 from tests.parity import jobs
 from tests.parity.test_oracle import hf_llama, initial_weights
 from tests.workers import WorkerPool

@@ -11,7 +11,7 @@ import torch
 
 from megalite.config.model import ModelConfig
 from megalite.model.parameters import param_map
-from megalite.optim.lr_schedule import learning_rate
+from megalite.schedules.lr import learning_rate
 from megalite.sharding import Shard
 from tests.parity import jobs
 

@@ -14,10 +14,8 @@ from megalite.config.model import ModelConfig, RopeScaling
 from megalite.errors import UserError
 from megalite.families import FAMILIES
 from megalite.families.common import Family
+from megalite.families.parts import ACTIVATIONS
 
-# Activation in megalite -> in config.json, for gated and plain MLPs.
-_GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
-_PLAIN = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _SCALING_KEYS = {"default": (), "llama3": tuple(f.name for f in dataclasses.fields(RopeScaling)), "linear": ("factor",)}
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -28,7 +26,8 @@ TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init
 def _activations(family: Family) -> dict[str, str]:
     """Return the activations that a family can name: its own where that is gated, else all plain ones."""
     own = family.options.get("activation", "swiglu")
-    return {own: _GATED[own]} if own in _GATED else _PLAIN
+    named = {name: kind.hf for name, kind in ACTIVATIONS.items() if kind.hf and not kind.gated}
+    return {own: ACTIVATIONS[own].hf or own} if own not in named else named
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:

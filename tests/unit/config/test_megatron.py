@@ -15,6 +15,7 @@ from megalite.config.cli import parse
 from megalite.config.options import GROUP_OF, TYPES
 from megalite.config.run import Config
 from megalite.errors import UserError
+from megalite.schedules.lr import LR_DECAYS
 
 DOCS = Path(__file__).parents[3] / "docs" / "megatron.md"
 
@@ -120,7 +121,7 @@ def test_flags_that_need_others_to_be_understood(argv: str, option: str, value: 
         ("--bf16 --fp16", "--fp16: --bf16 conflicts with it; keep one of the two"),
         ("--swiglu --activation gelu", "--activation gelu: --swiglu conflicts with it"),
         ("--zero-stage 3", "--zero-stage 3: must be one of 0, 1"),
-        ("--lr-decay-style inverse-square-root", "must be one of cosine, linear, wsd, constant"),
+        ("--lr-decay-style steep", f"must be one of {', '.join(LR_DECAYS)}"),
     ],
 )
 def test_mistakes_are_reported_in_their_words(argv: str, message: str) -> None:

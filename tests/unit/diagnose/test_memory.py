@@ -86,7 +86,7 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
     flags = ["--preset", "llama-3-70b", "--global-batch-size", "1024", "--mock-data", "--device", "cuda"]
     # Sizes that no other test has left in a cache.
     cfg = parse([*flags, "--pp", "8", "--tp", "4", "--init-std", "0.0203"]).config
-    for cache in (schedule._build, schedule.compute_orders, choose._choose, choose._within):
+    for cache in (schedule._build, schedule._orders, choose._choose, choose._within):
         cache.cache_clear()
     monkeypatch.setattr(schedule, "lower", counting("lowered", schedule.lower))
     monkeypatch.setattr(choose, "simulate", counting("simulated", choose.simulate))

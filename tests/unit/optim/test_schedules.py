@@ -6,7 +6,7 @@ import pytest
 
 from megalite.config.run import OptimConfig
 from megalite.optim.loss_scale import LossScaler
-from megalite.optim.lr_schedule import learning_rate
+from megalite.schedules.lr import LR_DECAYS, learning_rate
 
 
 def cfg(decay: str, **options: float) -> OptimConfig:
@@ -44,15 +44,20 @@ def test_decay_may_end_before_the_run() -> None:
     assert learning_rate(550, early, 1000) == learning_rate(1000, early, 1000) == 0.001
 
 
-@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])
+@pytest.mark.parametrize("decay", LR_DECAYS)
 def test_edges(decay: str) -> None:
     # A run that is all warm-up, and one without: no division by zero, no rate above the peak.
     rates = [learning_rate(step, cfg(decay), 100) for step in range(102)]
     assert max(rates) <= 0.1
     assert rates[99] == pytest.approx(0.0991)
-    none = OptimConfig(lr=0.1, lr_decay=decay)  # type: ignore[arg-type]
+    none = OptimConfig(lr=0.1, lr_decay=decay)
     assert learning_rate(0, none, 10) == 0.1
-    rates = [learning_rate(step, none, 10) for step in range(12)]
+    assert all(0 <= learning_rate(step, none, 10) <= 0.1 for step in range(12))
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "wsd", "constant"])
+def test_the_rate_never_rises_after_the_warm_up(decay: str) -> None:
+    rates = [learning_rate(step, OptimConfig(lr=0.1, lr_decay=decay), 10) for step in range(12)]
     assert rates == sorted(rates, reverse=True)
 
 

@@ -15,23 +15,17 @@ from hypothesis import strategies as st
 from megalite.pipeline.schedule import Costs, Op, build_schedule, lower
 from megalite.pipeline.simulate import MODES, DeadlockError, simulate
 from megalite.pipeline.validate import InvalidScheduleError, validate
+from megalite.schedules.pipeline import RESEARCH_SCHEDULES, SCHEDULES
 
 
 @st.composite
 def configurations(draw, max_pp=8, max_vp=4, max_m=12):
-    name = draw(
-        st.sampled_from(["naive", "gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipev"])
-    )
-    pp = draw(st.integers(1, max_pp))
-    vp = draw(st.integers(1, max_vp)) if name in ("naive", "gpipe", "interleaved") else 1
-    m = draw(st.integers(1, max_m))
+    name, schedule = draw(st.sampled_from(list({**SCHEDULES, **RESEARCH_SCHEDULES}.items())))
+    pp = draw(st.integers(1, max_pp if not schedule.min_microbatches_per_rank else 4))
+    vp = schedule.vp or draw(st.integers(1, max_vp))
+    m = max(draw(st.integers(1, max_m)), schedule.min_microbatches_per_rank * pp)
     group = None
-    if name in ("zb-v", "dualpipev"):
-        vp = 2
-    if name == "dualpipev":
-        pp = min(pp, 4)
-        m = max(m, 2 * pp)
-    if name == "interleaved":
+    if schedule.grouped:
         m = max(m, pp)
         group = draw(st.sampled_from([g for g in range(pp, m + 1) if m % g == 0 or m % g >= pp]))
     return name, pp, vp, m, group

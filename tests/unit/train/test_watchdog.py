@@ -20,7 +20,7 @@ import pytest
 
 from megalite.child import shared_memory
 from megalite.dist.context import ParallelContext
-from megalite.pipeline.orders import Op
+from megalite.schedules.pipeline import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import (

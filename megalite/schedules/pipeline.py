@@ -1,7 +1,7 @@
 """The order in which each pipeline rank runs its compute operations, one generator per schedule.
 
 Notation: p = pp, v = vp (chunks per rank), m = num_microbatches, r = rank. An order is a list of F (forward),
-B (whole backward), I (input gradient) and W (weight gradient); transfers are added by `schedule.lower`.
+B (whole backward), I (input gradient) and W (weight gradient); transfers are added by `pipeline.schedule.lower`.
 
 Every schedule takes the forwards and the backwards of one chunk in micro-batch order. So each weight sums its
 micro-batch gradients in the same order under every schedule, and `main_grad` is bitwise equal over all of them.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import NamedTuple
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
@@ -82,7 +82,7 @@ class Placement:
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.vp))
 
 
-class _Emitter:
+class Emitter:
     """Collect one rank's ops from patterns like "F0 I0 W0" (kind, chunk), counting micro-batches automatically.
 
     "B" and "I" of a chunk share a count. A bare "W" is the oldest pending weight gradient of any chunk.
@@ -110,12 +110,12 @@ class _Emitter:
         return op
 
 
-def _per_rank(emit: Callable[..., None]) -> Callable[..., Orders]:
+def per_rank(emit: Callable[..., None]) -> Callable[..., Orders]:
     """Make a schedule of `emit(e, p, r, m)`, which adds the ops of rank r of p."""
 
     @wraps(emit)
     def orders(place: Placement, m: int, **options: bool) -> Orders:
-        emitters = [_Emitter(place, r) for r in range(place.pp)]
+        emitters = [Emitter(place, r) for r in range(place.pp)]
         for r, e in enumerate(emitters):
             emit(e, place.pp, r, m, **options)
         return [e.ops for e in emitters]
@@ -123,15 +123,15 @@ def _per_rank(emit: Callable[..., None]) -> Callable[..., Orders]:
     return orders
 
 
-@_per_rank
-def naive(e: _Emitter, p: int, r: int, m: int) -> None:
+@per_rank
+def naive(e: Emitter, p: int, r: int, m: int) -> None:
     """Run one micro-batch at a time through all stages and back: the reference for all other schedules."""
     chunks = range(len(e.stages))
     e.add(" ".join([f"F{c}" for c in chunks] + [f"B{c}" for c in reversed(chunks)]), m)
 
 
-@_per_rank
-def gpipe(e: _Emitter, p: int, r: int, m: int) -> None:
+@per_rank
+def gpipe(e: Emitter, p: int, r: int, m: int) -> None:
     """Run all forwards, then all backwards, by chunk (Huang et al. 2019; for vp > 1 breadth-first, 2211.05953)."""
     chunks = range(len(e.stages))
     for c in chunks:
@@ -140,8 +140,8 @@ def gpipe(e: _Emitter, p: int, r: int, m: int) -> None:
         e.add(f"B{c}", m)
 
 
-@_per_rank
-def one_f_one_b(e: _Emitter, p: int, r: int, m: int, eager: bool = False) -> None:
+@per_rank
+def one_f_one_b(e: Emitter, p: int, r: int, m: int, eager: bool = False) -> None:
     """Run 1F1B (PipeDream-flush, 2006.09503): p-r-1 warm-up forwards, then one forward, one backward.
 
     Eager: twice the warm-up, so that a transfer can hide behind a compute op each way.
@@ -173,8 +173,8 @@ def interleaved(place: Placement, m: int, group_size: int) -> Orders:
     return orders
 
 
-@_per_rank
-def zb_h1(e: _Emitter, p: int, r: int, m: int, doubled: bool = False) -> None:
+@per_rank
+def zb_h1(e: Emitter, p: int, r: int, m: int, doubled: bool = False) -> None:
     """Run zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B.
 
     Doubled: H2, with twice the warm-up and memory.
@@ -189,8 +189,8 @@ def zb_h1(e: _Emitter, p: int, r: int, m: int, doubled: bool = False) -> None:
     e.add("W0", delay)
 
 
-@_per_rank
-def zb_v(e: _Emitter, p: int, r: int, m: int) -> None:
+@per_rank
+def zb_v(e: Emitter, p: int, r: int, m: int) -> None:
     """Run zero bubble V (ZB-V, 2405.15362): two chunks per rank in a V, at the memory of 1F1B on every rank."""
     padded = max(m, 2 * p - 1)
     e.add("F0", 2 * (p - r) - 1)
@@ -205,8 +205,8 @@ def zb_v(e: _Emitter, p: int, r: int, m: int) -> None:
     e.ops = [op for op in e.ops if op.microbatch < m]
 
 
-@_per_rank
-def dualpipev(e: _Emitter, p: int, r: int, m: int) -> None:
+@per_rank
+def dualpipev(e: Emitter, p: int, r: int, m: int) -> None:
     """Run DualPipeV (DeepSeek-V3's DualPipe cut in half), with the overlapped pairs as two ops. m >= 2p."""
     e.add("F0", 2 * (p - r - 1))
     e.add("F0 F1", r + 1)
@@ -219,3 +219,42 @@ def dualpipev(e: _Emitter, p: int, r: int, m: int) -> None:
     e.add("I1 I0", (r + 1) // 2)
     e.add("W I0", p - r - 1)
     e.add("W", len(e.pending_w))
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """A schedule by its orders, and what it requires of the numbers of ranks, chunks and micro-batches.
+
+    Attributes:
+        orders: (placement, number of micro-batches) -> order of each rank; `per_rank` makes one of a rank's pattern.
+        auto: whether `--schedule auto` may choose it.
+        vp: the only number of chunks per rank that it can run; None: any.
+        v_shape: how the stages are placed (see `Placement`).
+        grouped: `orders` also takes a group size.
+        min_microbatches_per_rank: it needs at least this times pp micro-batches.
+    """
+
+    orders: Callable[..., Orders]
+    auto: bool = False
+    vp: int | None = None
+    v_shape: bool = False
+    grouped: bool = False
+    min_microbatches_per_rank: int = 0
+
+
+SCHEDULES: dict[str, PipelineSchedule] = {
+    "naive": PipelineSchedule(naive),
+    "gpipe": PipelineSchedule(gpipe, auto=True),
+    "1f1b": PipelineSchedule(one_f_one_b, auto=True, vp=1),
+    "1f1b-eager": PipelineSchedule(partial(one_f_one_b, eager=True), auto=True, vp=1),
+    "interleaved": PipelineSchedule(interleaved, auto=True, grouped=True),
+    "zb-h1": PipelineSchedule(zb_h1, auto=True, vp=1),
+    "zb-v": PipelineSchedule(zb_v, auto=True, vp=2, v_shape=True),
+}
+"""Name (`--schedule`) -> schedule."""
+
+# No flags for these: with a flush zb-h2 is zb-h1 at twice the memory; dualpipev needs overlapped forward and backward.
+RESEARCH_SCHEDULES: dict[str, PipelineSchedule] = {
+    "zb-h2": PipelineSchedule(partial(zb_h1, doubled=True), vp=1),
+    "dualpipev": PipelineSchedule(dualpipev, vp=2, v_shape=True, min_microbatches_per_rank=2),
+}

@@ -1,0 +1,78 @@
+"""Learning rate of each step: linear warm-up, then what `--lr-decay` names.
+
+Sources: cosine, Loshchilov & Hutter 2017 (SGDR), eq. 5 without restarts; WSD, Hu et al. 2024 (MiniCPM), section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Rates(Protocol):
+    """Options of the learning rate (see `OptimConfig`)."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def min_lr(self) -> float: ...
+    @property
+    def init_lr(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def lr_decay(self) -> str: ...
+    @property
+    def lr_decay_steps(self) -> int | None: ...
+    @property
+    def wsd_decay_steps(self) -> int | None: ...
+
+
+Decay = Callable[[int, Rates, int], float]
+"""(step from the end of the warm-up on, options, step at which the decay ends) -> learning rate."""
+
+
+def cosine(step: int, cfg: Rates, end: int) -> float:
+    """Fall along half a cosine."""
+    share = _share(step, cfg.warmup_steps, end)
+    return cfg.min_lr + 0.5 * (cfg.lr - cfg.min_lr) * (1.0 + math.cos(math.pi * share))
+
+
+def linear(step: int, cfg: Rates, end: int) -> float:
+    """Fall along a line."""
+    return _line(_share(step, cfg.warmup_steps, end), cfg)
+
+
+def wsd(step: int, cfg: Rates, end: int) -> float:
+    """Stay at the peak, then fall along a line over the last `wsd_decay_steps`."""
+    return _line(_share(step, end - (cfg.wsd_decay_steps or max(1, end // 10)), end), cfg)
+
+
+def constant(step: int, cfg: Rates, end: int) -> float:
+    """Stay at the peak."""
+    return cfg.lr
+
+
+def _share(step: int, begin: int, end: int) -> float:
+    return 1.0 if step >= end else max(0.0, (step - begin) / (end - begin))
+
+
+def _line(share: float, cfg: Rates) -> float:
+    # The sum would miss the end by a rounding error.
+    return cfg.min_lr if share == 1.0 else cfg.lr + (cfg.min_lr - cfg.lr) * share
+
+
+LR_DECAYS: dict[str, Decay] = {"cosine": cosine, "linear": linear, "wsd": wsd, "constant": constant}
+"""Name (`--lr-decay`) -> learning rate after the warm-up."""
+
+
+def learning_rate(step: int, cfg: Rates, train_steps: int) -> float:
+    """Compute the learning rate of optimizer step `step` (the first is 1).
+
+    Rises from `init_lr` at 0 to `lr` at `warmup_steps`, then follows the decay, which ends at `lr_decay_steps`
+    (default: the last step).
+    """
+    if step < cfg.warmup_steps:
+        return cfg.init_lr + (cfg.lr - cfg.init_lr) * step / cfg.warmup_steps
+    return LR_DECAYS[cfg.lr_decay](step, cfg, cfg.lr_decay_steps or train_steps)
