@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -10,6 +11,10 @@ import pytest
 
 from megalite.log import logger
 from tests.workers import WorkerPool
+
+# Before torch is imported. Several tests run at a time: on tiny tensors OpenMP threads spin for each other and cost ten
+# times the processor time of one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HUNG_S = 600
 """Far beyond the slowest test (80 s on two busy cores). One that hangs fails alone, and does not hold up the others."""

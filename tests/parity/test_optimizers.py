@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.schedules.lr import learning_rate
 from tests.parity import jobs
@@ -23,9 +25,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None) -> Config:
-    cfg = jobs.make_config(model, parallel)
+    cfg = jobs.make_config(model, parallel, micro_batch_size=2)
     lr = {"lamb": 1e-3, "lars": 0.5, "sgd": 1e-2}[optimizer]
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, optimizer=optimizer, lr=lr))
+
+
+@cache
+def one_process(optimizer: str, model: ModelConfig) -> list[tuple[float, float]]:
+    return jobs.train(0, config(optimizer, model), 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -33,7 +40,7 @@ def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None) -
 def test_same_in_every_layout(pool: WorkerPool, optimizer: str, layout: str) -> None:
     world, parallel = LAYOUTS[layout]
     for model in (jobs.llama(), jobs.gpt2()):
-        expected = jobs.train(0, config(optimizer, model), 1)
+        expected = one_process(optimizer, model)
         for steps in pool.run(world, jobs.train, config(optimizer, model, parallel), world):
             np.testing.assert_allclose(steps, expected, rtol=1e-5)
 
