@@ -107,6 +107,41 @@ def hardware() -> str:
     )
 
 
+def available_memory(root: str = "/") -> int:
+    """Bytes that processes can still allocate here: the host's, or what the memory control groups around us leave.
+
+    `root` is where /proc and /sys are.
+    """
+    rows = [line.split() for line in _lines(os.path.join(root, "proc/meminfo"))]
+    left = [int(row[1]) * 1024 for row in rows if row[0] == "MemAvailable:"]
+    if not left:
+        left = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _lines(os.path.join(root, "proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # Version 2 of control groups has no list of controllers.
+        base = os.path.join(root, "sys/fs/cgroup", "memory" if controllers else "")
+        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts) + 1):
+            folder = os.path.join(base, *parts[:depth])
+            limit, used = (_lines(os.path.join(folder, f"memory.{name}")) for name in names)
+            if limit and used and limit[0].isdecimal():
+                cache = [row.split() for row in _lines(os.path.join(folder, "memory.stat"))]
+                free_again = sum(int(row[1]) for row in cache if row[0] == "inactive_file")
+                left.append(int(limit[0]) - int(used[0]) + free_again)
+    return max(0, min(left))
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as f:
+            return f.read().splitlines()
+    except OSError:
+        return []
+
+
 def _installed() -> dict[str, str]:
     """Versions of torch and NCCL from package metadata: importing torch takes seconds and could touch a GPU."""
     from importlib import metadata

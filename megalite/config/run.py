@@ -99,6 +99,11 @@ class TrainConfig:
     compress: str = "none"
     """Compress gradients over dp: none, int8 (the one to use), topk:F (a fraction F of them) or powersgd:R (rank R)."""
 
+    offload: Literal["none", "optimizer"] = "none"
+    """Keep in host memory: nothing, or optimizer states and masters, which the host then updates."""
+    offload_dir: str | None = None
+    """With --offload optimizer: keep them on disk instead, in scratch files in this directory."""
+
     def __post_init__(self) -> None:
         in_range(self, "micro_batch_size global_batch_size train_steps", 1)
         in_range(self, "seed", 0, 2**63)
@@ -115,6 +120,12 @@ class TrainConfig:
             f"--compress {self.compress}",
             "must be none, int8, topk:F with F above 0 and at most 1, or powersgd:R with a whole R of at least 1",
             "use --compress int8",
+        )
+        require(
+            self.offload_dir is None or self.offload == "optimizer",
+            f"--offload-dir {self.offload_dir} with --offload {self.offload}",
+            "applies to optimizer states",
+            "give --offload optimizer, or drop --offload-dir",
         )
         require(
             self.compress == "none" or self.grad_reduce_dtype == "fp32",

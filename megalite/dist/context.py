@@ -187,6 +187,12 @@ def world_size(otherwise: int = 1) -> int:
     return int(os.environ.get("WORLD_SIZE", otherwise))
 
 
+def local_world_size() -> int:
+    """Number of ranks on this host, as its launcher says; all of them where none does."""
+    text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
+    return int(text) if text.isdecimal() else world_size()
+
+
 def init_process_group(device: torch.device) -> None:
     """Join the default process group (gloo on CPU, NCCL on GPU); a world of one needs none."""
     if world_size() == 1:

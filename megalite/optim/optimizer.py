@@ -7,7 +7,7 @@ slices of logical parameters (`StateTensor`), so that files do not depend on the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from megalite.dist.context import Axis, ParallelContext
 from megalite.ops import Ops
 from megalite.optim.bucket import Bucket, Segment
 from megalite.optim.compress import PowerSGD
+from megalite.optim.offload import Offload
 from megalite.optim.trust_ratio import TrustRatioUpdate
 from megalite.sharding import StateTensor
 from megalite.slices import Slice
@@ -31,7 +32,7 @@ class _State:
     bucket: Bucket
     master: torch.Tensor
     exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor | None
+    exp_avg_sq: torch.Tensor | None = None
 
 
 class DistributedOptimizer:
@@ -44,15 +45,30 @@ class DistributedOptimizer:
         ops: the kernels in use.
         overlap_gather: let the gathering of weights overlap with the next forward pass (modules given to `wait_before`
             wait for their own weights); otherwise `step` waits.
+        offload: where the state lives if it is not on the device of the buckets.
+        host_ops: the kernels that update it there.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], cfg: OptimConfig, ctx: ParallelContext, ops: Ops, overlap_gather: bool
+        self,
+        buckets: Sequence[Bucket],
+        cfg: OptimConfig,
+        ctx: ParallelContext,
+        ops: Ops,
+        overlap_gather: bool,
+        offload: Offload | None = None,
+        host_ops: Ops | None = None,
     ) -> None:
         self.buckets, self.cfg, self.ctx, self.ops = buckets, cfg, ctx, ops
         self.overlap_gather = overlap_gather
         self.num_steps = 0
-        self._states = [self._make_state(b) for b in buckets]
+        self._offload, self._update_ops = offload, host_ops or ops
+        if offload is None:
+            self._states = [self._make_state(b) for b in buckets]
+        else:
+            self._states = [_State(b, *flats) for b, flats in zip(buckets, offload.states.flats)]
+            for state in self._states:
+                state.master.copy_(state.bucket.weight_share)
 
     def _make_state(self, bucket: Bucket) -> _State:
         share = bucket.weight_share
@@ -115,19 +131,19 @@ class DistributedOptimizer:
     def step(self, lr: float, grad_multiplier: torch.Tensor) -> None:
         """Update once with the reduced gradients times `grad_multiplier` (0-dim: clipping and unscaling)."""
         self.num_steps += 1
-        cfg = self.cfg
-        for state in self._states:
+        cfg, ops = self.cfg, self._update_ops
+        if self._offload is not None:
+            grad_multiplier = grad_multiplier.cpu()
+        for state, grad, out in self._updates():
             bucket = state.bucket
             if bucket.codec is not None:
                 bucket.codec.commit()
-            share, grad = bucket.weight_share, bucket.grad_share
-            out = None if share.data_ptr() == state.master.data_ptr() else share
             decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
             if cfg.optimizer == "sgd":
                 self._sgd(state, grad.mul_(grad_multiplier), out, lr, decay)
                 continue
             if cfg.optimizer == "lars":
-                update, grad = TrustRatioUpdate(bucket, self.ctx, self.ops), grad.mul_(grad_multiplier)
+                update, grad = TrustRatioUpdate(bucket, self.ctx, ops), grad.mul_(grad_multiplier)
                 update.lars(state.master, grad, state.exp_avg, out, lr=lr, momentum=cfg.beta1, weight_decay=decay)
                 continue
             moments = (state.exp_avg, state.exp_avg_sq)
@@ -140,14 +156,25 @@ class DistributedOptimizer:
                 "grad_multiplier": grad_multiplier,
             }
             if cfg.optimizer == "adamw":
-                self.ops.adamw(state.master, grad, *moments, out, lr=lr, **options)
+                ops.adamw(state.master, grad, *moments, out, lr=lr, **options)
             else:
                 # The direction takes the gradient's place.
-                self.ops.lamb_direction(state.master, grad, *moments, grad, **options)
-                TrustRatioUpdate(bucket, self.ctx, self.ops).lamb(state.master, grad, out, lr)
+                ops.lamb_direction(state.master, grad, *moments, grad, **options)
+                TrustRatioUpdate(bucket, self.ctx, ops).lamb(state.master, grad, out, lr)
         self.gather()
         if not self.overlap_gather:
             self.wait_weights()
+
+    def _updates(self) -> Iterator[tuple[_State, torch.Tensor, torch.Tensor | None]]:
+        """Yield (state, gradient, weights to fill unless they are the master) of each bucket where it is updated."""
+        if self._offload is not None:
+            for bucket, (flats, grad, weights) in zip(self.buckets, self._offload.updates(), strict=True):
+                yield _State(bucket, *flats), grad, weights
+            return
+        for state in self._states:
+            share = state.bucket.weight_share
+            out = None if share.data_ptr() == state.master.data_ptr() else share
+            yield state, state.bucket.grad_share, out
 
     def _sgd(self, state: _State, grad: torch.Tensor, out: torch.Tensor | None, lr: float, decay: float) -> None:
         state.master.mul_(1 - lr * decay)

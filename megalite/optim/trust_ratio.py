@@ -92,10 +92,11 @@ class TrustRatioUpdate:
         if not self.bucket.kind.weight_decay:
             return torch.ones(len(self.bucket.params), device=master.device)
         squares = torch.stack([self.ops.segment_norms(x, self.offsets).square() for x in (master, update)])
+        squares = squares.to(self.ctx.device)  # offloaded state is on the host
         if self.bucket.sharded.state:
             collectives.all_reduce(squares, self.bucket.batch).wait()
         # A replicated parameter counts on one rank only.
         squares *= torch.tensor([p.shard.is_first("tp") for p in self.bucket.params], device=squares.device)
         collectives.all_reduce(squares, self.ctx.tp).wait()
-        weight, step = squares.sqrt()
+        weight, step = squares.sqrt().to(master.device)
         return torch.where((weight > 0) & (step > 0), ratio(weight, step), 1.0)

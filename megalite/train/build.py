@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
 from megalite.optim.bucket import Sharded, make_buckets
 from megalite.optim.loss_scale import LossScaler
+from megalite.optim.offload import Offload
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
@@ -156,6 +158,14 @@ def _build_optimizer(cfg: Config, ctx: ParallelContext, stages: dict[int, GPTSta
     )
     if cfg.train.compress != "none" and ctx.dp.size == 1:
         logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
-    optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, cfg.parallel.overlap_param_gather)
+    offload, host_ops = None, None
+    if cfg.train.offload == "optimizer":
+        folder = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
+        offload = Offload(buckets, 1 + cfg.optim.num_moments, ctx.device, folder)
+        if ctx.device.type != "cpu":
+            host_ops = kernels.resolve(None, "cpu", DTYPES[cfg.train.precision])
+            logger.info(f"on the host: {host_ops.describe()}")
+    overlap = cfg.parallel.overlap_param_gather
+    optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, overlap, offload, host_ops)
     optimizer.wait_before(modules)
     return optimizer

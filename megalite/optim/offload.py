@@ -1,0 +1,139 @@
+"""Optimizer state on the host (`--offload optimizer`) or on disk (`--offload-dir`), and the update there.
+
+Bucket by bucket, once the norm of all gradients is known: its gradient comes down, the host updates masters and
+moments, its weights go up (Ren et al. 2021, section 4, without the delayed update, which trains on old gradients). On
+a GPU both ways go through two pinned buffers each, on streams of their own, beside the update of the neighbors. On a
+CPU there is nothing to copy, and the run is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megalite.dist.context import local_world_size
+from megalite.errors import require
+from megalite.host import available_memory
+from megalite.log import logger
+from megalite.optim.bucket import Bucket
+from megalite.optim.offload_disk import DiskStates, buffer_bytes
+
+Update = tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]
+
+
+class States(Protocol):
+    """Masters and moments of all buckets.
+
+    Attributes:
+        flats: of each bucket, fp32 and flat; to be read and written between updates.
+    """
+
+    flats: list[tuple[torch.Tensor, ...]]
+
+    def visit(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield those of each bucket in order; what is written into them is kept."""
+        ...
+
+
+class HostStates:
+    """Masters and moments in host memory."""
+
+    def __init__(self, shares: Sequence[int], num_states: int) -> None:
+        self.flats = [tuple(torch.zeros(share) for _ in range(num_states)) for share in shares]
+
+    def visit(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield those of each bucket in order."""
+        yield from self.flats
+
+
+class Offload:
+    """The state of buckets, away from their device, and the order in which an update visits it.
+
+    Args:
+        buckets: in the order in which their gradients become complete.
+        num_states: masters, and moments of the optimizer.
+        device: of the buckets.
+        folder: where scratch files go; None: keep everything in host memory.
+
+    Raises:
+        UserError: host memory or disk space does not suffice. Nothing was allocated.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], num_states: int, device: torch.device, folder: Path | None) -> None:
+        self.buckets = buckets
+        shares = [bucket.weight_share.numel() for bucket in buckets]
+        state_bytes = 4 * num_states * sum(shares)
+        in_memory = state_bytes if folder is None else buffer_bytes(shares, num_states)
+        # fp32 gradients and weights of two buckets.
+        staging = 0 if device.type == "cpu" else 2 * max(4 + b.weights.element_size() for b in buckets) * max(shares)
+        _check_memory(in_memory + staging)
+        self.states: States = (
+            HostStates(shares, num_states) if folder is None else DiskStates(folder, shares, num_states)
+        )
+        self._staging = None if device.type == "cpu" else _Staging(buckets, device)
+        where = "host memory" if folder is None else f"scratch files in {folder}"
+        logger.info(f"offload: {state_bytes / 2**20:,.1f} MiB of optimizer state of this rank are in {where}")
+
+    def updates(self) -> Iterator[Update]:
+        """Yield (masters and moments, gradient, weights to fill) of each bucket in order, all on the host."""
+        shares = (
+            ((b.grad_share, b.weight_share) for b in self.buckets) if self._staging is None else self._staging.visit()
+        )
+        for flats, (grad, weights) in zip(self.states.visit(), shares, strict=True):
+            yield flats, grad, weights
+
+
+class _Staging:
+    """Two pinned buffers each for gradients on their way down and weights on their way up."""
+
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
+        self._buckets, self._device = buckets, device
+        largest = max(bucket.weight_share.numel() for bucket in buckets)
+        # Pinned once: torch rounds every request up to a power of two, and pinning stalls all streams.
+        self._grads = [torch.empty(largest, pin_memory=True) for _ in range(2)]
+        dtype = buckets[0].weights.dtype
+        self._weights = [torch.empty(largest, dtype=dtype, pin_memory=True) for _ in range(2)]
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._fetched = [torch.cuda.Event() for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in range(2)]
+
+    def visit(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (gradient, weights) of each bucket on the host; the weights are sent when the next one is asked for."""
+        compute = torch.cuda.current_stream(self._device)
+        self._down.wait_stream(compute)
+        self._up.wait_stream(compute)
+        self._fetch(0)
+        for i, bucket in enumerate(self._buckets):
+            share, side = bucket.weight_share, i % 2
+            self._fetch(i + 1)
+            self._fetched[side].synchronize()
+            # The weights of the bucket before the last left from the same buffer.
+            self._sent[side].synchronize()
+            weights = self._weights[side][: share.numel()]
+            yield self._grads[side][: share.numel()], weights
+            with torch.cuda.stream(self._up):
+                share.copy_(weights, non_blocking=True)
+                self._sent[side].record()
+        compute.wait_stream(self._up)
+
+    def _fetch(self, i: int) -> None:
+        """Start copying the gradient of bucket `i`, if there is one, into a buffer that the host has done with."""
+        if i < len(self._buckets):
+            grad = self._buckets[i].grad_share
+            with torch.cuda.stream(self._down):
+                self._grads[i % 2][: grad.numel()].copy_(grad, non_blocking=True)
+                self._fetched[i % 2].record()
+
+
+def _check_memory(needed: int) -> None:
+    ranks, available = local_world_size(), available_memory()
+    require(
+        needed * ranks <= available,
+        "--offload optimizer",
+        f"the host needs {needed * ranks:,} bytes of memory ({needed:,} for each of its {ranks} ranks) and has "
+        f"{available:,} available",
+        "use more hosts or a larger dp, or give --offload-dir",
+    )

@@ -1,0 +1,109 @@
+"""Optimizer state on the host or on disk: the same bits as without, over a stop and a resume too."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.cli import parse
+from megalite.config.run import Config
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError
+from megalite.train.build import build_engine
+from megalite.train.step import train_step
+from tests.parity import jobs
+from tests.parity.test_resume import MODEL, losses, train
+from tests.workers import WorkerPool
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-fp32", "lamb-fp32"])
+def test_same_bits_where_ever_the_state_is(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
+    name, precision = optimizer.split("-")
+    flags = [*MODEL, "--optimizer", name, "--precision", precision, "--bucket-size", "5000"]
+    whole = pool.run(2, train, [*flags, "--train-steps", "4", "--run-dir", str(tmp_path / "none")], 2)
+    host = ["--offload", "optimizer"]
+    disk = [*host, "--offload-dir", str(tmp_path / "disk")]
+    for first, second, run in ((host, disk, tmp_path / "a"), (disk, host, tmp_path / "b")):
+        pool.run(2, train, [*flags, *first, "--train-steps", "2", "--run-dir", str(run)], 2)
+        resumed = pool.run(2, train, [*flags, *second, "--train-steps", "4", "--run-dir", str(run)], 2)
+        assert resumed == whole
+        assert losses(run) == losses(tmp_path / "none")
+        if name == "lamb":
+            break
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def config(folder: Path | None = None) -> Config:
+    where = None if folder is None else str(folder)
+    return jobs.make_config(jobs.llama(), offload="optimizer", offload_dir=where)
+
+
+def test_a_step_that_is_not_finite_changes_no_state_on_disk(tmp_path: Path) -> None:
+    engine = build_engine(config(tmp_path), ParallelContext.single())
+    engine.optimizer.init_parameters(1)
+    jobs.run_steps(engine, 1)
+    before = [s.flat.clone() for s in engine.optimizer.states()]
+    assert all(x.any() for x in before)
+    weight = engine.optimizer.buckets[0].params[0]
+    with torch.no_grad():
+        weight.view(-1)[0] = torch.nan
+    assert train_step(engine, jobs.batches(1)[0], 2).skipped
+    assert all(torch.equal(x, s.flat) for x, s in zip(before, engine.optimizer.states()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--offload params", "--offload params: must be one of none, optimizer"),
+        ("--offload-dir /tmp", "--offload-dir /tmp with --offload none: applies to optimizer states"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse(["--vocab-size", "90", "--mock-data", *flags.split()])
+
+
+def test_too_little_host_memory_is_said_with_both_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.optim.offload.available_memory", lambda: 100_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cfg = config()
+    engine = build_engine(
+        dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload="none")),
+        single := ParallelContext.single(),
+    )
+    needed = 12 * sum(b.numel for b in engine.optimizer.buckets)
+    with pytest.raises(UserError, match=rf"needs {4 * needed:,} bytes of memory \({needed:,} for .* has 100,000 avail"):
+        build_engine(cfg, single)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting needs root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.root
+def test_a_disk_that_is_too_small_is_refused_at_the_start(tiny_disk: Path) -> None:
+    cfg = jobs.make_config(jobs.llama(hidden_size=128), offload="optimizer", offload_dir=str(tiny_disk / "new"))
+    with pytest.raises(
+        UserError, match=r"this rank needs \d,\d{3},\d{3} bytes there and 2,\d{3},\d{3} are free; choose"
+    ):
+        build_engine(cfg, ParallelContext.single())
+    assert list((tiny_disk / "new").iterdir()) == []
+    # What fits trains, on a file system that may have no direct transfers.
+    engine = build_engine(config(tiny_disk), ParallelContext.single())
+    engine.optimizer.init_parameters(engine.cfg.train.seed)
+    expected = jobs.train(
+        0, dataclasses.replace(config(), train=dataclasses.replace(config().train, offload="none")), 1, 2
+    )
+    assert np.array_equal(jobs.run_steps(engine, 2), expected)
