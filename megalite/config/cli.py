@@ -20,6 +20,7 @@ from megalite.config import megatron
 from megalite.config.model import ModelConfig
 from megalite.config.names import suggest
 from megalite.config.options import GROUP_OF, GROUPS, TYPES, Start, StrictLoader, choices_of, help_texts, read_value
+from megalite.config.refused import accept
 from megalite.config.run import Config
 from megalite.errors import UserError
 from megalite.families import FAMILIES, PRESETS
@@ -195,13 +196,8 @@ _SWITCHES = {
 
 def _read_flags(tokens: Iterable[str]) -> tuple[Layer, dict[str, Given]]:
     """Command line -> (options, flags whose meaning must be computed from other options)."""
-    given = _split(tokens)
-    # Reported together, so that a Megatron-LM script does not take one try per flag.
     known = {*_VALUED, *_SWITCHES, *megatron.COMPUTED}
-    if unknown := list(dict.fromkeys(flag for flag, _ in given if flag not in known)):
-        rule, remedy = _unknown_flag(unknown[0], known)
-        others = ", ".join(f"--{flag}" for flag in unknown[1:])
-        raise UserError(f"--{unknown[0]}", rule, remedy + (f" (also unknown or refused: {others})" if others else ""))
+    given = accept(_split(tokens), known, lambda flag: _hint(flag, known))
     flags: Layer = {}
     computed: dict[str, Given] = {}
     for flag, words in given:
@@ -254,17 +250,15 @@ def _add(flags: Layer, name: str, value: Any, written: str) -> None:
     flags[name] = given
 
 
-def _unknown_flag(flag: str, known: Iterable[str]) -> tuple[str, str]:
-    """Rule and remedy: refused by name, a similar word, or an option whose help text has the word."""
-    if refusal := megatron.refusal(flag, known):
-        return f"is not an option here: {refusal[0]}", refusal[1]
+def _hint(flag: str, known: Iterable[str]) -> str:
+    """Remedy for an unknown flag: a similar word, or an option whose help text has the word."""
     by_letters = suggest(flag, known, "--")
     texts = {name: text for cls in GROUPS.values() for name, text in help_texts(cls).items()}
     in_words, start = flag.replace("-", " "), f"{flag.replace('-', '_')}_"
     mentioned = [f"--{_dashed(n)}" for n, text in texts.items() if in_words in text.lower() or n.startswith(start)]
     if mentioned and not by_letters.startswith("did you mean"):
-        return "is an unknown flag", f"did you mean {' or '.join(mentioned[:3])}?"
-    return "is an unknown flag", by_letters
+        return f"did you mean {' or '.join(mentioned[:3])}?"
+    return by_letters
 
 
 # ------------------------------------------------------------------------------------------------------------ help

@@ -1,19 +1,19 @@
 """Translation of the flags of Megatron-LM and Megatron-DeepSpeed, for `megalite.config.cli`.
 
-One of their flags is renamed, is a switch that sets some of our options, requires arithmetic, or is refused with the
-reason. None is accepted and then ignored. docs/megatron.md prints these tables. Underscores in flags count as dashes.
+One of their flags is renamed, is a switch that sets some of our options, requires arithmetic, or is refused (see
+`megalite.config.refused`). None is accepted and then ignored without a word. docs/megatron.md prints these tables.
+Underscores in flags count as dashes.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
+from megalite.log import logger
 
 _SPELLINGS: dict[str, str] = {
     # layout
@@ -34,6 +34,8 @@ _SPELLINGS: dict[str, str] = {
     "position": "position-embedding-type",
     "rope_theta": "rotary-base rotary-position-embeddings-theta",
     "rope_fraction": "rotary-percent",
+    "rope_linear_factor": "rotary-seq-len-interpolation-factor",
+    "window_pattern": "window-attn-skip-freq",
     "init_std": "init-method-std",
     # data
     "data": "data-path train-data-path",
@@ -83,6 +85,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "disable-bias-linear": {"qkv_bias": False, "o_bias": False, "mlp_bias": False},
     "add-qkv-bias": {"qkv_bias": True},
     "qk-layernorm": {"qk_norm": "head"},
+    "apply-layernorm-1p": {"zero_centered_norm": True},
+    "group-query-attention": {"num_kv_heads": 1},
     "untie-embeddings-and-output-weights": {"tie_embeddings": False},
     "use-distributed-optimizer": {"zero": 1},
     "accumulate-allreduce-grads-in-fp32": {"grad_reduce_dtype": "fp32"},
@@ -96,7 +100,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 """Their flag without a value -> our options."""
 
-REFINES: dict[str, str] = {"--add-qkv-bias": "--disable-bias-linear"}
+REFINES: dict[str, str] = {
+    "--add-qkv-bias": "--disable-bias-linear",
+    "--num-query-groups": "--group-query-attention",
+    "--num-key-value-heads": "--group-query-attention",
+    "--num-kv-heads": "--group-query-attention",
+    "--rope-scaling-factor": "--use-rope-scaling",
+}
 """Specific flag -> the general one that it overrides, in either order."""
 
 
@@ -109,11 +119,12 @@ def _layers_per_chunk(_: str, written: str, chunk: int, options: Mapping[str, An
 
 
 def _steps(flag: str, written: str, samples: int, options: Mapping[str, Any]) -> int:
+    """Round down to whole steps, as they do for the run; they decay the learning rate by samples."""
     batch = options["global_batch_size"]
-    if batch < 1 or samples % batch:
-        remedy = f"give {flag} {samples // max(batch, 1)}"
-        raise UserError(written, f"is not a multiple of --global-batch-size {batch}", remedy)
-    return int(samples // batch)
+    steps = samples // max(batch, 1)
+    if samples % max(batch, 1):
+        logger.info(f"{written}: {flag} {steps}, as --global-batch-size {batch} leaves a rest of {samples % batch}")
+    return int(steps)
 
 
 def _warmup_fraction(_: str, written: str, fraction: float, options: Mapping[str, Any]) -> int:
@@ -126,6 +137,28 @@ def _load(_: str, written: str, folder: str, options: Mapping[str, Any]) -> str:
     return "latest" if Path(folder) == Path(options["run_dir"]) else folder
 
 
+def _window(_: str, written: str, window: str, options: Mapping[str, Any]) -> int | None:
+    """Theirs are the positions before and after the own one, which ours counts; -1 is all of them."""
+    left, _, right = window.strip("() ").partition(",")
+    try:
+        before, after = int(left), int(right)
+    except ValueError:
+        raise UserError(written, "must be two whole numbers, LEFT,RIGHT", "give --window LEFT+1") from None
+    if after != 0 or before < -1:
+        raise UserError(written, "attention is causal: no position after the own one", "give LEFT,0")
+    return None if before == -1 else before + 1
+
+
+def _rope_scaling(_: str, written: str, factor: float, options: Mapping[str, Any]) -> Any:
+    """Without --use-rope-scaling, their factor has no effect."""
+    scaling = options["rope_scaling"]
+    return dataclasses.replace(scaling, factor=factor) if scaling else None
+
+
+def _minutes(_: str, written: str, minutes: float, options: Mapping[str, Any]) -> float:
+    return 60 * minutes
+
+
 COMPUTED: dict[str, tuple[str, type, Any]] = {
     "num-layers-per-virtual-pipeline-stage": ("vp", int, _layers_per_chunk),
     "train-samples": ("train_steps", int, _steps),
@@ -133,110 +166,9 @@ COMPUTED: dict[str, tuple[str, type, Any]] = {
     "lr-wsd-decay-samples": ("wsd_decay_steps", int, _steps),
     "lr-warmup-samples": ("warmup_steps", int, _steps),
     "lr-warmup-fraction": ("warmup_steps", float, _warmup_fraction),
+    "window-size": ("window", str, _window),
+    "rope-scaling-factor": ("rope_scaling", float, _rope_scaling),
+    "distributed-timeout-minutes": ("watchdog_timeout", float, _minutes),
     "load": ("resume", str, _load),
 }
 """Their flag -> our option, type of their value, function of (our flag, theirs as written, its value, all options)."""
-
-_REFUSED = """
-context parallelism is outside megalite's scope -> use --tp, which shards the sequence too
-    context-parallel-size cp-* hierarchical-context-parallel-sizes ds-sequence-parallel-size force-ds-sequence-parallel
-mixture of experts is outside megalite's scope -> choose a dense model
-    num-experts* expert-* moe-* topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
-layers are distributed over the stages by cost, including embedding and output layer -> drop it
-    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-* account-for-*
-    standalone-embedding-stage
-the interleaved schedule runs --pp micro-batches through a chunk before the next -> drop it
-    microbatch-group-size-per-virtual-pipeline-stage
-communication is always overlapped with computation where the schedule allows it -> drop it
-    overlap-param-gather-with-optimizer-step *overlap-p2p-* tp-comm-* no-align-* defer-embedding-wgrad-compute
-megalite has its own gradient buffer and ZeRO -> use --zero, --bucket-size and --grad-reduce-dtype
-    DDP-impl ddp-* zero-* no-contiguous-buffers-in-local-ddp use-megatron-fsdp use-torch-fsdp2
-    num-distributed-optimizer-instances
-nothing is offloaded to the CPU -> use --zero 1, more --tp or --pp, or --recompute
-    cpu-* optimizer-cpu-offload optimizer-offload-* remote-device use-pin-memory checkpoint-in-cpu
-megalite has no DeepSpeed engine -> drop it; --zero, --precision and --clip-grad replace its file
-    deepspeed* no-pipeline-parallel ds-fused-adam
-torchrun sets the rank of each process -> start with torchrun or tools/launch.py
-    local-rank lazy-mpu-init
-full recomputes every block, selective the attention core; there is nothing in between -> drop it
-    recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
-kernels are selected automatically and logged -> drop it
-    no-*-fusion cross-entropy-* use-flash-attn* attention-backend transformer-impl no-persist-layer-norm
-    use-fused-rmsnorm use-te-activation-func use-mcore-models use-legacy-models spec
-norms, softmax and loss are computed in fp32 and the residual stream in --precision -> drop it
-    *-query-key-layer-scaling attention-softmax-in-fp32 fp32-residual-connection fp16-lm-cross-entropy
-    embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul
-the model does not support this variant -> drop it, or see --help for the model's options
-    squared-relu quick-geglu apply-layernorm-1p apply-residual-connection-post-layernorm embed-layernorm
-    use-alibi-position-embeddings no-position-embedding rotary-* rope-type qk-l2-norm softmax-type
-    multi-latent-attention mtp-num-layers relative-attention-*
-    embedding-init-method-std init-method-xavier-uniform no-scaled-init data-parallel-random-init
-sliding windows have options of their own -> give --window, and --window-pattern if some layers have none
-    window-size sliding-window
---num-kv-heads is enough -> drop it, and give --num-kv-heads
-    group-query-attention
-it is one field of --rope-scaling -> give --rope-scaling '{factor: F}'
-    rope-scaling-factor
-initial values depend only on the seed and the name of the parameter, on any device and layout -> drop it
-    use-cpu-initialization no-initialization init-model-with-meta-device
-the type of the tokenizer is read from its files -> drop it, and pass the directory or file to --tokenizer
-    tokenizer-* tiktoken-* vocab-file merge-file legacy-tokenizer trust-remote-code
-padding follows from --vocab-size, --vocab-divisible-by and --tp -> drop it
-    padded-vocab-size vocab-extra-ids
-samples cross document boundaries, and every token counts in the loss -> drop it
-    reset-position-ids reset-attention-mask eod-mask-loss calculate-per-token-loss *create-attention-mask-in-dataloader
-data files are memory-mapped and indices built in memory, without cache files or worker processes -> drop it
-    data-cache-path no-mmap-bin-files mmap-warmup num-workers dataloader-type data-impl num-dataset-builder-threads
---data, --valid-data and --split define the data -> write the prefixes after --data
-    test-data-path *data-args-path
-the batch size is constant -> give one --global-batch-size that --micro-batch-size x dp divides
-    rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed
-the length of a run is counted in steps -> divide by --seq-len x --global-batch-size and \
-give --train-steps, --warmup-steps or --lr-decay-steps
-    train-tokens lr-*-tokens warmup
-weight decay is constant and not applied to norms and biases; all layers share one learning rate -> \
-use --weight-decay, --lr and --min-lr
-    start-weight-decay end-weight-decay weight-decay-incr-style decoupled-*
-    do-norm-bias-weight-decay
-the final decay of wsd is linear -> drop it
-    lr-wsd-decay-style
-the learning rate depends on the flags and the step, never on the checkpoint -> drop it
-    *-opt-param-scheduler no-load-lr-state
-the dynamic loss scale has no such setting -> use --loss-scale, --initial-loss-scale and --loss-scale-window
-    min-loss-scale hysteresis
-there is one checkpoint format: complete, verified, loadable in any layout -> \
-drop it; --resume selects the checkpoint
-    *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args no-save-optim no-save-rng
-    no-load-optim no-load-rng async-save load-tag finetune
-checkpoints are kept by number, not by distance -> use --keep-last
-    save-retain-interval
-a run stops at --train-steps, or with a checkpoint at SIGTERM or SIGINT -> send a signal instead
-    exit-* kill-switch-path adlr-autoresume skip-train
-events are written to RUN_DIR/tensorboard -> give --tensorboard
-    tensorboard-*
-metrics.jsonl records all metrics of every step -> drop it
-    log-* timing-log-* no-log-loss-scale-to-tensorboard
-name and directory of the run are those of --run-dir -> drop it, or use the environment variables of wandb
-    wandb-*
-metrics.jsonl records loss and gradient norm of every step -> drop it
-    *check-for-*
-8-bit training is not supported -> use --precision bf16
-    fp8-*
-megalite trains on plain text only -> drop it
-    rl-* retro-*
-"""
-
-REFUSED: list[tuple[str, str, list[str]]] = [
-    (why, instead, flags.split())
-    for why, instead, flags in re.findall(r"^(\S.*) -> (.*)\n((?: +.*\n)+)", _REFUSED, re.M)
-]
-"""Reason, remedy, and their flags; `*` matches anything."""
-
-
-def refusal(flag: str, known: Iterable[str]) -> tuple[str, str] | None:
-    """Return why one of their flags is refused and the remedy; None if it is not, or is a typo of one of `known`."""
-    typo = difflib.get_close_matches(flag, list(known), n=1, cutoff=0.9)
-    for why, instead, patterns in REFUSED:
-        if flag in patterns or not typo and any(fnmatchcase(flag, pattern) for pattern in patterns):
-            return why, instead
-    return None

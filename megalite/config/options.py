@@ -28,6 +28,8 @@ class Start:
     """Print the resolved options as YAML and exit."""
     dry_run: bool = False
     """Print layout, parameters and memory per rank and exit."""
+    ignore_megatron_flags: bool = False
+    """Drop flags of Megatron-LM that have no effect here, and log their names."""
 
 
 GROUPS: dict[str, type] = get_type_hints(Config)

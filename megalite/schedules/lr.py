@@ -1,6 +1,7 @@
 """Learning rate of each step: linear warm-up, then what `--lr-decay` names.
 
-Sources: cosine, Loshchilov & Hutter 2017 (SGDR), eq. 5 without restarts; WSD, Hu et al. 2024 (MiniCPM), section 4.
+Sources: cosine, Loshchilov & Hutter 2017 (SGDR), eq. 5 without restarts; WSD, Hu et al. 2024 (MiniCPM), section 4;
+inverse square root, Vaswani et al. 2017, eq. 3, scaled as in Megatron-LM: `lr` at the end of the warm-up.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def linear(step: int, cfg: Rates, end: int) -> float:
     return _line(_share(step, cfg.warmup_steps, end), cfg)
 
 
+def inverse_square_root(step: int, cfg: Rates, end: int) -> float:
+    """Fall as lr sqrt(warmup_steps / step), never below `min_lr`, and drop to it after the end."""
+    return cfg.min_lr if step > end else max(cfg.min_lr, cfg.lr * math.sqrt(max(cfg.warmup_steps, 1) / max(step, 1)))
+
+
 def wsd(step: int, cfg: Rates, end: int) -> float:
     """Stay at the peak, then fall along a line over the last `wsd_decay_steps`."""
     return _line(_share(step, end - (cfg.wsd_decay_steps or max(1, end // 10)), end), cfg)
@@ -63,7 +69,13 @@ def _line(share: float, cfg: Rates) -> float:
     return cfg.min_lr if share == 1.0 else cfg.lr + (cfg.min_lr - cfg.lr) * share
 
 
-LR_DECAYS: dict[str, Decay] = {"cosine": cosine, "linear": linear, "wsd": wsd, "constant": constant}
+LR_DECAYS: dict[str, Decay] = {
+    "cosine": cosine,
+    "linear": linear,
+    "inverse-square-root": inverse_square_root,
+    "wsd": wsd,
+    "constant": constant,
+}
 """Name (`--lr-decay`) -> learning rate after the warm-up."""
 
 

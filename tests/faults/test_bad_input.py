@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megalite.data import IndexedDatasetWriter
+from tests.faults.zygote import Zygote
 from tests.ranks import ROOT, Left, finish, start_ranks
 
 TINY = [
@@ -213,3 +214,31 @@ def test_port_in_use(tmp_path: Path) -> None:
     assert len(rank0.errors) == 1
     assert f"MASTER_PORT {port}" in rank0.errors[0]
     assert "--master-port" in rank0.errors[0]
+
+
+def test_a_megatron_script_runs_after_reading_one_message(zygote: Zygote, tmp_path: Path) -> None:
+    """87 flags as published: drop those that the message lists one by one, and ignore those without effect."""
+    script = (ROOT / "tests/data/megatron_llama3_8b.sh").read_text().split("8 pretrain_gpt.py \\\n")[1]
+    flags = [["--" + f.split()[0], *f.split()[1:]] for f in script.replace("\\\n", " ").split("--")[1:]]
+    assert len({name for name, *_ in flags}) == 87
+    (left,) = zygote.start([word for flag in flags for word in flag], 1, tmp_path).end()
+    assert left.code == 2
+    assert [line for line in left.err.splitlines() if "error: " in line] == left.err.splitlines()[:1]
+    listed = {line.split()[0].rstrip(":") for line in left.err.splitlines()[1:] if line.startswith("  --")}
+    assert listed == {
+        *("--decoupled-lr", "--decoupled-min-lr", "--exit-duration-in-mins", "--exit-interval", "--tiktoken-pattern"),
+        *("--fp8-format", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-param-gather", "--profile"),
+        *("--tensorboard-dir", "--save-retain-interval"),
+    }
+    kept = [word for flag in flags if flag[0] not in listed for word in flag]
+    small = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 8 --kv-channels 8
+        --seq-length 32 --max-position-embeddings 32 --vocab-size 96 --global-batch-size 4 --train-samples 9
+        --lr-decay-samples 8 --lr-warmup-samples 4 --eval-interval 2 --eval-iters 1 --device cpu
+        --ignore-megatron-flags"""
+    folder = ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run")]
+    (left,) = zygote.start([*kept, *small.split(), *folder], 1, tmp_path).end()
+    assert left.code == 0, left.err
+    assert "--use-mcore-models, --attention-backend, --cross-entropy-loss-fusion, " in left.err
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps if "event" not in step] == [1, 2]
+    assert len(list((tmp_path / "run/checkpoints").glob("step_*"))) == 1

@@ -14,6 +14,7 @@ import pytest
 from megalite.config import megatron as aliases
 from megalite.config.cli import parse
 from megalite.config.options import TYPES, Start
+from megalite.config.refused import MEGATRON, OTHERS, refusal
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.pipeline.choose import USUAL_COSTS, resolve_schedule, simulate_all
@@ -96,7 +97,7 @@ def test_pictures_are_small_and_shown() -> None:
 def trainer_flags() -> set[str]:
     """Flags of pretrain_gpt.py, ours and theirs (those refused by name as well: pages say that they are refused)."""
     options = [*TYPES, *Start.__dataclass_fields__, *(f"no_{option}" for option in TYPES)]
-    refused = [flag for _, _, flags in aliases.REFUSED for flag in flags]
+    refused = [flag for entry in [*MEGATRON, *OTHERS] for flag in entry.flags]
     theirs = [*aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *refused]
     return {"--help", *(f"--{option.replace('_', '-')}" for option in options), *(f"--{flag}" for flag in theirs)}
 
@@ -125,7 +126,7 @@ def test_flags_exist(page: Path) -> None:
     known = trainer_flags() | other_flags()
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w*-])", page.read_text()))
     unknown = [flag.replace("_", "-") for flag in named if flag.replace("_", "-") not in known]
-    assert sorted(flag for flag in unknown if not aliases.refusal(flag[2:], [])) == []
+    assert sorted(flag for flag in unknown if not refusal(flag[2:], [])) == []
 
 
 def program_of(words: list[str]) -> Path | None:

@@ -38,6 +38,13 @@ def test_warmup_stable_decay_and_constant() -> None:
     assert [learning_rate(s, cfg("constant"), 1000) for s in (50, 100, 5000)] == pytest.approx([0.055, 0.1, 0.1])
 
 
+def test_inverse_square_root_is_megatrons() -> None:
+    # lr sqrt(warmup / step) and no less than min_lr; min_lr after the decay's last step.
+    rates = {step: learning_rate(step, cfg("inverse-square-root"), 900) for step in (50, 100, 400, 900, 901)}
+    assert rates == pytest.approx({50: 0.055, 100: 0.1, 400: 0.05, 900: 0.1 / 3, 901: 0.001})
+    assert learning_rate(2_000_000, cfg("inverse-square-root"), 3_000_000) == 0.001
+
+
 def test_decay_may_end_before_the_run() -> None:
     early = cfg("linear", lr_decay_steps=550)
     assert learning_rate(325, early, 1000) == pytest.approx((0.1 + 0.001) / 2)
