@@ -99,8 +99,8 @@ class TrainConfig:
     compress: str = "none"
     """Compress gradients over dp: none, int8 (the one to use), topk:F (a fraction F of them) or powersgd:R (rank R)."""
 
-    offload: Literal["none", "optimizer"] = "none"
-    """Keep in host memory: nothing, or optimizer states and masters, which the host then updates."""
+    offload: Literal["none", "optimizer", "activations"] = "none"
+    """Keep on the host: nothing; optimizer states and masters, updated there; or the inputs of recomputed blocks."""
     offload_dir: str | None = None
     """With --offload optimizer: keep them on disk instead, in scratch files in this directory."""
 
@@ -126,6 +126,12 @@ class TrainConfig:
             f"--offload-dir {self.offload_dir} with --offload {self.offload}",
             "applies to optimizer states",
             "give --offload optimizer, or drop --offload-dir",
+        )
+        require(
+            self.offload != "activations" or self.recompute == "full",
+            f"--offload activations with --recompute {self.recompute}",
+            "only the inputs of recomputed blocks are worth the way to the host",
+            "give --recompute full, or drop --offload",
         )
         require(
             self.compress == "none" or self.grad_reduce_dtype == "fp32",

@@ -5,6 +5,8 @@ Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidd
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megalite.model.attention import Attention, QKNorm
 from megalite.model.layers import Layers, NoNorm, Rope
 from megalite.model.mlp import MLP
+from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import NORM_NAMES
 from megalite.ops.cross_entropy import softcap_
 from megalite.pipeline.executor import MicroBatch, Pass
@@ -80,6 +83,7 @@ class GPTStage(nn.Module):
         label_smoothing: of the training loss, see `vocab_parallel_cross_entropy`.
         shared_embedding: weight of the tied embedding if it lives on this rank; used as the output weight.
         compiled: whether blocks go through torch.compile; they must have no dropout.
+        offload: keeps the inputs of recomputed blocks, if not the device.
     """
 
     def __init__(
@@ -94,9 +98,11 @@ class GPTStage(nn.Module):
         label_smoothing: float = 0.0,
         shared_embedding: ShardedParameter | None = None,
         compiled: bool = False,
+        offload: ActivationOffload | None = None,
     ) -> None:
         super().__init__()
         cfg = layers.cfg
+        self._offload = offload
         self.first, self.last, self.recompute, self.compiled = first, last, recompute, compiled
         self.queue = layers.queue
         self._message = (
@@ -149,12 +155,13 @@ class GPTStage(nn.Module):
         if self.compiled:
             # Without dropout a pass has no masks to key, and numbers that change would trigger recompilation.
             this = Pass(0, 0, 0, this.training)
-        for block, rotary in zip(self.layers.values(), self._rotary):
-            rope = rotary(length, x.device) if rotary else None
-            if self.recompute == "full" and this.training:
-                x = checkpoint(block, x, rope, this, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, rope, this)
+        with self._offload.one_pass() if self._offload is not None and this.training else nullcontext():
+            for block, rotary in zip(self.layers.values(), self._rotary):
+                rope = rotary(length, x.device) if rotary else None
+                if self.recompute == "full" and this.training:
+                    x = checkpoint(block, x, rope, this, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    x = block(x, rope, this)
         return self.lm_head(self.norm(x), batch.targets_SB, this) if self.last else x
 
     def units(self) -> list[nn.Module]:

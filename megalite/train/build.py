@@ -15,6 +15,7 @@ from megalite.dist.seeding import RngStreams
 from megalite.log import logger
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
+from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.ops import Ops
@@ -96,6 +97,7 @@ def build_stages(
     rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
     split = layer_split(cfg.model, placement.num_stages)
     layout = layout_of(cfg, ctx, placement)
+    offload = ActivationOffload(ctx.device) if cfg.train.offload == "activations" else None
     stages: dict[int, GPTStage] = {}
     for index in placement.stages_of(ctx.pp.rank):
         layers = Layers(
@@ -123,6 +125,7 @@ def build_stages(
             label_smoothing=cfg.train.label_smoothing,
             shared_embedding=stages[0].embed_tokens.weight if here else None,
             compiled=cfg.train.compile,
+            offload=offload,
         )
     return stages
 

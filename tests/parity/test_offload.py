@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
-from tests.parity import jobs
+from tests.parity import jobs, test_bits
 from tests.parity.test_resume import MODEL, losses, train
 from tests.workers import WorkerPool
 
@@ -37,6 +38,29 @@ def test_same_bits_where_ever_the_state_is(pool: WorkerPool, tmp_path: Path, opt
         if name == "lamb":
             break
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_activations_return_as_they_left(pool: WorkerPool) -> None:
+    model = jobs.llama(hidden_dropout=0.1)
+    layouts: dict[str, dict[str, Any]] = {"1f1b": {}, "zb-h1": {}, "zb-v": {"vp": 2}}
+    cfgs = [test_bits.config(model, {"pp": 2, **more}, name, recompute="full") for name, more in layouts.items()]
+    away = [jobs.with_train(cfg, offload="activations") for cfg in cfgs]
+    for rank in pool.run(2, test_bits.gradients, [*cfgs, *away], 2):
+        here, there = (test_bits.as_bytes([grads]) for grads in (sum(rank[:3], []), sum(rank[3:], [])))
+        assert here == there
+
+
+def test_the_input_of_each_block_is_on_the_host_and_its_memory_is_reused() -> None:
+    engine = build_engine(
+        jobs.make_config(jobs.llama(), recompute="full", offload="activations"), ParallelContext.single()
+    )
+    engine.optimizer.init_parameters(1)
+    jobs.run_steps(engine, 2)
+    offload = engine.stages[0]._offload
+    assert offload is not None
+    # Four blocks of one micro-batch at a time, fp32.
+    assert offload.host_bytes == 4 * jobs.SEQ * 32 * 4
+    assert sum(map(len, offload._free.values())) == 4
 
 
 def config(folder: Path | None = None) -> Config:
@@ -61,6 +85,7 @@ def test_a_step_that_is_not_finite_changes_no_state_on_disk(tmp_path: Path) -> N
     ("flags", "says"),
     [
         ("--offload params", "--offload params: must be one of none, optimizer"),
+        ("--offload activations --recompute selective", "only the inputs of recomputed blocks are worth"),
         ("--offload-dir /tmp", "--offload-dir /tmp with --offload none: applies to optimizer states"),
     ],
 )
