@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megalite.errors import UserError, require
 from megalite.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
-from megalite.launch.emit import BatchJob, kubernetes_manifest, slurm_script
+from megalite.launch.batch import EMIT_ONLY, add_options, emit, refuse
 from megalite.launch.hosts import (
     Host,
     LaunchSpec,
@@ -23,7 +23,7 @@ from megalite.launch.hosts import (
     launch_environment,
     parse_hostfile,
 )
-from megalite.launch.preflight import PROBE_TIMEOUT_S, require_green, run_preflight, wants_cpu
+from megalite.launch.preflight import PROBE_TIMEOUT_S, require_green, run_preflight
 from megalite.launch.runner import Outcome, Runner
 from megalite.log import logger, setup_logging
 
@@ -53,32 +53,21 @@ def _parser() -> argparse.ArgumentParser:
     both.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start all hosts again after a failure")
     both.add_argument("--python", metavar="PATH", help="the hosts' Python (this one; in images: python)")
     both.add_argument("--dir", metavar="DIR", help="the checkout on the hosts (this directory; in images: /workspace)")
+    both.add_argument("--no-preflight", action="store_true", help="skip the checks (hosts; --emit: flags and layout)")
     ssh = parser.add_argument_group("over ssh")
     ssh.add_argument("--hostfile", type=Path, metavar="FILE", help="see hostfile.example (./hostfile)")
     ssh.add_argument("--include", metavar="HOSTS", help="only these: node1:0,1@node2")
     ssh.add_argument("--exclude", metavar="HOSTS", help="all but these: node3@node4:7")
     ssh.add_argument("--master-addr", metavar="NAME", help="rank 0's host as the others know it (the first host)")
-    ssh.add_argument("--master-port", type=int, metavar="P", help="its port for the rendezvous (29500)")
+    ssh.add_argument("--master-port", type=int, metavar="P", help="its port for the rendezvous (29500); also k8s")
     ssh.add_argument("--ssh-config", metavar="FILE", help="ssh's -F")
     ssh.add_argument("--log-dir", metavar="DIR", help="torchrun's files per rank (runs/launch/TIME)")
     ssh.add_argument(
         "--preflight-timeout", type=float, metavar="S", help=f"seconds a host may take to answer ({PROBE_TIMEOUT_S:g})"
     )
-    ssh.add_argument("--no-preflight", action="store_true", help="start without checking the hosts first")
     ssh.add_argument("--print-only", action="store_true", help="print the exact ssh commands, run nothing")
-    emit = parser.add_argument_group("for a scheduler")
-    emit.add_argument("--emit", choices=("slurm", "k8s"), help="print a batch script or manifest, run nothing")
-    emit.add_argument("--nodes", type=int, metavar="N")
-    emit.add_argument("--slots", type=int, metavar="S", help="ranks per node (= GPUs, unless --device cpu)")
-    emit.add_argument("--name", help="the job's name (megalite)")
-    emit.add_argument("--image", help="k8s: the container image")
-    emit.add_argument("--claim", help="k8s: PersistentVolumeClaim (ReadWriteMany) mounted at DIR/runs")
-    emit.add_argument("--time-limit", metavar="T", help="slurm: --time")
+    add_options(parser)
     return parser
-
-
-_SSH_ONLY = "hostfile include exclude master_addr master_port ssh_config log_dir preflight_timeout"
-_EMIT_ONLY = "nodes slots name image claim time_limit"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,10 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(args.max_restarts >= 0, f"--max-restarts {args.max_restarts}", "must not be negative", "use 0 or more")
     env = _parse_env(args.env)
     if args.emit:
-        _refuse(args, _SSH_ONLY, f"does not go with --emit {args.emit}")
-        sys.stdout.write(_emit(args, tuple(script), env))
+        sys.stdout.write(emit(args, tuple(script), env))
         return 0
-    _refuse(args, _EMIT_ONLY, "goes with --emit only")
+    refuse(args, EMIT_ONLY, "goes with --emit only")
     hosts = filter_hosts(parse_hostfile(args.hostfile or Path("hostfile")), args.include, args.exclude)
     spec = _spec(args, tuple(script), env, hosts)
     if args.print_only:
@@ -104,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(shlex.join(host_command(spec, hosts, rank)))
         return 0
     if args.no_preflight:
-        _refuse(args, "preflight_timeout", "does not go with --no-preflight")
+        refuse(args, "preflight_timeout", "does not go with --no-preflight")
         return _run(spec, hosts, args.max_restarts, None)
     patience_s = PROBE_TIMEOUT_S if args.preflight_timeout is None else args.preflight_timeout
     require(patience_s > 0, f"--preflight-timeout {patience_s:g}", "must be positive", "remove it for 10 s")
@@ -157,11 +145,6 @@ def _parse_env(given: Sequence[str]) -> dict[str, str]:
     return env
 
 
-def _refuse(args: argparse.Namespace, names: str, why: str) -> None:
-    for name in names.split():
-        require(getattr(args, name) is None, f"--{name.replace('_', '-')}", why, "remove it")
-
-
 def _spec(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str], hosts: Sequence[Host]) -> LaunchSpec:
     here = os.getcwd()
     workdir = args.dir or here
@@ -184,29 +167,3 @@ def _spec(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str]
         ssh_config=args.ssh_config,
         agent=str(agent),
     )
-
-
-def _emit(args: argparse.Namespace, script: tuple[str, ...], env: dict[str, str]) -> str:
-    rule, remedy = "needs --nodes N and --slots RANKS_PER_NODE", "add both: the scheduler picks the hosts"
-    require(args.nodes is not None and args.slots is not None, "--emit", rule, remedy)
-    for flag, value in (("--nodes", args.nodes), ("--slots", args.slots)):
-        require(value >= 1, f"{flag} {value}", "must be at least 1", f"use {flag} 1 or more")
-    slurm = args.emit == "slurm"
-    job = BatchJob(
-        script=script,
-        nodes=args.nodes,
-        slots=args.slots,
-        name=args.name or "megalite",
-        workdir=args.dir or (os.getcwd() if slurm else "/workspace"),
-        python=args.python or (sys.executable if slurm else "python"),
-        max_restarts=args.max_restarts,
-        cpu=wants_cpu(script),
-        env=env,
-    )
-    if slurm:
-        _refuse(args, "image claim", "goes with --emit k8s only")
-        return slurm_script(job, args.time_limit)
-    _refuse(args, "time_limit", "goes with --emit slurm only")
-    remedy = "name an image that holds Python, torch and this checkout"
-    require(args.image is not None, "--emit k8s", "needs --image", remedy)
-    return kubernetes_manifest(job, args.image, args.claim)

@@ -5,23 +5,32 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import require
-from megalite.launch.hosts import torchrun_command
 
-# Between the signal and the end of the allocation; must be longer than a save.
-_NOTICE_S = 120
-_PORT = 29500
+# Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
+NOTICE_S = 120
+# Kubernetes kills the pod this much later, so that the end of the ranks is still logged.
+_MARGIN_S = 30
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """Settings that both schedulers need. `slots` are ranks per node, and GPUs per node unless `cpu`."""
+    """Settings that both schedulers need.
+
+    Attributes:
+        script: the training script and its flags.
+        nodes: number of hosts.
+        slots: ranks per node, and GPUs per node unless `cpu`.
+        image: container image; None: no container (Slurm only).
+        cpus: cores per node; None: the scheduler's default, as for memory.
+        memory: memory per node, in the scheduler's notation.
+    """
 
     script: tuple[str, ...]
     nodes: int
@@ -32,6 +41,9 @@ class BatchJob:
     max_restarts: int = 0
     cpu: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
+    image: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
 
     def variables(self) -> dict[str, str]:
         """Return the environment of the job."""
@@ -42,14 +54,49 @@ class BatchJob:
         return [] if self.cpu else [self.slots]
 
 
-def _torchrun(job: BatchJob, nnodes: str, node_rank: str, addr: str, port: str) -> str:
-    """torchrun as a shell line: shell variables among the four are expanded by the shell, nothing else is."""
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What only Slurm has. `mounts`: SRC:DST[:FLAGS] of the container; `directives`: further #SBATCH lines."""
+
+    time_limit: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    mounts: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """What only Kubernetes has.
+
+    Attributes:
+        claim: a PersistentVolumeClaim (ReadWriteMany) for data and checkpoints, mounted at WORKDIR/runs.
+        resources: further resources per pod, such as RDMA devices.
+        ipc_lock: let the container lock memory, as RDMA must.
+        host_network: use the node's network instead of the pod's.
+        secret: a Secret whose keys become environment variables.
+        port: for the rendezvous.
+    """
+
+    claim: str | None = None
+    resources: Mapping[str, str] = field(default_factory=dict)
+    ipc_lock: bool = False
+    host_network: bool = False
+    secret: str | None = None
+    port: int = 29500
+
+
+def _train(job: BatchJob, nnodes: str, node_rank: str, addr: str, port: str) -> str:
+    """`megalite train` as a shell line: shell variables among the four are expanded by the shell, nothing else is.
+
+    Unlike torchrun it exits with 2 for a mistake in what was asked, which no scheduler should repeat.
+    """
     flags = {"--nnodes": nnodes, "--nproc-per-node": job.slots, "--node-rank": node_rank, "--master-addr": addr}
-    # Longer than a save; torchrun's own 30 s would kill ranks that are writing.
-    flags |= {"--master-port": port, "--shutdown-timeout": _NOTICE_S}
-    words = torchrun_command(job.python, flags, job.script)
+    flags |= {"--master-port": port, "--shutdown-timeout": NOTICE_S}
+    words = [job.python, "-m", "megalite", "train", *(str(word) for pair in flags.items() for word in pair)]
     variables = {v for v in (nnodes, node_rank, addr, port) if v.startswith("$")}
-    return "exec " + " ".join(f'"{word}"' if word in variables else shlex.quote(word) for word in words)
+    quoted = [f'"{word}"' if word in variables else shlex.quote(word) for word in words]
+    return "exec " + " ".join([*quoted, *map(shlex.quote, job.script)])
 
 
 def _fill(template: str, values: Mapping[str, Any]) -> str:
@@ -65,50 +112,115 @@ def _fill(template: str, values: Mapping[str, Any]) -> str:
     return "".join(lines)
 
 
-def slurm_script(job: BatchJob, time_limit: str | None = None) -> str:
-    """Write an sbatch script: one task, one torchrun, per node."""
-    command = _torchrun(job, "$SLURM_NNODES", "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
+def _given(*values: object) -> list[object]:
+    """Return those that are not None: a template's line appears once or not at all."""
+    return [value for value in values if value is not None]
+
+
+def _directive(flag: str, value: object) -> list[str]:
+    """Quote the value of a #SBATCH line for sbatch, which ends it at the first line break, whatever the quotes."""
+    if value is None:
+        return []
+    text = str(value)
+    rule = "must be one line of printable characters: sbatch takes what follows a line break as the script"
+    require(text.isprintable() and text.strip() != "", f"{flag} {text!r}", rule, "remove the line break")
+    return [shlex.quote(text)]
+
+
+def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
+    """Write an sbatch script: one task, one `megalite train`, per node; in a container through Pyxis.
+
+    Raises:
+        UserError: a value that a #SBATCH line cannot hold.
+    """
+    options = options or SlurmOptions()
     values = {
-        "name": shlex.quote(job.name),
+        "name": _directive("--name", job.name)[0],
         "nodes": job.nodes,
         "gpus": job.gpus(),
-        "time_limit": [] if time_limit is None else [shlex.quote(time_limit)],
-        "notice": _NOTICE_S,
+        "time_limit": _directive("--time-limit", options.time_limit),
+        "partition": _directive("--partition", options.partition),
+        "account": _directive("--account", options.account),
+        "cpus": _given(job.cpus),
+        "memory": _directive("--memory", job.memory),
+        "directives": [_extra_directive(text) for text in options.directives],
+        "notice": NOTICE_S,
         "workdir": shlex.quote(job.workdir),
         "env": [f"{k}={shlex.quote(v)}" for k, v in job.variables().items()],
         "max_restarts": job.max_restarts,
-        "command": shlex.quote(command),
+        "container": "".join(f"{shlex.quote(word)} " for word in _pyxis(job, options.mounts)),
+        "command": shlex.quote(_slurm_task(job)),
     }
     return _fill("slurm.sbatch", values)
 
 
-def kubernetes_manifest(job: BatchJob, image: str, claim: str | None = None) -> str:
+def _extra_directive(text: str) -> str:
+    """A whole #SBATCH line, with or without the dashes of its first word; sbatch takes it as it is."""
+    _directive("--directive", text)
+    return text if text.startswith("-") else f"--{text}"
+
+
+def _slurm_task(job: BatchJob) -> str:
+    """The shell line of one node. It marks a user mistake: srun's own code is that of the tasks it kills then."""
+    train = _train(job, "$SLURM_NNODES", "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
+    # scancel signals this shell too, and it must outlive the ranks.
+    return f'trap : TERM; ({train}); code=$?; [ "$code" -ne 2 ] || : > "$MISTAKE"; exit "$code"'
+
+
+def _pyxis(job: BatchJob, mounts: Sequence[str]) -> list[str]:
+    """srun's options for a container (https://github.com/NVIDIA/pyxis/wiki/Usage)."""
+    if job.image is None:
+        require(not mounts, "--mount", "is for a container", "add --image, or remove it")
+        return []
+    both = [f"{job.workdir}:{job.workdir}", *mounts]
+    for mount in both:
+        ok = 1 <= mount.count(":") <= 2 and "," not in mount
+        require(ok, f"--mount {mount}", "must be SRC:DST or SRC:DST:FLAGS, without commas", "rename the folder")
+    flags = {"image": job.image, "mounts": ",".join(both), "workdir": job.workdir}
+    return [f"--container-{name}={value}" for name, value in flags.items()]
+
+
+def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None) -> str:
     """Write a headless Service and an Indexed Job as YAML: pod i is node i, pod 0 the master.
 
-    `claim`: a PersistentVolumeClaim (ReadWriteMany) for data and checkpoints, mounted at WORKDIR/runs.
+    Raises:
+        UserError: a name that Kubernetes does not allow.
     """
+    options = options or KubernetesOptions()
     remedy = "use lower-case letters, digits and '-', 52 at most"
     require(bool(_KUBERNETES_NAME.fullmatch(job.name)), f"--name {job.name}", "is not a DNS label", remedy)
-    command = _torchrun(job, str(job.nodes), "$JOB_COMPLETION_INDEX", f"{job.name}-0.{job.name}", str(_PORT))
-    claimed = [] if claim is None else [claim]
+    master, port = f"{job.name}-0.{job.name}", str(options.port)
+    command = _train(job, str(job.nodes), "$JOB_COMPLETION_INDEX", master, port)
+    limits: dict[str, object] = dict.fromkeys([] if job.cpu else ["nvidia.com/gpu"], job.slots)
+    limits |= {k: v for k, v in (("cpu", job.cpus), ("memory", job.memory)) if v is not None}
+    claimed = _given(options.claim)
     values = {
         "name": _yaml(job.name),
-        "port": _PORT,
+        "port": port,
         "nodes": job.nodes,
-        "backoff": job.max_restarts * job.nodes,
-        "notice": _NOTICE_S,
-        "image": _yaml(image),
+        "restarts": job.max_restarts,
+        "grace": NOTICE_S + _MARGIN_S,
+        "image": _yaml(job.image),
         "workdir": _yaml(job.workdir),
-        # Kubernetes expands $(NAME) in commands itself; "$$(" keeps it as it is.
-        "command": _yaml(command.replace("$(", "$$(")),
-        "env": [_yaml({"name": k, "value": v}) for k, v in job.variables().items()],
-        "gpus": job.gpus(),
+        "command": _yaml(_unexpanded(command)),
+        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in job.variables().items()],
+        "secret": [_yaml(name) for name in _given(options.secret)],
+        "limits": [_yaml(every)] if (every := {**limits, **options.resources}) else [],
+        "ipc_lock": ["IPC_LOCK"] if options.ipc_lock else [],
+        "host_network": ["true"] if options.host_network else [],
+        # Without it a pod on the node's network does not resolve the names of the cluster.
+        "dns": ["ClusterFirstWithHostNet"] if options.host_network else [],
         "runs": [_yaml(f"{job.workdir.rstrip('/')}/runs") for _ in claimed],
         "claim": [_yaml(c) for c in claimed],
     }
     return _fill("kubernetes.yaml", values)
 
 
+def _unexpanded(text: str) -> str:
+    """Kubernetes expands $(NAME), and "$$" to "$", in commands and values of variables: double every "$"."""
+    return text.replace("$", "$$")
+
+
 def _yaml(value: object) -> str:
-    """A YAML scalar or mapping on one line: JSON is YAML."""
-    return json.dumps(value, ensure_ascii=False)
+    """A YAML scalar or mapping on one line: JSON is YAML, but for characters that YAML must not hold unescaped."""
+    return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", json.dumps(value, ensure_ascii=False))

@@ -117,7 +117,11 @@ def other_flags() -> set[str]:
     """Flags of the scripts and tools, and of those programs of others that the pages call."""
     files = [path for pattern in SCRIPTS for path in ROOT.glob(pattern)]
     files += [path for room in ("launch", "data", "ops") for path in (ROOT / "megalite" / room).glob("*.py")]
+    files.append(ROOT / "megalite/train/command.py")
     theirs = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"}
+    # docker, pyxis, apptainer
+    theirs |= {"--build-arg", "--gpus", "--ipc", "--shm-size", "--ulimit", "--cap-add", "--device", "--network", "--rm"}
+    theirs |= {"--container-image", "--container-mounts", "--container-workdir", "--nv", "--bind"}
     return theirs.union(*(flags_in_source(path) for path in files))
 
 

@@ -17,6 +17,7 @@ from megalite.errors import UserError
 from megalite.launch import cli
 from megalite.launch.hosts import RANK_MARK, Host, LaunchSpec, host_command, launch_environment
 
+SLURM = ["--emit", "slurm", "--nodes", "1", "--slots", "2"]
 SHOW = "import json, os, sys; print(json.dumps([os.getcwd(), dict(os.environ), sys.argv[1:]]))"
 # ssh hands the command to a shell as text: no NUL, and no lone surrogates.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
@@ -113,7 +114,18 @@ def test_print_only_prints_what_would_run(
         (["--emit", "slurm", "--hostfile", "h", "--", "t.py"], "--hostfile: does not go with --emit slurm"),
         (["--emit", "slurm", "--", "t.py"], "needs --nodes N and --slots"),
         (["--emit", "slurm", "--nodes", "0", "--slots", "1", "--", "t.py"], "--nodes 0: must be at least 1"),
-        (["--emit", "slurm", "--nodes", "1", "--slots", "1", "--image", "i", "--", "t.py"], "--image: goes with"),
+        ([*SLURM, "--claim", "c", "--", "t.py"], "--claim: goes with --emit k8s only"),
+        ([*SLURM, "--mount", "/a:/b", "--", "t.py"], "--mount: is for a container"),
+        ([*SLURM, "--image", "i", "--mount", "/a", "--", "t.py"], "--mount /a: must be SRC:DST"),
+        ([*SLURM, "--", "pretrain_gpt.py", "--tp", "3"], "--num-heads 4: must be divisible by --tp 3"),
+        ([*SLURM, "--", "pretrain_gpt.py", "--tp", "4"], "--tp 4 --pp 1 on 2 ranks: "),
+        ([*SLURM, "--", "dir/pretrain_gpt.py", "--global-batch-size", "3"], "--global-batch-size 3: must be divis"),
+        ([*SLURM, "--", "pretrain_gpt.py", "--lear", "3"], "--lear: is an unknown flag"),
+        ([*SLURM, "--", "pretrain_gpt.py", "--config", "/no/such"], "--no-preflight skips this check"),
+        ([*SLURM, "--", "pretrain_gpt.py", "--init-from-hf", "/no/such"], "/no/such/config.json cannot be read"),
+        ([*SLURM, "--", "t.py", "\udcff"], "is not UTF-8 text"),
+        (["--emit", "k8s", *SLURM[2:], "--image", "i", "--resource", "x", "--", "t.py"], "--resource x: is not NAME=N"),
+        (["--emit", "k8s", *SLURM[2:], "--image", "i", "--mount", "a:b", "--", "t.py"], "--mount: goes with --emit sl"),
         (["--emit", "k8s", "--nodes", "1", "--slots", "1", "--", "t.py"], "needs --image"),
         (["--hostfile", "HOSTS", "--dir", "here", "--", "t.py"], "--dir here: must be absolute"),
         (["--hostfile", "HOSTS", "--print-only", "--", "t.py"], "host n2: its slot count is unknown"),

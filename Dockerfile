@@ -1,0 +1,19 @@
+# docker build -t megalite .                                                    C++ kernels for CPU, torch's CUDA build
+# docker build -t megalite --build-arg BASE=nvcr.io/nvidia/cuda:12.8.1-devel-ubuntu24.04 .     with nvcc: CUDA kernels too
+# See docs/containers.md.
+ARG BASE=python:3.12-slim-bookworm
+FROM ${BASE}
+# A compiler for the native kernels; Triton also needs one at run time.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+# Of its own: distributions do not let pip install beside their packages.
+RUN python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
+WORKDIR /workspace
+# In a layer of its own, which a change of the code does not build again.
+COPY constraints.txt ./
+RUN pip install --no-cache-dir -c constraints.txt torch "setuptools>=77"
+COPY . .
+RUN pip install --no-cache-dir -c constraints.txt --no-build-isolation -e ".[log,data]"
+CMD ["megalite", "--help"]

@@ -1,0 +1,189 @@
+"""`megalite train` with real processes: exit codes, the last line, signals, restarts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.dist.elastic import wait_for_name
+from megalite.errors import UserError, run_tool
+from megalite.train import command
+
+# What a rank does; it leaves files in its folder. It needs no torch, so that it starts quickly.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+kind, folder, *rest = sys.argv[1:]
+rank, place = os.environ["RANK"], Path(folder)
+def note(name): (place / f"{name}_{rank}").write_text(repr(rest))
+def save(*_):
+    time.sleep(0.3)
+    note("saved")
+    os._exit(0)
+if kind != "starting":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if kind in ("stubborn", "slow") else save)
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+attempt = 1 + (place / f"begun_{rank}").exists()
+note("begun" if attempt == 1 else "again")
+if kind == "mistake" and rank == "1":
+    print("[rank 1] error: --x 3: must be even; use 4", file=sys.stderr, flush=True)
+    sys.exit(2)
+if kind == "fails_once" and rank == "1" and attempt == 1:
+    sys.exit(5)
+if kind == "killed" and rank == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if kind not in ("done", "fails_once"):
+    time.sleep(60)
+"""
+
+
+class Started:
+    """`megalite train` in a process forked from this one, which has imported torch."""
+
+    def __init__(self, folder: Path, kind: str, *own: str, rest: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        (folder / "rank.py").write_text(RANK)
+        words = ["--nproc", "2", *own, str(folder / "rank.py"), kind, str(folder), *rest]
+        self.process = multiprocessing.get_context("fork").Process(target=self.run, args=(words,))
+        self.process.start()
+
+    def run(self, words: list[str]) -> None:
+        os.dup2(os.open(self.folder / "err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        try:
+            run_tool(lambda: command.main(words))
+        except SystemExit as e:
+            os._exit(e.code if isinstance(e.code, int) else 1)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, self.err()
+            assert self.process.is_alive(), self.err()
+            time.sleep(0.02)
+
+    def begun(self) -> None:
+        """Wait until both ranks have."""
+        self.until(lambda: len(list(self.folder.glob("begun_*"))) == 2)
+
+    def send(self, signum: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def end(self) -> int:
+        self.process.join(60)
+        assert self.process.exitcode is not None, self.err()
+        return self.process.exitcode
+
+
+def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
+    """torch elastic substitutes in arguments what looks like its macros."""
+    rest = ("${local_rank} $$HOME $(id)", "--nproc=7", "it's")
+    started = Started(tmp_path, "done", rest=rest)
+    assert started.end() == 0, started.err()
+    assert (tmp_path / "begun_1").read_text() == repr(list(rest))
+    assert started.err() == ""
+
+
+def test_a_mistake_is_one_line_and_2_and_not_restarted(tmp_path: Path) -> None:
+    started = Started(tmp_path, "mistake", "--max-restarts", "3")
+    assert started.end() == 2
+    assert started.err() == "[rank 1] error: --x 3: must be even; use 4\n"
+    assert not list(tmp_path.glob("again_*"))
+
+
+def test_a_failure_is_restarted(tmp_path: Path) -> None:
+    started = Started(tmp_path, "fails_once", "--max-restarts", "1")
+    assert started.end() == 0, started.err()
+    assert (tmp_path / "again_0").exists()
+    assert started.err().splitlines() == [
+        "error: rank 1 ended with exit code 5: see its message above", "restart 1 of 1: all ranks again"
+    ]  # fmt: skip
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    started = Started(tmp_path, "killed")
+    assert started.end() == 1
+    assert started.err() == "error: rank 1 was killed by SIGKILL (out of memory?)\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_lets_the_ranks_save(tmp_path: Path, signum: int) -> None:
+    started = Started(tmp_path, "loops", "--max-restarts", "1")
+    started.begun()
+    started.send(signum)
+    assert started.end() == 0, started.err()
+    assert sorted(path.name for path in tmp_path.glob("saved_*")) == ["saved_0", "saved_1"]
+    assert started.err() == ""
+
+
+def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
+    started = Started(tmp_path, "slow")
+    started.begun()
+    started.send(signal.SIGINT)
+    time.sleep(0.1)
+    started.send(signal.SIGINT)
+    assert started.end() == 130
+
+
+def test_ctrl_c_before_the_first_step(tmp_path: Path) -> None:
+    started = Started(tmp_path, "starting")
+    started.begun()
+    started.send(signal.SIGINT)
+    assert started.end() == 130
+    assert started.err() == "interrupted before the first step: nothing was saved\n"
+
+
+def test_ranks_that_do_not_end_are_killed_after_the_shutdown_timeout(tmp_path: Path) -> None:
+    started = Started(tmp_path, "stubborn", "--shutdown-timeout", "1")
+    started.begun()
+    started.send(signal.SIGTERM)
+    assert started.end() == 1
+    assert started.err().startswith("error: rank 0 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--nproc", "3", "--tp", "2"], "--tp 2 --pp 1 on 3 ranks: "),
+        (["--nproc", "x"], "megalite train: argument --nproc"),
+        (["--nproc", "0"], "--nproc 0: must be at least 1"),
+        (["--nproc", "2", "--nnodes", "2"], "--nnodes 2: needs --master-addr; use tools/launch.py"),
+        (["--nproc", "2", "--nnodes", "2", "--master-addr", "n", "--max-restarts", "1"], "--max-restarts with"),
+        (["--nproc", "2", "--nnodes", "2", "--master-addr", "n", "--node-rank", "2"], "--node-rank 2: must be below"),
+        (["--nproc", "2", "--global-batch-size", "3"], "--global-batch-size 3: must be divisible"),
+        (["--nproc", "2", "--learning-rat", "3"], "--learning-rat"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(words: list[str], rule: str) -> None:
+    with pytest.raises(UserError) as e:
+        command.main(words)
+    assert str(e.value).startswith(rule)
+
+
+def test_a_master_that_does_not_resolve() -> None:
+    with pytest.raises(UserError, match="--master-addr no.such.invalid: does not resolve"):
+        wait_for_name("no.such.invalid", 0.0)
+
+
+def test_the_ranks_of_pretrain_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they find themselves ends in the same way: one line, from rank 0."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["--nproc", "2", "--device", "cpu", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run")]
+    started = Started.__new__(Started)
+    started.folder = tmp_path
+    started.process = multiprocessing.get_context("fork").Process(target=started.run, args=(words,))
+    started.process.start()
+    assert started.end() == 2
+    assert started.err().startswith(f"error: data prefix {tmp_path / 'none'}: ")
+    assert started.err().count("\n") == 1
