@@ -8,15 +8,14 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalite.data import IndexedDatasetWriter
-from tests.faults.zygote import Zygote
-from tests.ranks import ROOT, Left, finish, start_ranks
+from tests.faults.zygote import Left, Zygote
+from tests.ranks import ROOT, finish, start_ranks
 
 TINY = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--seq-len", "16", "--device", "cpu"),
@@ -24,23 +23,26 @@ TINY = [
 ]
 
 
-def gone_together(processes: list[subprocess.Popen[str]]) -> list[Left]:
-    """Wait for all ranks. How long it takes to start Python and torch is the machine's affair, not promised."""
-    deadline = time.monotonic() + 300
-    while all(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return finish(processes, within=30.0)
+def run(zygote: Zygote, folder: Path, arguments: list[str], world: int = 1) -> list[Left]:
+    """Run ranks that are to end together: all within 30 s of the first."""
+    job = zygote.start([*TINY, *arguments], world, folder)
+    zygote.until(job.ended, 300)
+    return job.end(within=30.0)
 
 
-def assert_refused(arguments: list[str], *words: str, world: int = 1) -> None:
-    ranks = gone_together(start_ranks([*TINY, *arguments], world))
+def errors_of(ranks: list[Left]) -> list[tuple[int, str]]:
+    """(rank, line) of each error line."""
+    return [(i, line) for i, rank in enumerate(ranks) for line in rank.err.splitlines() if "error:" in line]
+
+
+def assert_refused(zygote: Zygote, folder: Path, arguments: list[str], *words: str, world: int = 1) -> None:
+    ranks = run(zygote, folder, arguments, world)
     assert [rank.code for rank in ranks] == [2] * world, ranks
-    errors = [line for rank in ranks for line in rank.errors]
-    assert len(errors) == 1, errors
-    assert ranks[0].errors == errors, "rank 0 speaks"
-    assert errors[0].count("; ") >= 1, "value: rule; remedy"
+    ((speaker, error),) = errors_of(ranks)
+    assert speaker == 0
+    assert error.count("; ") >= 1, "value: rule; remedy"
     for word in words:
-        assert word in errors[0]
+        assert word in error
     assert "Traceback" not in "".join(rank.err for rank in ranks)
 
 
@@ -61,10 +63,18 @@ def copy_of(prefix: Path, folder: Path) -> Path:
     return folder / "text"
 
 
-def test_world_that_tp_and_pp_do_not_divide(tmp_path: Path) -> None:
+def test_world_that_tp_and_pp_do_not_divide(zygote: Zygote, tmp_path: Path) -> None:
     arguments = ["--tp", "2", "--pp", "2", "--mock-data", "--run-dir", str(tmp_path)]
     for asked in ([], ["--dry-run"]):
-        assert_refused([*arguments, *asked], "--tp 2 --pp 2 on 3 ranks", "multiple of tp x pp = 4", "start", world=3)
+        assert_refused(
+            zygote,
+            tmp_path,
+            [*arguments, *asked],
+            "--tp 2 --pp 2 on 3 ranks",
+            "multiple of tp x pp = 4",
+            "start",
+            world=3,
+        )
 
 
 # What happens in a rank before anything else does, by the rank that is slow to start. Rank 0: it starts when rank 1
@@ -138,40 +148,39 @@ def test_world_size_without_a_launcher(tmp_path: Path) -> None:
         (["--mock-data", "--schedule", "zb-v"], ["zb-v"]),
     ],
 )
-def test_refused(tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+def test_refused(zygote: Zygote, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     run_dir = [] if "--run-dir" in arguments else ["--run-dir", str(tmp_path)]
-    assert_refused([*arguments, *run_dir], *words)
+    assert_refused(zygote, tmp_path, [*arguments, *run_dir], *words)
 
 
-def test_unknown_yaml_key(tmp_path: Path) -> None:
+def test_unknown_yaml_key(zygote: Zygote, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model:\n  num_layer: 2\n")
-    assert_refused(["--config", str(recipe), "--mock-data"], "num_layer", "num_layers")
+    assert_refused(zygote, tmp_path, ["--config", str(recipe), "--mock-data"], "num_layer", "num_layers")
 
 
-def test_truncated_files(data: Path, tmp_path: Path) -> None:
+def test_truncated_files(zygote: Zygote, data: Path, tmp_path: Path) -> None:
     prefix = copy_of(data, tmp_path)
     os.truncate(f"{prefix}.bin", 1000)
-    run = ["--data", str(prefix), "--vocab-size", "100", "--run-dir", str(tmp_path / "run")]
-    assert_refused(run, f"{prefix}.bin", "1000")
+    arguments = ["--data", str(prefix), "--vocab-size", "100", "--run-dir", str(tmp_path / "run")]
+    assert_refused(zygote, tmp_path, arguments, f"{prefix}.bin", "1000")
     prefix = copy_of(data, tmp_path)
     os.truncate(f"{prefix}.idx", 200)
-    assert_refused(run, f"{prefix}.idx", "200")
+    assert_refused(zygote, tmp_path, arguments, f"{prefix}.idx", "200")
 
 
-def test_token_id_beyond_the_vocabulary(data: Path, tmp_path: Path) -> None:
+def test_token_id_beyond_the_vocabulary(zygote: Zygote, data: Path, tmp_path: Path) -> None:
     # Without its description nothing but the ids themselves can tell; the error may come from any rank's samples.
     prefix = copy_of(data, tmp_path)
     arguments = ["--data", str(prefix), "--vocab-size", "90", "--run-dir", str(tmp_path / "run")]
-    ranks = gone_together(start_ranks([*TINY, *arguments], 2))
+    ranks = run(zygote, tmp_path, arguments, 2)
     assert {rank.code for rank in ranks} == {2}
-    errors = [line for rank in ranks for line in rank.errors]
-    assert len(errors) == 1
-    assert str(prefix) in errors[0]
-    assert "90" in errors[0]
+    ((_, error),) = errors_of(ranks)
+    assert str(prefix) in error
+    assert "90" in error
 
 
-def test_token_id_beyond_the_vocabulary_in_evaluation_data(tmp_path: Path) -> None:
+def test_token_id_beyond_the_vocabulary_in_evaluation_data(zygote: Zygote, tmp_path: Path) -> None:
     # Evaluation reads in order: of its first batch of four samples the third is rank 1's, who must be heard.
     folder = tmp_path / "valid"
     with IndexedDatasetWriter(folder, np.dtype(np.uint16)) as writer:
@@ -180,23 +189,28 @@ def test_token_id_beyond_the_vocabulary_in_evaluation_data(tmp_path: Path) -> No
     with IndexedDatasetWriter(tmp_path / "train", np.dtype(np.uint16)) as writer:
         writer.add_documents(np.arange(400) % 90, [400])
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90, "tokenizer_kind": "bytes"})
-    arguments = [*TINY, "--data", str(tmp_path / "train"), "--valid-data", str(folder), "--vocab-size", "90"]
-    ranks = gone_together(start_ranks([*arguments, "--eval-every", "1", "--run-dir", str(tmp_path / "run")], 2))
+    arguments = ["--data", str(tmp_path / "train"), "--valid-data", str(folder), "--vocab-size", "90"]
+    ranks = run(zygote, tmp_path, [*arguments, "--eval-every", "1", "--run-dir", str(tmp_path / "run")], 2)
     assert {rank.code for rank in ranks} == {2}
-    errors = [line for rank in ranks for line in rank.errors]
-    assert len(errors) == 1, ranks
-    assert str(folder) in errors[0]
-    assert "90" in errors[0]
+    ((_, error),) = errors_of(ranks)
+    assert str(folder) in error
+    assert "90" in error
 
 
-def test_description_of_a_larger_vocabulary(data: Path, tmp_path: Path) -> None:
-    assert_refused(["--data", str(data), "--vocab-size", "90", "--run-dir", str(tmp_path)], "--vocab-size 90", "100")
+def test_description_of_a_larger_vocabulary(zygote: Zygote, data: Path, tmp_path: Path) -> None:
+    assert_refused(
+        zygote,
+        tmp_path,
+        ["--data", str(data), "--vocab-size", "90", "--run-dir", str(tmp_path)],
+        "--vocab-size 90",
+        "100",
+    )
 
 
-def test_tokenizer_that_did_not_make_the_data(data: Path, tmp_path: Path) -> None:
+def test_tokenizer_that_did_not_make_the_data(zygote: Zygote, data: Path, tmp_path: Path) -> None:
     description = json.loads(Path(f"{data}.json").read_text())
     arguments = ["--data", str(data), "--tokenizer", "bytes", "--run-dir", str(tmp_path)]
-    assert_refused(arguments, "--tokenizer bytes", "SHA-256", description["tokenizer_sha256"])
+    assert_refused(zygote, tmp_path, arguments, "--tokenizer bytes", "SHA-256", description["tokenizer_sha256"])
 
 
 def test_port_in_use(tmp_path: Path) -> None:
@@ -207,7 +221,7 @@ def test_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         # Rank 1 alone would wait for a server; rank 0 must find out and end.
         processes = start_ranks(arguments, 2, port=port)
-        (rank0,) = gone_together(processes[:1])
+        (rank0,) = finish(processes[:1])
         processes[1].kill()
         processes[1].communicate()
     assert rank0.code == 2

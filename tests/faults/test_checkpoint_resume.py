@@ -13,7 +13,7 @@ import pytest
 from tests.faults.zygote import Zygote
 from tests.unit.checkpoint.jobs import whole_tensors
 
-STEPS, EVERY, KILLS = 200, 5, 5
+STEPS, EVERY, KILLS = 120, 5, 5
 # Steps that a rank to be killed may still do, however late the kill: then it stands still.
 MARGIN = 8
 TRAIN = [
