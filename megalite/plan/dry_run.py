@@ -53,8 +53,11 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
     ]  # fmt: skip
     head = "\n".join(f"{name:<12}{text}" for name, text in rows)
     unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"
+    where = "on disk" if t.offload_dir is not None else "in host memory"
+    host = max(rank.host for rank in ranks)
+    offloaded = "" if t.offload == "none" else f"offloaded: at most {_in(unit, host)} {unit} per rank, {where}\n"
     return f"{head}\n\n{_table(ranks, worst, unit, schedule.placement, layers)}\n\n" + (
-        f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n"
+        f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n{offloaded}"
         "not counted: the allocator's slack, the device's context, communication buffers, kernels' workspace"
     )
 

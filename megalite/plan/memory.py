@@ -39,10 +39,12 @@ class RankMemory:
     Attributes:
         parameters: local elements, vocabulary padding included.
         weights: in the precision of the run.
-        main_grad: fp32 gradients, and the copy that is sent if gradients are reduced in bf16.
-        optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments.
+        main_grad: fp32 gradients; the copy that is sent if gradients are reduced in bf16; what compression has not sent
+            yet, and the next value of that until the update is made.
+        optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments; 0 if they are offloaded.
         activations: kept for backward at the peak, plus the one layer being recomputed.
         logits: of the output layer at that moment, with the workspace of the loss.
+        host: offloaded to the host, or to disk; not in `total`.
     """
 
     parameters: int
@@ -51,6 +53,7 @@ class RankMemory:
     optimizer: int
     activations: int
     logits: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -76,8 +79,11 @@ def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) ->
         parameters = parameters_on_rank(cfg, topology["tp"], placement, layers, rank)
         weights, main_grad, optimizer = state_bytes(cfg, parameters, topology["dp"])
         peaks = zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples))
-        activations, logits = (round(extend(m, sizes, peak)) for peak in peaks)
-        out.append(RankMemory(parameters, weights, main_grad, optimizer, activations, logits))
+        activations, logits, host = (round(extend(m, sizes, peak)) for peak in peaks)
+        if cfg.train.offload == "optimizer":
+            # On the host, masters are never the weights themselves.
+            host, optimizer = 4 * (1 + cfg.optim.num_moments) * _share(cfg, parameters, topology["dp"]), 0
+        out.append(RankMemory(parameters, weights, main_grad, optimizer, activations, logits, host))
     return out
 
 
@@ -132,8 +138,14 @@ def state_bytes(cfg: Config, parameters: int, dp: int) -> tuple[int, int, int]:
     sent = 2 if cfg.train.grad_reduce_dtype == "bf16" else 0
     master = 0 if cfg.train.precision == "fp32" else 4
     moments = 4 * cfg.optim.num_moments
-    share = -(-parameters // dp) if cfg.parallel.zero else parameters
-    return size * parameters, (4 + sent) * parameters, (master + moments) * share
+    left = 8 if dp > 1 and cfg.train.compress.startswith(("topk", "powersgd")) else 0
+    optimizer = (master + moments) * _share(cfg, parameters, dp)
+    return size * parameters, (4 + sent + left) * parameters, optimizer
+
+
+def _share(cfg: Config, parameters: int, dp: int) -> int:
+    """Count the elements whose optimizer state a dp rank holds."""
+    return -(-parameters // dp) if cfg.parallel.zero else parameters
 
 
 def element_size(cfg: Config) -> int:
@@ -200,8 +212,11 @@ def _live_bytes(cfg: Config) -> int:
     return tokens * (packed + _core_bytes(cfg)) // cfg.parallel.tp
 
 
-def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[int, int]:
-    """Compute (activations, logits) at the peak of their sum, for a rank that runs operations in this order."""
+def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[int, int, int]:
+    """Compute (activations, logits) at the peak of their sum, for a rank that runs operations in this order.
+
+    The third number is the peak of what is offloaded meanwhile.
+    """
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
     sp = cfg.parallel.tp if cfg.sequence_parallel else 1
     vocab = vocab_rows(cfg)
@@ -220,12 +235,20 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
     if m.logit_softcap is not None:
         loss_work += e * rows * vocab  # its slope, in backward
     kept = [len(held) * per_layer + ends.get(stage, 0) for stage, held in enumerate(layers)]
+    sent = [0] * len(layers)
+    if cfg.train.offload == "activations":
+        # What arrives from another stage stays; two of the others are here while one block is recomputed.
+        sent = [(len(held) - (stage > 0)) * per_layer for stage, held in enumerate(layers)]
+        recomputed += 2 * per_layer
+    away = most_away = 0
     alive = logits = most = 0
     peak = (0, 0)
     for kind, _, stage, _ in order:
         of_loss = logits_kept if stage == last else 0
         if kind == "F":
-            alive, logits = alive + kept[stage], logits + of_loss
+            alive, logits = alive + kept[stage] - sent[stage], logits + of_loss
+            away += sent[stage]
+            most_away = max(most_away, away)
         # Workspace of the operation comes on top of what is kept.
         extra = recomputed if kind in "BI" else 0
         work = loss_work if stage == last and kind != "W" else 0
@@ -233,5 +256,7 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
             peak = alive + extra, logits + work
             most = sum(peak)
         if kind in "BW":  # a split backward frees a chunk when its weight gradients are done
-            alive, logits = alive - kept[stage], logits - of_loss
-    return peak
+            alive, logits = alive - kept[stage] + sent[stage], logits - of_loss
+        if kind in "BI":
+            away -= sent[stage]
+    return *peak, most_away

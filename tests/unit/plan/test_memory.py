@@ -116,6 +116,36 @@ def _state_bytes(optimizer: DistributedOptimizer, params: list[torch.nn.Paramete
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_offloaded_state_is_counted_on_the_host(precision: str) -> None:
+    cfg, topology = config(parallel={"bucket_size": 20_000}, precision=precision, offload="optimizer"), Grid.of(4)
+    planned = memory_per_rank(cfg, topology)[0]
+    engine = build_engine(cfg, rank_context(topology, 3))
+    states = {s.flat.untyped_storage().data_ptr(): s.flat.untyped_storage().nbytes() for s in engine.optimizer.states()}
+    assert planned.optimizer == 0
+    assert planned.host == pytest.approx(sum(states.values()), rel=0.02)
+    line = f"offloaded: at most {planned.host / 2**20:.2f} MiB per rank, in host memory"
+    assert line in dry_run_report(cfg, topology)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_offloaded_activations_are_counted_on_the_host(schedule: str) -> None:
+    parallel = {"pp": 2, "schedule": schedule}
+    plain = config(parallel=parallel, recompute="full", global_batch_size=8)
+    away = replace(plain, train=replace(plain.train, offload="activations"))
+    residual = 4 * 32 * 64
+    for rank, (before, after) in enumerate(zip(*(memory_per_rank(c, Grid.of(2, 1, 2)) for c in (plain, away)))):
+        # Of three blocks each; two micro-batches await their backward pass on the first rank, one on the last.
+        assert after.host == (3 * 2 if rank == 0 else 2) * residual
+        if schedule == "1f1b":
+            assert after.activations - before.activations == 2 * residual - after.host
+
+
+def test_what_compression_keeps_is_counted() -> None:
+    (planned,) = memory_per_rank(config(compress="topk:0.01"), Grid.of(4))
+    assert planned.main_grad == 12 * planned.parameters
+
+
 def test_gradients_that_travel_in_bf16_are_a_copy() -> None:
     cfg = config(precision="bf16")
     both = replace(cfg, train=replace(cfg.train, grad_reduce_dtype="bf16"))
