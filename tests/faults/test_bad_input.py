@@ -117,7 +117,7 @@ def test_torchrun_ends_no_rank_before_it_was_told(tmp_path: Path, slow: str) -> 
         timeout=300,
     )
     told = [line for line in done.stderr.splitlines() if "error: --hiden-size" in line]
-    assert told == ["error: --hiden-size: is an unknown flag; did you mean --hidden-size?"]
+    assert told == ["error: --hiden-size 64: is an unknown flag; did you mean --hidden-size?"]
 
 
 def test_world_size_without_a_launcher(tmp_path: Path) -> None:
