@@ -32,7 +32,7 @@ fi
 say "training a tokenizer of 4,096 pieces on it"
 "$PYTHON" tools/train_tokenizer.py --input "${input[@]}" --vocab-size 4096 --out "$out/tokenizer"
 say "turning the text into tokens: $out/data/text.bin and .idx"
-"$PYTHON" tools/preprocess_data.py --input "${input[@]}" --tokenizer "$out/tokenizer" --out "$out/data/text" --workers 2
+"$PYTHON" tools/preprocess_data.py --input "${input[@]}" --tokenizer "$out/tokenizer" --out "$out/data/text" --workers 2 --overwrite
 say "training $steps steps on 4 processes: --tp 2 --pp 2 (metrics in $out/metrics.jsonl)"
 OMP_NUM_THREADS=1 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py \
     --config examples/recipes/quickstart.yaml --tp 2 --pp 2 --device cpu --train-steps "$steps" \

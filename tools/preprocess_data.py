@@ -13,8 +13,8 @@ def main() -> None:
         "--input",
         nargs="+",
         required=True,
-        metavar="FILE",
-        help="files or quoted globs: .txt (a file is a document), .jsonl, both also .gz or .zst, .parquet",
+        metavar="PATH",
+        help="files, folders, quoted globs: .jsonl, .parquet, any other text (a file is a document); also .gz or .zst",
     )
     parser.add_argument(
         "--tokenizer",
@@ -26,9 +26,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: one per core)")
     parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
+    parser.add_argument("--overwrite", action="store_true", help="replace data that exist under the prefix")
     args = parser.parse_args()
     setup_logging()
-    stats = preprocess(args.input, args.tokenizer, args.out, workers=args.workers, key=args.key, skip_bad=args.skip_bad)
+    options = {"workers": args.workers, "key": args.key, "skip_bad": args.skip_bad, "overwrite": args.overwrite}
+    stats = preprocess(args.input, args.tokenizer, args.out, **options)
     print(f"{args.out}: {stats}")
 
 

@@ -13,8 +13,8 @@ def main() -> None:
         "--input",
         nargs="+",
         required=True,
-        metavar="FILE",
-        help="files or quoted globs: .txt, .jsonl, both also .gz or .zst, .parquet",
+        metavar="PATH",
+        help="files, folders, quoted globs: .jsonl, .parquet, any other text; also .gz or .zst",
     )
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="pieces, 256 bytes included")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")

@@ -1,4 +1,4 @@
-"""Documents from text files: `.txt`, `.jsonl`, both also `.gz` or `.zst`, and `.parquet`.
+"""Documents from `.jsonl`, `.parquet` and any other file of UTF-8 text, all but parquet also `.gz` or `.zst`.
 
 Reading is in two halves so that many processes can share it: `read_chunks` cuts a file into chunks of raw records (one
 process, in order), `parse` turns a chunk into texts (any process).
@@ -6,19 +6,24 @@ process, in order), `parse` turns a chunk into texts (any process).
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from megalite.data.tokenizer import optional_import
 from megalite.errors import UserError
 from megalite.log import logger
 
-KINDS = ".txt, .jsonl, both also .gz or .zst, or .parquet"
+_TABLES = (".json", ".ndjson", ".csv", ".tsv")
+_SNIFFED_BYTES = 8192
 CHUNK_BYTES, CHUNK_RECORDS = 1 << 18, 1024
 _BLOCK_BYTES = 1 << 20
 _EXCERPT_CHARS = 80
@@ -34,6 +39,8 @@ class Chunk:
     first: int
     """Number of the first record, from 1; blank JSON lines count too."""
     records: list[bytes | None]
+    read: int = 0
+    """Bytes of the file, as it is on disk, that were read for this chunk and those before it."""
 
 
 @dataclass(frozen=True)
@@ -50,27 +57,60 @@ class BadRecord:
 
 
 def expand_inputs(inputs: Iterable[str]) -> list[Path]:
-    """List the files of paths and globs, in the order given, each glob's matches sorted.
+    """List the files of paths, folders and globs, in the order given; what a folder or glob holds is sorted.
+
+    Of a folder, hidden files and those that are not UTF-8 text are left out, and the latter counted in the log.
 
     Raises:
-        UserError: nothing matches, a directory, or an unknown kind of file.
+        UserError: nothing matches, a folder without text, or a kind of file whose documents are not known.
     """
     paths: list[Path] = []
     for given in inputs:
-        matches = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
-        if not matches:
+        found = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
+        if not found:
             raise UserError(f"--input {given}", "no such file", "check the path, or quote the pattern")
-        paths += [Path(m) for m in matches]
-    for path in paths:
-        if path.is_dir():
-            remedy = f"pass its files, for example --input '{path}/*.jsonl'"
-            raise UserError(f"--input {path}", "is a directory", remedy)
-        if _kind(path) not in (".txt", ".jsonl", ".parquet"):
-            raise UserError(f"--input {path}", f"files must be {KINDS}", "rename or convert it")
+        # A folder and its files may both match a glob.
+        files = dict.fromkeys(file for f in found for file in (_files_in(Path(f)) if Path(f).is_dir() else [Path(f)]))
+        for path in files:
+            if _kind(path) in _TABLES:
+                remedy = "convert it to .jsonl (an object a line), or rename it to .txt to take it as one document"
+                raise UserError(f"--input {path}", f"where a {_kind(path)} file's documents are is not known", remedy)
+        paths += files
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
         logger.warning(f"{twice} is given more than once: its documents are used each time")
     return paths
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """List the text files of a folder and the folders in it."""
+    text: list[Path] = []
+    others: list[Path] = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (Path(root, name) for name in sorted(names) if not name.startswith(".")):
+            (text if _is_text(path) else others).append(path)
+    if not text:
+        raise UserError(f"--input {folder}", f"holds no text ({len(others)} other files)", "give another folder")
+    if others:
+        kinds = f"not UTF-8 text, or {', '.join(_TABLES)}"
+        logger.info(f"{folder}: {len(text)} files; {len(others)} skipped ({kinds}), the first {others[0]}")
+    return text
+
+
+def _is_text(path: Path) -> bool:
+    """Judge by the name, else by the first bytes."""
+    if not path.is_file() or _kind(path) in _TABLES:
+        return False
+    if _kind(path) in (".jsonl", ".parquet"):
+        return True
+    with _opened(path) as raw:
+        start = next(_blocks(raw, path), b"")[:_SNIFFED_BYTES]
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < _SNIFFED_BYTES)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in start
 
 
 def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
@@ -84,19 +124,22 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
     """
     records: Iterable[bytes | None]
     kind = _kind(path)
-    if kind == ".txt":
-        yield Chunk(str(path), "file", 1, [b"".join(_blocks(path))])
-        return
-    unit, records = ("row", _parquet_values(path, key)) if kind == ".parquet" else ("line", _lines(_blocks(path)))
-    first, held, size = 1, [], 0
-    for record in records:
-        held.append(record)
-        size += len(record or b"")
-        if size >= CHUNK_BYTES or len(held) >= CHUNK_RECORDS:
-            yield Chunk(str(path), unit, first, held)
-            first, held, size = first + len(held), [], 0
-    if held:
-        yield Chunk(str(path), unit, first, held)
+    with _opened(path) as raw:
+        if kind == ".parquet":
+            unit, records = "row", _parquet_values(raw, path, key)
+        elif kind == ".jsonl":
+            unit, records = "line", _lines(_blocks(raw, path))
+        else:
+            unit, records = "file", iter([b"".join(_blocks(raw, path))])
+        first, held, size = 1, [], 0
+        for record in records:
+            held.append(record)
+            size += len(record or b"")
+            if size >= CHUNK_BYTES or len(held) >= CHUNK_RECORDS:
+                yield Chunk(str(path), unit, first, held, _position(raw))
+                first, held, size = first + len(held), [], 0
+        if held:
+            yield Chunk(str(path), unit, first, held, _position(raw))
 
 
 def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:
@@ -104,7 +147,10 @@ def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:
     for number, record in enumerate(chunk.records, chunk.first):
         if chunk.unit == "line" and record is not None and not record.strip():
             continue
-        text = _text_of(record, key if chunk.unit == "line" else None)
+        if chunk.unit == "file" and b"\0" in (record or b""):
+            text: str | BadRecord = BadRecord("", "holds a zero byte, so that it is no UTF-8 text", "")
+        else:
+            text = _text_of(record, key if chunk.unit == "line" else None)
         if isinstance(text, BadRecord):
             where = chunk.path if chunk.unit == "file" else f"{chunk.path} {chunk.unit} {number}"
             text = BadRecord(where, text.reason, text.excerpt)
@@ -135,36 +181,45 @@ def _kind(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the file's bytes, decompressed, in blocks."""
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        if path.suffix == ".zst":
-            yield from _zstd_blocks(path)
-            return
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as f:
-            while block := f.read(_BLOCK_BYTES):
-                yield block
+        with path.open("rb") as raw:
+            yield raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise UserError(str(path), f"is damaged or cut short ({e})", "fetch or compress it again") from e
     except OSError as e:
         raise UserError(str(path), f"cannot be read ({e.strerror})", "check the file and its permissions") from e
 
 
-def _zstd_blocks(path: Path) -> Iterator[bytes]:
+def _position(raw: BinaryIO) -> int:
+    return raw.tell() if raw.seekable() else 0
+
+
+def _blocks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the file's bytes, decompressed, in blocks."""
+    if path.suffix == ".zst":
+        yield from _zstd_blocks(raw, path)
+        return
+    with gzip.open(raw) if path.suffix == ".gz" else nullcontext(raw) as f:
+        while block := f.read(_BLOCK_BYTES):
+            yield block
+
+
+def _zstd_blocks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
     # Frame by frame: the library's own stream reader ends silently where a frame is cut.
     zstandard = optional_import("zstandard", "zstandard", "data")
     inside_frame = False
-    with path.open("rb") as f:
-        try:
-            while data := f.read(_BLOCK_BYTES):
-                while data:
-                    if not inside_frame:
-                        frame, inside_frame = zstandard.ZstdDecompressor().decompressobj(), True
-                    yield frame.decompress(data)
-                    data = frame.unused_data
-                    inside_frame = not frame.eof
-        except zstandard.ZstdError as e:
-            raise UserError(str(path), f"is damaged ({e})", "fetch or compress it again") from e
+    try:
+        while data := raw.read(_BLOCK_BYTES):
+            while data:
+                if not inside_frame:
+                    frame, inside_frame = zstandard.ZstdDecompressor().decompressobj(), True
+                yield frame.decompress(data)
+                data = frame.unused_data
+                inside_frame = not frame.eof
+    except zstandard.ZstdError as e:
+        raise UserError(str(path), f"is damaged ({e})", "fetch or compress it again") from e
     if inside_frame:
         raise UserError(str(path), "is cut short (its last zstd frame does not end)", "fetch or compress it again")
 
@@ -182,11 +237,11 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
         yield last
 
 
-def _parquet_values(path: Path, key: str) -> Iterator[bytes | None]:
+def _parquet_values(raw: BinaryIO, path: Path, key: str) -> Iterator[bytes | None]:
     parquet = optional_import("pyarrow.parquet", "pyarrow", "data")
     pyarrow = optional_import("pyarrow", "pyarrow", "data")
     try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with parquet.ParquetFile(raw, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             if key not in names:
                 raise UserError(f"--key {key}", f"{path} has the columns {names}", "name one of them with --key")

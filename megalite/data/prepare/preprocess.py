@@ -6,24 +6,25 @@ The bytes written do not depend on the number of workers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from megalite import __version__
 from megalite.data.prepare.documents import BadRecord, Chunk, expand_inputs, parse, read_chunks
+from megalite.data.prepare.progress import Progress
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDatasetWriter, token_dtype
 from megalite.errors import UserError
@@ -198,20 +199,25 @@ def preprocess(
     workers: int = 1,
     key: str = "text",
     skip_bad: bool = False,
+    overwrite: bool = False,
 ) -> PreprocessStats:
     """Write `out_prefix.bin`, `.idx` and `.json` from text files; nothing appears under these names until all is done.
 
     Args:
-        inputs: paths and globs of `.txt` (a file is a document), `.jsonl` (a line is one), both also `.gz` / `.zst`,
-            and `.parquet` (a row is one).
+        inputs: files, folders and globs of `.jsonl` (a line is a document), `.parquet` (a row is one) and any other
+            UTF-8 text (a file is one), all but parquet also `.gz` / `.zst`.
         tokenizer_path: see `load_tokenizer`.
         workers: encoding processes; 1 encodes in this one.
         key: JSON key or parquet column of the text.
         skip_bad: skip and count records that do not parse; otherwise the first one ends the run.
+        overwrite: replace data that exist under `out_prefix`.
 
     Raises:
         UserError: inputs, tokenizer or output that cannot be used, a bad record, no document at all.
     """
+    old = next((f for f in (f"{out_prefix}.{end}" for end in ("bin", "idx", "json")) if os.path.exists(f)), None)
+    if old is not None and not overwrite:
+        raise UserError(f"--out {out_prefix}", f"{old} exists", "choose another prefix, or give --overwrite")
     if workers < 1:
         raise UserError(f"--workers {workers}", "must be at least 1", "omit it for one per core")
     paths = expand_inputs(inputs)
@@ -220,24 +226,32 @@ def preprocess(
         rule = "has no known end-of-text token, and every document must end with one"
         raise UserError(f"tokenizer {tokenizer.path}", rule, "set eos_token in tokenizer_config.json beside it")
     stats, start = PreprocessStats(), time.perf_counter()
-    chunks = (chunk for path in paths for chunk in read_chunks(path, key))
     with (
         IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size)) as writer,
-        tqdm(unit="B", unit_scale=True, desc="tokenizing", disable=not sys.stderr.isatty()) as bar,
-        closing(_encode_all(chunks, tokenizer, key, workers)) as all_encoded,
+        Progress(sum(path.stat().st_size for path in paths)) as progress,
+        closing(_encode_all(_chunks(paths, key), tokenizer, key, workers)) as all_encoded,
     ):
         for chunk, encoded in all_encoded:
             if encoded.bad and not skip_bad:
                 raise encoded.bad[0].error()
             writer.add_documents(encoded.tokens, encoded.sizes)
             stats.add(encoded)
-            bar.update(sum(len(r or b"") for r in chunk.records))
+            progress.update(chunk.read, stats.documents, stats.tokens)
         if stats.documents == 0:
             rule = f"contain no document ({stats.empty} empty, {stats.bad} bad)"
             raise UserError(f"--input {' '.join(inputs)}", rule, "check the files and --key")
         writer.finalize(_sidecar(tokenizer, stats))
     stats.seconds = time.perf_counter() - start
     return stats
+
+
+def _chunks(paths: Iterable[Path], key: str) -> Iterator[Chunk]:
+    """Yield the chunks of all files; `read` counts from the start of the first."""
+    before = 0
+    for path in paths:
+        for chunk in read_chunks(path, key):
+            yield dataclasses.replace(chunk, read=before + chunk.read)
+        before += path.stat().st_size
 
 
 def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats) -> dict[str, Any]:

@@ -68,6 +68,70 @@ def test_inputs_keep_the_order_given_and_globs_are_sorted(tmp_path: Path) -> Non
     assert [p.name for p in expand_inputs(given)] == ["c.jsonl", "a.txt", "b.txt"]
 
 
+def test_folders_give_their_text_files_and_say_what_they_leave_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = ["README.md", "page.html", "src/a.py", "src/deep/b.rst", "src/empty.txt", "src/lines.jsonl", "t.txt.gz", "x"]
+    left_out = ["data.json", "logo.png", "src/latin1.py", "src/utf16.txt", "table.csv"]
+    texts = {name: b"text of " + name.encode() for name in [*kept, ".git/config", ".hidden"]}
+    texts |= {"src/empty.txt": b"", "src/lines.jsonl": jsonl(["one", "two"]), "t.txt.gz": gzip.compress(b"text of t")}
+    texts |= {
+        "data.json": b"{}",
+        "logo.png": b"\x89PNG\r\n\0",
+        "src/latin1.py": "é".encode("latin-1"),
+        "table.csv": b"a,b",
+    }
+    # Cut in the middle of a character by the first look at it, and still text.
+    texts |= {"src/utf16.txt": "text".encode("utf-16-le"), "x": b"x" * 8191 + "é".encode()}
+    for name, text in texts.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(text)
+    folder = tmp_path / "in"
+    with caplog.at_level("INFO"):
+        found = expand_inputs([str(folder)])
+    assert sorted(str(path.relative_to(folder)) for path in found) == kept
+    assert f"{len(kept)} files; {len(left_out)} skipped" in caplog.text
+    assert f"the first {folder}/data.json" in caplog.text
+    # A glob that matches a folder and what is in it gives each file once.
+    assert expand_inputs([str(folder / "src/deep/**")]) == [folder / "src/deep/b.rst"]
+    assert preprocess([str(folder)], "bytes", str(tmp_path / "o")).documents == len(kept) - 1 + 1
+    with pytest.raises(UserError, match=r"in/src/utf16.txt: '': holds a zero byte"):
+        preprocess([str(folder / "src/utf16.txt")], "bytes", str(tmp_path / "p"))
+
+
+def test_an_existing_prefix_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    preprocess([str(tmp_path / "a.txt")], "bytes", str(tmp_path / "o"))
+    with pytest.raises(UserError, match=r"o.bin exists; choose another prefix, or give --overwrite"):
+        preprocess([str(tmp_path / "b.txt")], "bytes", str(tmp_path / "o"))
+    assert IndexedDataset(tmp_path / "o").document(0).tolist() == [97, 256]
+    preprocess([str(tmp_path / "b.txt")], "bytes", str(tmp_path / "o"), overwrite=True)
+    assert IndexedDataset(tmp_path / "o").document(0).tolist() == [98, 256]
+
+
+def test_progress_off_a_terminal_is_a_line_that_rises_to_the_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalite.data.prepare.progress.LOG_EVERY_S", 0.0)
+    lines = jsonl([os.urandom(3000).hex() for _ in range(300)])
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(lines))
+    texts = [os.urandom(3000).hex() for _ in range(300)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "d.parquet", row_group_size=50)
+    with caplog.at_level("INFO"):
+        preprocess([str(tmp_path / "*")], "bytes", str(tmp_path / "o" / "o"))
+    shares = [float(m.split(": ")[1].split("%")[0]) for m in caplog.messages if m.startswith("tokenizing: ")]
+    assert shares == sorted(shares)
+    # Every kind of file has places in between, and each ends with its own size.
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("*.*"))]
+    ends = [100 * sum(sizes[: i + 1]) / sum(sizes) for i in range(4)]
+    assert shares[-1] == 100.0
+    assert all(any(abs(share - end) < 0.1 for share in shares) for end in ends)
+    assert sum(ends[0] + 0.1 < share < ends[1] - 0.1 for share in shares) >= 2
+
+
 def test_ids_are_the_tokenizers_and_the_sidecar_describes_them(
     tmp_path: Path, corpus: Path, corpus_texts: list[str], tokenizer_dir: Path
 ) -> None:
@@ -195,10 +259,10 @@ def test_a_damaged_compressed_file_is_refused_also_with_skip_bad(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (".", "is a directory; pass its files"),
+        (".", r"holds no text \(2 other files\)"),
         ("nothing*.txt", "no such file"),
-        ("d.csv", "files must be .txt, .jsonl"),
-        ("d.csv.gz", "files must be .txt, .jsonl"),
+        ("d.csv", "where a .csv file's documents are is not known"),
+        ("d.csv.gz", "where a .csv file's documents are is not known"),
     ],
 )
 def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path, given: str, message: str) -> None:
@@ -279,7 +343,7 @@ def test_the_tool_turns_a_mistake_into_one_line_and_exit_2(tmp_path: Path) -> No
     command = [sys.executable, str(TOOL), "--input", str(tmp_path), "--tokenizer", "bytes", "--out", "o"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert result.stderr.startswith(f"error: --input {tmp_path}: is a directory; ")
+    assert result.stderr.startswith(f"error: --input {tmp_path}: holds no text (0 other files); ")
     assert result.stderr.count("\n") == 1
 
 
