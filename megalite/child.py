@@ -5,6 +5,7 @@ The children (the writer of checkpoints, the watchdog) import this file too: the
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -68,6 +69,44 @@ def shared_memory(name: str, size: int) -> int:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def scratch_file(folder: Path, size: int) -> int:
+    """Allocate a file without a name, which nothing is left of when the process ends.
+
+    Args:
+        folder: on the disk to use; made if missing.
+        size: bytes.
+
+    Returns:
+        Its file descriptor.
+
+    Raises:
+        OSError: the folder cannot be written, or has too little space (ENOSPC).
+    """
+    import tempfile
+
+    folder.mkdir(parents=True, exist_ok=True)
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    too_small = OSError(errno.ENOSPC, f"{size:,} bytes are needed there and {free:,} are free", str(folder))
+    if size > free:
+        raise too_small
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as e:
+        # Some network file systems cannot.
+        if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        descriptor, name = tempfile.mkstemp(prefix="megalite-", dir=folder)
+        os.unlink(name)
+    try:
+        # A store into a mapped file without a block to go to would kill the process.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as e:
+        os.close(descriptor)
+        raise (too_small if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else e) from None
     return descriptor
 
 

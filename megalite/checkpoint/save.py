@@ -62,6 +62,7 @@ class Checkpointer:
         run_id: recorded in the manifest, and shown to a second job that finds the folder in use.
         keep_last: number of full checkpoints to keep; older ones are deleted after a commit.
         on_error: "stop" raises when a save fails, "warn" logs a warning and continues.
+        scratch: where the snapshot of a save is, in a file without a name; None: in host memory.
 
     Raises:
         UserError: the folder is in use or cannot be written (on every rank).
@@ -74,6 +75,7 @@ class Checkpointer:
         run_id: str = "",
         keep_last: int = 2,
         on_error: Literal["stop", "warn"] = "stop",
+        scratch: Path | None = None,
     ) -> None:
         self.root, self.ctx, self.on_error = Path(root), ctx, on_error
         self.run_id = run_id or secrets.token_hex(8)
@@ -83,7 +85,7 @@ class Checkpointer:
         self._base = -1
         self._own: set[str] = set()
         agree(ctx, self._open)
-        self._writer = WriterProcess(ctx.device)
+        self._writer = WriterProcess(ctx.device, scratch)
         self._current: _Save | None = None
 
     def _open(self) -> None:

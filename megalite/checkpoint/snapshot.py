@@ -9,6 +9,7 @@ import select
 import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from megalite.checkpoint import writer
 from megalite.checkpoint.safetensors_io import num_bytes
 from megalite.checkpoint.writer import receive, send
-from megalite.child import shared_memory, start_child
+from megalite.child import scratch_file, shared_memory, start_child
 from megalite.dist.dtypes import STORED
 from megalite.log import logger
 from megalite.sharding import StateTensor
@@ -26,13 +27,18 @@ from megalite.slices import Slice
 class Snapshot:
     """Hold a copy of the state in memory that another process can map; the memory is reused by later saves.
 
+    Args:
+        device: of the state.
+        folder: where a scratch file serves as that memory, if memory is what the state was offloaded to save.
+
     Attributes:
         descriptor: file descriptor of the memory; -1 before the first `take`.
         num_bytes: of the last snapshot.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
         self._device, self._on_gpu, self._locked = device, device.type == "cuda", False
+        self._folder = folder
         self._tensor = torch.empty(0, dtype=torch.uint8)
         self.descriptor, self.num_bytes = -1, 0
 
@@ -58,9 +64,9 @@ class Snapshot:
 
     def _allocate(self, size: int) -> None:
         self.free()
-        self.descriptor = shared_memory("snapshot", size)
+        self.descriptor = scratch_file(self._folder, size) if self._folder else shared_memory("snapshot", size)
         self._tensor = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
-        if self._on_gpu:
+        if self._on_gpu and self._folder is None:
             # Page-locked, so that the copy from the GPU runs at full speed.
             cuda = torch.cuda.cudart()
             refused = cuda.cudaHostRegister(self._tensor.data_ptr(), size, 0)
@@ -91,8 +97,8 @@ class WriterProcess:
         moved: folders that the commit set aside, each as "old -> new".
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._snapshot = Snapshot(device)
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        self._snapshot = Snapshot(device, folder)
         self._start()
         self._answer: dict[str, Any] | None = None
 

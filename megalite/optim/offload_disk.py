@@ -10,13 +10,13 @@ import errno
 import fcntl
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
+from megalite.child import scratch_file
 from megalite.errors import UserError
 from megalite.log import logger
 
@@ -108,20 +108,11 @@ class ScratchFile:
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.folder, free = folder, 0
+        self.folder = folder
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            disk = os.statvfs(folder)
-            free = disk.f_bavail * disk.f_frsize
-            if size > free:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.descriptor = _open_without_name(folder)
-            # A store into a mapped file without a block to go to would kill the process.
-            os.posix_fallocate(self.descriptor, 0, size)
+            self.descriptor = scratch_file(folder, size)
         except OSError as e:
-            full = e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-            rule = f"this rank needs {size:,} bytes there and {free:,} are free" if full else f"{e.strerror}"
-            raise UserError(f"--offload-dir {folder}", rule, "choose a folder on another disk") from None
+            raise UserError(f"--offload-dir {folder}", f"{e.strerror}", "choose a folder on another disk") from None
         self.mapped = mmap.mmap(self.descriptor, size)
         self._threads = ThreadPoolExecutor(_THREADS, "offload")
         self._direct = _bypass_cache(self.descriptor)
@@ -159,18 +150,6 @@ class ScratchFile:
             raise OSError(errno.EIO, f"only {done} bytes done while {where}", str(self.folder))
         if not self._direct:
             os.posix_fadvise(self.descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
-
-
-def _open_without_name(folder: Path) -> int:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as e:
-        # Some network file systems, and systems other than Linux.
-        if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-    descriptor, name = tempfile.mkstemp(prefix="megalite-", dir=folder)
-    os.unlink(name)
-    return descriptor
 
 
 def _bypass_cache(descriptor: int) -> bool:

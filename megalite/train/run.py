@@ -126,7 +126,8 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         logger.info(banner(engine))
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
-        checkpointer = Checkpointer(folder, ctx, keep_last=keep, on_error=on_error)
+        scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
+        checkpointer = Checkpointer(folder, ctx, keep_last=keep, on_error=on_error, scratch=scratch)
         opened.callback(checkpointer.close)
         source = choose_checkpoint(cfg, run_dir, ctx)
         state = resume(engine, source, meta) if source else init_weights(engine)

@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from megalite.checkpoint.snapshot import Snapshot
 from megalite.host import available_memory
 from megalite.optim.offload_disk import DiskStates, ScratchFile
 
@@ -31,6 +33,15 @@ def test_what_is_updated_stays_and_has_no_name(tmp_path: Path) -> None:
             assert [[f.unique().item() for f in flats] for flats in states.flats] == [
                 [10 * i + j + 1 for j in range(3)] for i in range(4)
             ]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_snapshot_of_a_save_is_on_the_same_disk(tmp_path: Path) -> None:
+    snapshot, source = Snapshot(torch.device("cpu"), tmp_path / "new"), torch.arange(4.0)
+    snapshot.take([{"dtype": "F32", "shape": [4], "source": source}])
+    assert os.readlink(f"/proc/self/fd/{snapshot.descriptor}").startswith(f"{tmp_path}/new/")
+    assert os.pread(snapshot.descriptor, 16, 0) == source.numpy().tobytes()
+    snapshot.free()
     assert list((tmp_path / "new").iterdir()) == []
 
 
