@@ -89,6 +89,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "group-query-attention": {"num_kv_heads": 1},
     "untie-embeddings-and-output-weights": {"tie_embeddings": False},
     "use-distributed-optimizer": {"zero": 1},
+    "optimizer-cpu-offload": {"offload": "optimizer"},
     "accumulate-allreduce-grads-in-fp32": {"grad_reduce_dtype": "fp32"},
     "grad-reduce-in-bf16": {"grad_reduce_dtype": "bf16"},
     "recompute-activations": {"recompute": "selective"},

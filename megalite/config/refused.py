@@ -89,8 +89,8 @@ mixture of experts is outside megalite's scope -> choose a dense model
     enable-expert-tensor-parallelism create-moe-param-group use-tutel *-moe-*
 there is no fully sharded data parallelism -> use --zero 1, more --tp or --pp, or --recompute
     use-megatron-fsdp use-torch-fsdp2 *fsdp-*
-nothing is offloaded to the CPU -> use --zero 1, more --tp or --pp, or --recompute
-    cpu-offloading-num-layers=0 optimizer-offload-fraction=0 cpu-* optimizer-cpu-offload optimizer-offload-*
+offload is all or nothing, of one kind of state -> use --offload optimizer, or --offload activations
+    cpu-offloading-num-layers=0 optimizer-offload-fraction=0 cpu-* optimizer-offload-*
     remote-device use-pin-memory checkpoint-in-cpu fine-grained-* offload-modules
 megalite has no DeepSpeed engine -> drop it; --zero, --precision and --clip-grad replace its file
     deepspeed*
