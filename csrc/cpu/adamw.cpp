@@ -1,11 +1,9 @@
 // Flat AdamW on CPU: one pass over memory. Contract: megalite/ops/adamw.py.
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
 #include "../common/adamw_math.h"
-#include "../common/checks.h"
+#include "../common/entry.h"
 #include "convert.h"
+#include "parallel.h"
 
 namespace megalite {
 namespace {
@@ -55,40 +53,22 @@ MEGALITE_ADAMW(adamw_bf16_bf16, BF16, BF16, true)
 
 using Kernel = void (*)(const Buffers&, const AdamWScalars&, int64_t, int64_t);
 
-Kernel pick(const Tensor& grad, const std::optional<Tensor>& out) {
-  const bool bf16_grad = grad.scalar_type() == ScalarType::BFloat16;
-  STD_TORCH_CHECK(bf16_grad || grad.scalar_type() == ScalarType::Float, "grad must be fp32 or bf16 on CPU");
-  if (!out) return bf16_grad ? adamw_bf16 : adamw_f32;
-  if (out->scalar_type() == ScalarType::BFloat16) return bf16_grad ? adamw_bf16_bf16 : adamw_f32_bf16;
-  STD_TORCH_CHECK(out->scalar_type() == ScalarType::Float, "out_param must be fp32 or bf16 on CPU");
+Kernel pick(bool bf16_grad, bool has_out, bool bf16_out) {
+  if (!has_out) return bf16_grad ? adamw_bf16 : adamw_f32;
+  if (bf16_out) return bf16_grad ? adamw_bf16_bf16 : adamw_f32_bf16;
   return bf16_grad ? adamw_bf16_f32 : adamw_f32_f32;
-}
-
-void adamw(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> out_param,
-           std::optional<Tensor> grad_multiplier, double lr, double beta1, double beta2, double eps,
-           double weight_decay, int64_t step) {
-  const int64_t n = param.numel();
-  check_flat_fp32(param, "param", n);
-  check_flat(grad, "grad", n);
-  check_flat_fp32(exp_avg, "exp_avg", n);
-  check_flat_fp32(exp_avg_sq, "exp_avg_sq", n);
-  if (out_param) check_flat(*out_param, "out_param", n);
-  check_multiplier(grad_multiplier);
-  const Kernel kernel = pick(grad, out_param);
-  const AdamWScalars scalars(lr, beta1, beta2, eps, weight_decay, step);
-  const Buffers buffers{
-      param.mutable_data_ptr<float>(),
-      exp_avg.mutable_data_ptr<float>(),
-      exp_avg_sq.mutable_data_ptr<float>(),
-      grad.const_data_ptr(),
-      out_param ? out_param->mutable_data_ptr() : nullptr,
-      grad_multiplier ? *grad_multiplier->const_data_ptr<float>() : 1.0f,
-  };
-  torch::stable::parallel_for(
-      0, n, kGrain, [&](int64_t begin, int64_t end) { kernel(buffers, scalars, begin, end); });
 }
 
 }  // namespace
 }  // namespace megalite
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) { m.impl("adamw_", TORCH_BOX(&megalite::adamw)); }
+// out and multiplier may be null.
+MEGALITE_ENTRY(void, adamw_, float* param, const void* grad, float* exp_avg, float* exp_avg_sq, void* out,
+               const float* multiplier, int64_t n, int64_t bf16_grad, int64_t bf16_out, double lr, double beta1,
+               double beta2, double eps, double weight_decay, int64_t step, int64_t threads) {
+  using namespace megalite;
+  const Kernel kernel = pick(bf16_grad, out != nullptr, bf16_out);
+  const AdamWScalars scalars(lr, beta1, beta2, eps, weight_decay, step);
+  const Buffers buffers{param, exp_avg, exp_avg_sq, grad, out, multiplier ? *multiplier : 1.0f};
+  parallel_for(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(buffers, scalars, begin, end); });
+}

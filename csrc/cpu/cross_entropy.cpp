@@ -2,8 +2,6 @@
 
 #include <limits>
 
-#include <torch/csrc/stable/library.h>
-
 #include "exp.h"
 #include "rows.h"
 
@@ -92,47 +90,24 @@ MEGALITE_CLONES void stats_bf16(const Rows& r, int64_t begin, int64_t end) { sta
 MEGALITE_CLONES void gradient_f32(const Rows& r, int64_t begin, int64_t end) { gradient<float>(r, begin, end); }
 MEGALITE_CLONES void gradient_bf16(const Rows& r, int64_t begin, int64_t end) { gradient<BF16>(r, begin, end); }
 
-void check(const Tensor& logits, const Tensor& target, int64_t valid) {
-  STD_TORCH_CHECK(logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) <= 1),
-                  "logits must be rows of unit stride along the vocabulary");
-  STD_TORCH_CHECK(target.numel() == logits.size(0) && target.scalar_type() == ScalarType::Long,
-                  "target must be one int64 a row");
-  STD_TORCH_CHECK(0 <= valid && valid <= logits.size(1), valid, " valid columns of ", logits.size(1));
-}
-
-Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, int64_t valid) {
-  check(logits, target, valid);
-  const int64_t rows = logits.size(0);
-  const Tensor ids = packed(target);
-  Tensor out = torch::stable::new_empty(logits, {rows, 3}, ScalarType::Float);
-  // Only read.
-  void* from = const_cast<void*>(logits.const_data_ptr());
-  const Rows r{
-      from, ids.const_data_ptr<int64_t>(), out.mutable_data_ptr<float>(), nullptr, nullptr, logits.stride(0), valid,
-      logits.size(1), vocab_start,
-  };
-  const auto kernel = is_bf16(logits, "logits") ? stats_bf16 : stats_f32;
-  for_rows(rows, valid, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
-  return out;
-}
-
-void cross_entropy_grad_(Tensor logits, Tensor target, int64_t vocab_start, Tensor lse, Tensor scale, int64_t valid) {
-  check(logits, target, valid);
-  const int64_t rows = logits.size(0);
-  STD_TORCH_CHECK(lse.numel() == rows && scale.numel() == rows, "lse and scale must be one number a row");
-  const Tensor ids = packed(target), total = packed(lse), factor = packed(scale);
-  const Rows r{
-      logits.mutable_data_ptr(), ids.const_data_ptr<int64_t>(), nullptr, total.const_data_ptr<float>(),
-      factor.const_data_ptr<float>(), logits.stride(0), valid, logits.size(1), vocab_start,
-  };
-  const auto kernel = is_bf16(logits, "logits") ? gradient_bf16 : gradient_f32;
-  for_rows(rows, logits.size(1), [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
-}
-
 }  // namespace
 }  // namespace megalite
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) {
-  m.impl("cross_entropy_stats", TORCH_BOX(&megalite::cross_entropy_stats));
-  m.impl("cross_entropy_grad_", TORCH_BOX(&megalite::cross_entropy_grad_));
+// Rows lie `stride` elements apart; their first `valid` columns are real.
+MEGALITE_ENTRY(void, cross_entropy_stats, const void* logits, const int64_t* target, float* stats, int64_t rows,
+               int64_t stride, int64_t valid, int64_t vocab_start, int64_t bf16, int64_t threads) {
+  using namespace megalite;
+  // Only read.
+  const Rows r{const_cast<void*>(logits), target, stats, nullptr, nullptr, stride, valid, valid, vocab_start};
+  const auto kernel = bf16 ? stats_bf16 : stats_f32;
+  for_rows(rows, valid, threads, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
+}
+
+MEGALITE_ENTRY(void, cross_entropy_grad_, void* logits, const int64_t* target, const float* lse, const float* scale,
+               int64_t rows, int64_t stride, int64_t valid, int64_t width, int64_t vocab_start, int64_t bf16,
+               int64_t threads) {
+  using namespace megalite;
+  const Rows r{logits, target, nullptr, lse, scale, stride, valid, width, vocab_start};
+  const auto kernel = bf16 ? gradient_bf16 : gradient_f32;
+  for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
 }

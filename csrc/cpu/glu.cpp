@@ -1,7 +1,5 @@
 // Gated linear units on packed gate|up, forward and backward in one pass. Contract: megalite/ops/glu.py.
 
-#include <torch/csrc/stable/library.h>
-
 #include "exp.h"
 #include "rows.h"
 
@@ -119,41 +117,22 @@ constexpr void (*kBackward[2][3])(const Backward&, int64_t, int64_t) = {
     {backward_silu_f32, backward_gelu_f32, backward_tanh_f32},
     {backward_silu_bf16, backward_gelu_bf16, backward_tanh_bf16}};
 
-int64_t half_width(const Tensor& gate_up, int64_t kind) {
-  STD_TORCH_CHECK(0 <= kind && kind < 3, "no activation ", kind);
-  STD_TORCH_CHECK(gate_up.size(-1) % 2 == 0, "gate_up must have two halves, got width ", gate_up.size(-1));
-  return gate_up.size(-1) / 2;
-}
-
-Tensor glu(Tensor gate_up, int64_t kind) {
-  const bool bf16 = is_bf16(gate_up, "gate_up");
-  const int64_t width = half_width(gate_up, kind), rows = width ? gate_up.numel() / (2 * width) : 0;
-  const Tensor from = packed(gate_up);
-  std::vector<int64_t> shape(gate_up.sizes().begin(), gate_up.sizes().end());
-  shape.back() = width;
-  Tensor out = torch::stable::new_empty(gate_up, shape);
-  const Forward f{from.const_data_ptr(), out.mutable_data_ptr(), width};
-  const auto kernel = kForward[bf16][kind];
-  for_rows(rows, width, [&](int64_t begin, int64_t end) { kernel(f, begin, end); });
-  return out;
-}
-
-Tensor glu_backward(Tensor dy, Tensor gate_up, int64_t kind) {
-  const bool bf16 = is_bf16(gate_up, "gate_up");
-  const int64_t width = half_width(gate_up, kind), rows = width ? gate_up.numel() / (2 * width) : 0;
-  STD_TORCH_CHECK(dy.numel() == rows * width && dy.scalar_type() == gate_up.scalar_type(), "dy does not fit gate_up");
-  const Tensor from = packed(gate_up), out = packed(dy);
-  Tensor grad = torch::stable::new_empty(gate_up, gate_up.sizes());
-  const Backward b{out.const_data_ptr(), from.const_data_ptr(), grad.mutable_data_ptr(), width};
-  const auto kernel = kBackward[bf16][kind];
-  for_rows(rows, width, [&](int64_t begin, int64_t end) { kernel(b, begin, end); });
-  return grad;
-}
-
 }  // namespace
 }  // namespace megalite
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) {
-  m.impl("glu", TORCH_BOX(&megalite::glu));
-  m.impl("glu_backward", TORCH_BOX(&megalite::glu_backward));
+// `width` is that of one half.
+MEGALITE_ENTRY(void, glu, const void* gate_up, void* out, int64_t rows, int64_t width, int64_t kind, int64_t bf16,
+               int64_t threads) {
+  using namespace megalite;
+  const Forward f{gate_up, out, width};
+  const auto kernel = kForward[bf16][kind];
+  for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(f, begin, end); });
+}
+
+MEGALITE_ENTRY(void, glu_backward, const void* dy, const void* gate_up, void* grad, int64_t rows, int64_t width,
+               int64_t kind, int64_t bf16, int64_t threads) {
+  using namespace megalite;
+  const Backward b{dy, gate_up, grad, width};
+  const auto kernel = kBackward[bf16][kind];
+  for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(b, begin, end); });
 }

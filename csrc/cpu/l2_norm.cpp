@@ -4,11 +4,9 @@
 #include <cmath>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include "../common/checks.h"
+#include "../common/entry.h"
 #include "convert.h"
+#include "parallel.h"
 
 namespace megalite {
 namespace {
@@ -47,24 +45,16 @@ MEGALITE_CLONES void blocks_bf16(const void* x, int64_t n, double* sums, int64_t
   blocks<BF16>(x, n, sums, begin, end);
 }
 
-Tensor l2_norm(Tensor flat) {
-  STD_TORCH_CHECK(flat.is_contiguous(), "flat must be contiguous");
-  const bool bf16 = flat.scalar_type() == ScalarType::BFloat16;
-  STD_TORCH_CHECK(bf16 || flat.scalar_type() == ScalarType::Float, "flat must be fp32 or bf16 on CPU");
-  const int64_t n = flat.numel();
-  const void* x = flat.const_data_ptr();
-  std::vector<double> sums((n + kBlock - 1) / kBlock);
-  torch::stable::parallel_for(0, static_cast<int64_t>(sums.size()), 8, [&](int64_t begin, int64_t end) {
-    (bf16 ? blocks_bf16 : blocks_f32)(x, n, sums.data(), begin, end);
-  });
-  double total = 0;
-  for (double sum : sums) total += sum;
-  Tensor norm = torch::stable::new_empty(flat, {}, ScalarType::Float);
-  *norm.mutable_data_ptr<float>() = static_cast<float>(std::sqrt(total));
-  return norm;
-}
-
 }  // namespace
 }  // namespace megalite
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) { m.impl("l2_norm", TORCH_BOX(&megalite::l2_norm)); }
+MEGALITE_ENTRY(void, l2_norm, const void* x, float* norm, int64_t n, int64_t bf16, int64_t threads) {
+  using namespace megalite;
+  std::vector<double> sums((n + kBlock - 1) / kBlock);
+  const auto kernel = bf16 ? blocks_bf16 : blocks_f32;
+  parallel_for(static_cast<int64_t>(sums.size()), 8, threads,
+               [&](int64_t begin, int64_t end) { kernel(x, n, sums.data(), begin, end); });
+  double total = 0;
+  for (double sum : sums) total += sum;
+  *norm = static_cast<float>(std::sqrt(total));
+}

@@ -1,12 +1,7 @@
 // RMSNorm with optional residual addition, forward and backward, a row at a time while it is in cache.
-// Contract: megalite/ops/rmsnorm.py. Schemas shared with the Triton kernels, which also serve LayerNorm: on CPU torch's
-// own kernel is faster at that.
+// Contract: megalite/ops/rmsnorm.py. There is none for LayerNorm: torch's own kernel is faster at that.
 
 #include <cmath>
-#include <optional>
-#include <tuple>
-
-#include <torch/csrc/stable/library.h>
 
 #include "rows.h"
 
@@ -102,82 +97,46 @@ MEGALITE_NORM(bf16, BF16, false)
 MEGALITE_NORM(add_bf16, BF16, true)
 #undef MEGALITE_NORM
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm(Tensor x, std::optional<Tensor> residual, Tensor weight,
-                                                std::optional<Tensor> bias, double eps) {
-  STD_TORCH_CHECK(!bias, "LayerNorm has no C++ kernel");
-  const bool bf16 = is_bf16(x, "x"), add = residual.has_value();
-  const int64_t width = x.size(-1), rows = width ? x.numel() / width : 0;
-  const Tensor from = packed(x), extra = add ? matching(*residual, x, "residual") : from;
-  const Wide wide_weight(weight, width, "weight");
-  Tensor y = torch::stable::new_empty(x, x.sizes());
-  Tensor total = add ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_empty(x, {0});
-  Tensor mean = torch::stable::new_empty(x, {0}, ScalarType::Float);
-  Tensor rstd = torch::stable::new_empty(x, {rows}, ScalarType::Float);
-  const Forward f{
-      from.const_data_ptr(),
-      extra.const_data_ptr(),
-      wide_weight.data(),
-      y.mutable_data_ptr(),
-      total.mutable_data_ptr(),
-      rstd.mutable_data_ptr<float>(),
-      width,
-      static_cast<float>(eps),
-  };
-  const auto kernel = bf16 ? (add ? forward_add_bf16 : forward_bf16) : (add ? forward_add_f32 : forward_f32);
-  for_rows(rows, width, [&](int64_t begin, int64_t end) { kernel(f, begin, end); });
-  return {y, total, mean, rstd};
-}
-
-// Sum of blocks [blocks, width], as a vector of the type of `like`.
-Tensor sum_blocks(std::vector<float>& blocks, int64_t width, const Tensor& like) {
+// Sum of blocks [blocks, width] into `out`, which is of the type of the weight.
+void sum_blocks(std::vector<float>& blocks, int64_t width, void* out, bool bf16) {
   float* sum = blocks.data();
   for (size_t at = width; at < blocks.size(); at += width) {
     for (int64_t i = 0; i < width; ++i) sum[i] += sum[at + i];
   }
-  Tensor out = torch::stable::new_empty(like, {width});
-  if (is_bf16(like, "weight")) {
-    BF16* to = static_cast<BF16*>(out.mutable_data_ptr());
-    for (int64_t i = 0; i < width; ++i) narrow(sum[i], to[i]);
+  if (bf16) {
+    for (int64_t i = 0; i < width; ++i) narrow(sum[i], static_cast<BF16*>(out)[i]);
   } else {
-    std::copy_n(sum, width, out.mutable_data_ptr<float>());
+    std::copy_n(sum, width, static_cast<float*>(out));
   }
-  return out;
-}
-
-std::tuple<Tensor, Tensor, Tensor> norm_backward(Tensor dy, std::optional<Tensor> dtotal, Tensor x, Tensor weight,
-                                                 Tensor mean, Tensor rstd, bool rms) {
-  STD_TORCH_CHECK(rms, "LayerNorm has no C++ kernel");
-  const bool bf16 = is_bf16(x, "x"), add = dtotal.has_value();
-  const int64_t width = x.size(-1), rows = width ? x.numel() / width : 0;
-  STD_TORCH_CHECK(rstd.numel() == rows, "rstd does not fit");
-  const Tensor from = packed(x), out = matching(dy, x, "dy"), extra = add ? matching(*dtotal, x, "dtotal") : out;
-  const Wide wide_weight(weight, width, "weight");
-  // At most 64 blocks, of at least 16 rows.
-  const int64_t block_rows = std::max<int64_t>(16, (rows + 63) / 64);
-  const int64_t blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
-  std::vector<float> dweight(blocks * width);
-  Tensor dx = torch::stable::new_empty(x, x.sizes());
-  const Backward b{
-      out.const_data_ptr(),
-      extra.const_data_ptr(),
-      from.const_data_ptr(),
-      wide_weight.data(),
-      rstd.const_data_ptr<float>(),
-      dx.mutable_data_ptr(),
-      dweight.data(),
-      rows,
-      width,
-      block_rows,
-  };
-  const auto kernel = bf16 ? (add ? backward_add_bf16 : backward_bf16) : (add ? backward_add_f32 : backward_f32);
-  for_rows(blocks, block_rows * width, [&](int64_t begin, int64_t end) { kernel(b, begin, end); });
-  return {dx, sum_blocks(dweight, width, weight), torch::stable::new_empty(weight, {0})};
 }
 
 }  // namespace
 }  // namespace megalite
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) {
-  m.impl("norm", TORCH_BOX(&megalite::norm));
-  m.impl("norm_backward", TORCH_BOX(&megalite::norm_backward));
+// residual (with total) may be null.
+MEGALITE_ENTRY(void, norm, const void* x, const void* residual, const void* weight, void* y, void* total, float* rstd,
+               int64_t rows, int64_t width, int64_t bf16, int64_t bf16_weight, double eps, int64_t threads) {
+  using namespace megalite;
+  const Wide wide_weight(weight, width, bf16_weight);
+  const Forward f{x, residual, wide_weight.data(), y, total, rstd, width, static_cast<float>(eps)};
+  const bool add = residual != nullptr;
+  const auto kernel = bf16 ? (add ? forward_add_bf16 : forward_bf16) : (add ? forward_add_f32 : forward_f32);
+  for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(f, begin, end); });
+}
+
+// dtotal may be null.
+MEGALITE_ENTRY(void, norm_backward, const void* dy, const void* dtotal, const void* x, const void* weight,
+               const float* rstd, void* dx, void* dweight, int64_t rows, int64_t width, int64_t bf16,
+               int64_t bf16_weight, int64_t threads) {
+  using namespace megalite;
+  const Wide wide_weight(weight, width, bf16_weight);
+  // At most 64 blocks, of at least 16 rows.
+  const int64_t block_rows = std::max<int64_t>(16, (rows + 63) / 64);
+  const int64_t blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
+  std::vector<float> sums(blocks * width);
+  const Backward b{dy, dtotal, x, wide_weight.data(), rstd, dx, sums.data(), rows, width, block_rows};
+  const bool add = dtotal != nullptr;
+  const auto kernel = bf16 ? (add ? backward_add_bf16 : backward_bf16) : (add ? backward_add_f32 : backward_f32);
+  for_rows(blocks, block_rows * width, threads, [&](int64_t begin, int64_t end) { kernel(b, begin, end); });
+  sum_blocks(sums, width, dweight, bf16_weight);
 }

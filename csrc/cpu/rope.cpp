@@ -2,8 +2,6 @@
 
 #include <cstring>
 
-#include <torch/csrc/stable/library.h>
-
 #include "rows.h"
 
 namespace megalite {
@@ -14,8 +12,8 @@ struct Heads {
   char* data;
   int64_t s, b, h;  // strides in elements
 
-  Heads(const void* start, const Tensor& t)
-      : data(static_cast<char*>(const_cast<void*>(start))), s(t.stride(0)), b(t.stride(1)), h(t.stride(2)) {}
+  Heads(const void* start, int64_t s, int64_t b, int64_t h)
+      : data(static_cast<char*>(const_cast<void*>(start))), s(s), b(b), h(h) {}
 };
 
 struct Rotation {
@@ -74,62 +72,37 @@ inline __attribute__((always_inline)) void tokens(const Rotation& r, int64_t beg
 MEGALITE_CLONES void tokens_f32(const Rotation& r, int64_t begin, int64_t end) { tokens<float>(r, begin, end); }
 MEGALITE_CLONES void tokens_bf16(const Rotation& r, int64_t begin, int64_t end) { tokens<BF16>(r, begin, end); }
 
-// Rotate `heads` heads of [S, B, ., D].
-void run(const Tensor& shape, const Heads& from, const Heads& to, int64_t heads, const Tensor& cos, const Tensor& sin,
-         float sign) {
-  const int64_t seq = shape.size(0), batch = shape.size(1), width = shape.size(3), half = cos.size(-1);
-  STD_TORCH_CHECK(cos.dim() == 2 && sin.numel() == cos.numel() && cos.size(0) == seq && 2 * half <= width,
-                  "tables do not fit");
-  const Tensor c = packed(cos), s = packed(sin);
-  const Rotation r{from, to, c.const_data_ptr<float>(), s.const_data_ptr<float>(), batch, heads, width, half, sign};
-  const auto kernel = is_bf16(shape, "heads") ? tokens_bf16 : tokens_f32;
-  for_rows(seq * batch, heads * width, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
-}
-
-Tensor unit_stride(const Tensor& t) {
-  STD_TORCH_CHECK(t.dim() == 4, "heads must be [S, B, heads, D]");
-  return t.stride(3) == 1 ? t : torch::stable::contiguous(t);
-}
-
-void rope_(Tensor qkv, Tensor cos, Tensor sin, int64_t num_rotated) {
-  STD_TORCH_CHECK(qkv.dim() == 4 && (qkv.stride(3) == 1 || qkv.size(3) == 1), "qkv must have unit stride");
-  STD_TORCH_CHECK(num_rotated <= qkv.size(2), "more heads to rotate than there are");
-  const Heads heads(qkv.mutable_data_ptr(), qkv);
-  run(qkv, heads, heads, num_rotated, cos, sin, 1.0f);
-}
-
-Tensor rope(Tensor x, Tensor cos, Tensor sin, bool inverse) {
-  const Tensor from = unit_stride(x);
-  Tensor y = torch::stable::new_empty(x, x.sizes());
-  run(x, {from.const_data_ptr(), from}, {y.mutable_data_ptr(), y}, x.size(2), cos, sin, inverse ? -1.0f : 1.0f);
-  return y;
-}
-
-Tensor rope_pack(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) {
-  const Tensor q = unit_stride(dq), k = unit_stride(dk), v = unit_stride(dv);
-  const int64_t width = dq.size(3), num_heads = dq.size(2), num_kv_heads = dk.size(2);
-  for (const Tensor* t : {&dk, &dv}) {
-    STD_TORCH_CHECK(t->size(0) == dq.size(0) && t->size(1) == dq.size(1) && t->size(2) == num_kv_heads &&
-                        t->size(3) == width && t->scalar_type() == dq.scalar_type(),
-                    "dq, dk and dv do not fit");
-  }
-  Tensor out = torch::stable::new_empty(dq, {dq.size(0), dq.size(1), num_heads + 2 * num_kv_heads, width});
-  Heads to(out.mutable_data_ptr(), out);
-  run(dq, {q.const_data_ptr(), q}, to, num_heads, cos, sin, -1.0f);
-  to.data += num_heads * width * static_cast<int64_t>(dq.element_size());
-  run(dk, {k.const_data_ptr(), k}, to, num_kv_heads, cos, sin, -1.0f);
-  to.data += num_kv_heads * width * static_cast<int64_t>(dq.element_size());
-  // No rotation at all: what is left to copy is the whole head.
-  const Tensor none = torch::stable::new_empty(cos, {dq.size(0), 0});
-  run(dv, {v.const_data_ptr(), v}, to, num_kv_heads, none, none, 1.0f);
-  return out;
+void run(const Rotation& r, int64_t seq, bool bf16, int64_t threads) {
+  const auto kernel = bf16 ? tokens_bf16 : tokens_f32;
+  for_rows(seq * r.batch, r.heads * r.width, threads, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
 }
 
 }  // namespace
 }  // namespace megalite
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CPU, m) {
-  m.impl("rope_", TORCH_BOX(&megalite::rope_));
-  m.impl("rope", TORCH_BOX(&megalite::rope));
-  m.impl("rope_pack", TORCH_BOX(&megalite::rope_pack));
+// Rotates heads of [seq, batch, heads, width] from x to y, which is packed; in place where they are the same. Strides
+// are in elements, and 1 along the width. cos and sin are [seq, half]; sign -1 turns back.
+MEGALITE_ENTRY(void, rope, const void* x, int64_t stride_s, int64_t stride_b, int64_t stride_h, void* y,
+               const float* cos, const float* sin, int64_t seq, int64_t batch, int64_t heads, int64_t width,
+               int64_t half, int64_t sign, int64_t bf16, int64_t threads) {
+  using namespace megalite;
+  const Heads from(x, stride_s, stride_b, stride_h), packed(y, batch * heads * width, heads * width, width);
+  const Rotation r{from, x == y ? from : packed, cos, sin, batch, heads, width, half, static_cast<float>(sign)};
+  run(r, seq, bf16, threads);
+}
+
+// Turns dq and dk back and packs them with dv into out [seq, batch, num_heads + 2 num_kv_heads, width].
+MEGALITE_ENTRY(void, rope_pack, const void* dq, int64_t q_s, int64_t q_b, int64_t q_h, const void* dk, int64_t k_s,
+               int64_t k_b, int64_t k_h, const void* dv, int64_t v_s, int64_t v_b, int64_t v_h, void* out,
+               const float* cos, const float* sin, int64_t seq, int64_t batch, int64_t num_heads,
+               int64_t num_kv_heads, int64_t width, int64_t half, int64_t bf16, int64_t threads) {
+  using namespace megalite;
+  const int64_t heads = num_heads + 2 * num_kv_heads, size = bf16 ? sizeof(BF16) : sizeof(float);
+  Heads to(out, batch * heads * width, heads * width, width);
+  run({{dq, q_s, q_b, q_h}, to, cos, sin, batch, num_heads, width, half, -1.0f}, seq, bf16, threads);
+  to.data += num_heads * width * size;
+  run({{dk, k_s, k_b, k_h}, to, cos, sin, batch, num_kv_heads, width, half, -1.0f}, seq, bf16, threads);
+  to.data += num_kv_heads * width * size;
+  // No rotation at all: what is left to copy is the whole head.
+  run({{dv, v_s, v_b, v_h}, to, cos, sin, batch, num_kv_heads, width, 0, 1.0f}, seq, bf16, threads);
 }

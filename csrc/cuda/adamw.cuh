@@ -42,17 +42,10 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(float* __restrict__ par
 }
 
 template <typename Grad, typename Out>
-void launch_adamw(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq, void* out,
-            const float* multiplier, const AdamWScalars& scalars) {
+void launch_adamw(float* p, const Grad* g, float* m, float* v, Out* o, const float* multiplier,
+                  const AdamWScalars& scalars, int64_t n, cudaStream_t stream) {
   // 8 two-byte gradients or 4 four-byte ones make a 128-bit load.
   constexpr int kVec = 16 / sizeof(Grad);
-  float* p = param.mutable_data_ptr<float>();
-  float* m = exp_avg.mutable_data_ptr<float>();
-  float* v = exp_avg_sq.mutable_data_ptr<float>();
-  const Grad* g = static_cast<const Grad*>(grad.const_data_ptr());
-  Out* o = static_cast<Out*>(out);
-  const int64_t n = param.numel();
-  const cudaStream_t stream = current_stream(param);
   if (aligned16(p) && aligned16(m) && aligned16(v) && aligned16(g) && aligned16(o)) {
     const auto blocks = static_cast<unsigned>(ceil_div(n, int64_t{kThreads} * kVec));
     adamw_kernel<Grad, Out, kVec><<<blocks, kThreads, 0, stream>>>(p, g, m, v, o, multiplier, scalars, n);
@@ -60,30 +53,25 @@ void launch_adamw(const Tensor& param, const Tensor& grad, const Tensor& exp_avg
     const auto blocks = static_cast<unsigned>(ceil_div(n, kThreads));
     adamw_kernel<Grad, Out, 1><<<blocks, kThreads, 0, stream>>>(p, g, m, v, o, multiplier, scalars, n);
   }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void adamw(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> out_param,
-           std::optional<Tensor> grad_multiplier, double lr, double beta1, double beta2, double eps,
-           double weight_decay, int64_t step) {
-  const int64_t n = param.numel();
-  check_flat_fp32(param, "param", n);
-  check_flat(grad, "grad", n);
-  check_flat_fp32(exp_avg, "exp_avg", n);
-  check_flat_fp32(exp_avg_sq, "exp_avg_sq", n);
-  if (out_param) check_flat(*out_param, "out_param", n);
-  const float* multiplier = multiplier_pointer(grad_multiplier);
-  if (n == 0) return;
-  const AdamWScalars scalars(lr, beta1, beta2, eps, weight_decay, step);
-  const torch::stable::accelerator::DeviceGuard guard(param.get_device_index());
-  by_dtype(grad.scalar_type(), "grad", [&](auto g) {
-    using Grad = decltype(g);
-    if (!out_param) return launch_adamw<Grad, NoOut>(param, grad, exp_avg, exp_avg_sq, nullptr, multiplier, scalars);
-    by_dtype(out_param->scalar_type(), "out_param", [&](auto o) {
-      launch_adamw<Grad, decltype(o)>(param, grad, exp_avg, exp_avg_sq, out_param->mutable_data_ptr(), multiplier, scalars);
-    });
-  });
 }
 
 }  // namespace
 }  // namespace megalite
+
+// out and multiplier may be null.
+MEGALITE_ENTRY(int64_t, adamw_, float* param, const void* grad, float* exp_avg, float* exp_avg_sq, void* out,
+               const float* multiplier, int64_t n, int64_t grad_type, int64_t out_type, double lr, double beta1,
+               double beta2, double eps, double weight_decay, int64_t step, void* stream) {
+  using namespace megalite;
+  if (n == 0) return 0;
+  const AdamWScalars scalars(lr, beta1, beta2, eps, weight_decay, step);
+  by_type(grad_type, [&](auto g) {
+    const auto launch = [&](auto* to) {
+      launch_adamw(param, static_cast<const decltype(g)*>(grad), exp_avg, exp_avg_sq, to, multiplier, scalars, n,
+                   static_cast<cudaStream_t>(stream));
+    };
+    if (out == nullptr) return launch(static_cast<NoOut*>(nullptr));
+    by_type(out_type, [&](auto o) { launch(static_cast<decltype(o)*>(out)); });
+  });
+  return cudaGetLastError();
+}

@@ -5,14 +5,10 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
+#include <type_traits>
 
 #include "../common/adamw_math.h"
-#include "../common/checks.h"
+#include "../common/entry.h"
 
 namespace megalite {
 
@@ -52,26 +48,14 @@ __device__ __forceinline__ void store(T* p, const Vec<T, kVec>& v) {
 
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-inline cudaStream_t current_stream(const Tensor& t) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-// Calls f(T{}) with the element type of a floating tensor.
+// Calls f(T{}) with the element type of a number: 0 fp32, 1 bf16, 2 fp16.
 template <typename F>
-void by_dtype(ScalarType dtype, const char* name, const F& f) {
-  switch (dtype) {
-    case ScalarType::Float: return f(float{});
-    case ScalarType::BFloat16: return f(__nv_bfloat16{});
-    case ScalarType::Half: return f(__half{});
-    default: STD_TORCH_CHECK(false, name, " must be fp32, bf16 or fp16");
+void by_type(int64_t type, const F& f) {
+  switch (type) {
+    case 0: return f(float{});
+    case 1: return f(__nv_bfloat16{});
+    default: return f(__half{});
   }
-}
-
-inline const float* multiplier_pointer(const std::optional<Tensor>& multiplier) {
-  check_multiplier(multiplier);
-  return multiplier ? multiplier->const_data_ptr<float>() : nullptr;
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

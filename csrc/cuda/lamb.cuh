@@ -73,77 +73,59 @@ __global__ void __launch_bounds__(kThreads) apply_kernel(float* __restrict__ par
   for (int64_t i = vec_end + thread; i < end; i += stride) single(i);
 }
 
-void lamb_direction(Tensor param, Tensor grad, Tensor exp_avg, Tensor exp_avg_sq, Tensor update,
-                    std::optional<Tensor> grad_multiplier, double beta1, double beta2, double eps, double weight_decay,
-                    int64_t step) {
-  const int64_t n = param.numel();
-  check_flat_fp32(param, "param", n);
-  check_flat(grad, "grad", n);
-  check_flat_fp32(exp_avg, "exp_avg", n);
-  check_flat_fp32(exp_avg_sq, "exp_avg_sq", n);
-  check_flat_fp32(update, "update", n);
-  const float* multiplier = multiplier_pointer(grad_multiplier);
-  if (n == 0) return;
-  const AdamWScalars scalars(1.0, beta1, beta2, eps, 0.0, step);
-  const torch::stable::accelerator::DeviceGuard guard(param.get_device_index());
-  const cudaStream_t stream = current_stream(param);
-  const float* p = param.const_data_ptr<float>();
-  float* m = exp_avg.mutable_data_ptr<float>();
-  float* v = exp_avg_sq.mutable_data_ptr<float>();
-  float* u = update.mutable_data_ptr<float>();
-  by_dtype(grad.scalar_type(), "grad", [&](auto element) {
-    using Grad = decltype(element);
-    constexpr int kVecG = 16 / sizeof(Grad);
-    const Grad* g = static_cast<const Grad*>(grad.const_data_ptr());
-    const auto decay = static_cast<float>(weight_decay);
-    if (aligned16(p) && aligned16(g) && aligned16(m) && aligned16(v) && aligned16(u)) {
-      const auto blocks = static_cast<unsigned>(ceil_div(n, int64_t{kThreads} * kVecG));
-      direction_kernel<Grad, kVecG>
-          <<<blocks, kThreads, 0, stream>>>(p, g, m, v, u, multiplier, scalars, scalars.step_size, decay, n);
-    } else {
-      const auto blocks = static_cast<unsigned>(ceil_div(n, kThreads));
-      direction_kernel<Grad, 1>
-          <<<blocks, kThreads, 0, stream>>>(p, g, m, v, u, multiplier, scalars, scalars.step_size, decay, n);
-    }
-  });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
 template <typename Out>
-void launch_apply(const Tensor& param, const Tensor& update, void* out, const Tensor& ratios, const Tensor& offsets,
-                  double lr) {
-  float* p = param.mutable_data_ptr<float>();
-  const float* u = update.const_data_ptr<float>();
-  Out* o = static_cast<Out*>(out);
-  const float* r = ratios.const_data_ptr<float>();
-  const int64_t* at = offsets.const_data_ptr<int64_t>();
-  const dim3 grid(kApplyBlocks, static_cast<unsigned>(ratios.numel()));
-  const cudaStream_t stream = current_stream(param);
+void launch_apply(float* p, const float* u, Out* o, const float* ratios, const int64_t* offsets, int64_t segments,
+                  double lr, cudaStream_t stream) {
+  const dim3 grid(kApplyBlocks, static_cast<unsigned>(segments));
   const auto rate = static_cast<float>(lr);
   if (aligned16(p) && aligned16(u) && aligned16(o)) {
-    apply_kernel<Out, 4><<<grid, kThreads, 0, stream>>>(p, u, o, r, at, rate);
+    apply_kernel<Out, 4><<<grid, kThreads, 0, stream>>>(p, u, o, ratios, offsets, rate);
   } else {
-    apply_kernel<Out, 1><<<grid, kThreads, 0, stream>>>(p, u, o, r, at, rate);
+    apply_kernel<Out, 1><<<grid, kThreads, 0, stream>>>(p, u, o, ratios, offsets, rate);
   }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-void lamb_apply(Tensor param, Tensor update, std::optional<Tensor> out_param, Tensor ratios, Tensor offsets,
-                double lr) {
-  const int64_t n = param.numel();
-  check_flat_fp32(param, "param", n);
-  check_flat_fp32(update, "update", n);
-  if (out_param) check_flat(*out_param, "out_param", n);
-  check_flat_fp32(ratios, "ratios", offsets.numel() - 1);
-  STD_TORCH_CHECK(offsets.scalar_type() == ScalarType::Long && offsets.is_cuda(), "offsets must be int64 on the GPU");
-  STD_TORCH_CHECK(ratios.numel() <= 65535, "at most 65535 segments, got ", ratios.numel());
-  if (n == 0 || ratios.numel() == 0) return;
-  const torch::stable::accelerator::DeviceGuard guard(param.get_device_index());
-  if (!out_param) return launch_apply<NoOut>(param, update, nullptr, ratios, offsets, lr);
-  by_dtype(out_param->scalar_type(), "out_param", [&](auto o) {
-    launch_apply<decltype(o)>(param, update, out_param->mutable_data_ptr(), ratios, offsets, lr);
-  });
 }
 
 }  // namespace
 }  // namespace megalite
+
+// multiplier may be null.
+MEGALITE_ENTRY(int64_t, lamb_direction_, const float* param, const void* grad, float* exp_avg, float* exp_avg_sq,
+               float* update, const float* multiplier, int64_t n, int64_t grad_type, double beta1, double beta2,
+               double eps, double weight_decay, int64_t step, void* on_stream) {
+  using namespace megalite;
+  if (n == 0) return 0;
+  const AdamWScalars scalars(1.0, beta1, beta2, eps, 0.0, step);
+  const auto stream = static_cast<cudaStream_t>(on_stream);
+  const auto decay = static_cast<float>(weight_decay);
+  by_type(grad_type, [&](auto element) {
+    using Grad = decltype(element);
+    constexpr int kVecG = 16 / sizeof(Grad);
+    const Grad* g = static_cast<const Grad*>(grad);
+    if (aligned16(param) && aligned16(g) && aligned16(exp_avg) && aligned16(exp_avg_sq) && aligned16(update)) {
+      const auto blocks = static_cast<unsigned>(ceil_div(n, int64_t{kThreads} * kVecG));
+      direction_kernel<Grad, kVecG><<<blocks, kThreads, 0, stream>>>(
+          param, g, exp_avg, exp_avg_sq, update, multiplier, scalars, scalars.step_size, decay, n);
+    } else {
+      const auto blocks = static_cast<unsigned>(ceil_div(n, kThreads));
+      direction_kernel<Grad, 1><<<blocks, kThreads, 0, stream>>>(
+          param, g, exp_avg, exp_avg_sq, update, multiplier, scalars, scalars.step_size, decay, n);
+    }
+  });
+  return cudaGetLastError();
+}
+
+// offsets [segments + 1] and ratios [segments] are on the GPU; out may be null.
+MEGALITE_ENTRY(int64_t, lamb_apply_, float* param, const float* update, void* out, const float* ratios,
+               const int64_t* offsets, int64_t segments, int64_t out_type, double lr, void* stream) {
+  using namespace megalite;
+  if (segments == 0) return 0;
+  const auto launch = [&](auto* to) {
+    launch_apply(param, update, to, ratios, offsets, segments, lr, static_cast<cudaStream_t>(stream));
+  };
+  if (out == nullptr) {
+    launch(static_cast<NoOut*>(nullptr));
+  } else {
+    by_type(out_type, [&](auto o) { launch(static_cast<decltype(o)*>(out)); });
+  }
+  return cudaGetLastError();
+}

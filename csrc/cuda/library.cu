@@ -1,13 +1,7 @@
-// The CUDA library: one translation unit, since torch's headers are parsed once per architecture and unit.
+// The CUDA library. Every entry point launches on the given stream of the current device and returns a cudaError_t.
 
 #include "adamw.cuh"
 #include "lamb.cuh"
 #include "norms.cuh"
 
-STABLE_TORCH_LIBRARY_IMPL(megalite, CUDA, m) {
-  m.impl("adamw_", TORCH_BOX(&megalite::adamw));
-  m.impl("l2_norm", TORCH_BOX(&megalite::l2_norm));
-  m.impl("segment_norms", TORCH_BOX(&megalite::segment_norms));
-  m.impl("lamb_direction_", TORCH_BOX(&megalite::lamb_direction));
-  m.impl("lamb_apply_", TORCH_BOX(&megalite::lamb_apply));
-}
+MEGALITE_ENTRY(const char*, error_string, int64_t error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }

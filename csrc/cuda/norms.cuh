@@ -8,8 +8,6 @@
 namespace megalite {
 namespace {
 
-constexpr int kFlatBlocks = 1024;    // a whole buffer: several blocks for each multiprocessor of any card
-constexpr int kSegmentBlocks = 128;  // one segment of many
 constexpr int kStage1Threads = 512;
 
 __device__ __forceinline__ double block_sum(double value) {
@@ -61,45 +59,27 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const double* __restri
   if (threadIdx.x == 0) norms[blockIdx.x] = static_cast<float>(sqrt(total));
 }
 
-void launch_norms(const Tensor& flat, const int64_t* offsets, int64_t segments, int blocks, float* norms) {
-  STD_TORCH_CHECK(flat.is_contiguous(), "flat must be contiguous");
-  STD_TORCH_CHECK(segments <= 65535, "at most 65535 segments, got ", segments);
-  const Tensor partials = torch::stable::new_empty(flat, {segments * blocks}, ScalarType::Double);
-  double* sums = partials.mutable_data_ptr<double>();
-  const cudaStream_t stream = current_stream(flat);
-  const dim3 grid(blocks, static_cast<unsigned>(segments));
-  by_dtype(flat.scalar_type(), "flat", [&](auto element) {
-    using T = decltype(element);
-    constexpr int kVec = 16 / sizeof(T);
-    const T* x = static_cast<const T*>(flat.const_data_ptr());
-    if (aligned16(x)) {
-      sum_squares_kernel<T, kVec><<<grid, kStage1Threads, 0, stream>>>(x, offsets, flat.numel(), sums);
-    } else {
-      sum_squares_kernel<T, 1><<<grid, kStage1Threads, 0, stream>>>(x, offsets, flat.numel(), sums);
-    }
-  });
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  finish_kernel<<<static_cast<unsigned>(segments), kThreads, 0, stream>>>(sums, blocks, norms);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-Tensor l2_norm(Tensor flat) {
-  const torch::stable::accelerator::DeviceGuard guard(flat.get_device_index());
-  Tensor norm = torch::stable::new_empty(flat, {}, ScalarType::Float);
-  launch_norms(flat, nullptr, 1, kFlatBlocks, norm.mutable_data_ptr<float>());
-  return norm;
-}
-
-Tensor segment_norms(Tensor flat, Tensor offsets) {
-  STD_TORCH_CHECK(offsets.scalar_type() == ScalarType::Long && offsets.is_cuda(), "offsets must be int64 on the GPU");
-  const torch::stable::accelerator::DeviceGuard guard(flat.get_device_index());
-  const int64_t segments = offsets.numel() - 1;
-  Tensor norms = torch::stable::new_empty(flat, {segments}, ScalarType::Float);
-  if (segments > 0) {
-    launch_norms(flat, offsets.const_data_ptr<int64_t>(), segments, kSegmentBlocks, norms.mutable_data_ptr<float>());
-  }
-  return norms;
-}
-
 }  // namespace
 }  // namespace megalite
+
+// The L2 norm of each segment; `partials` holds `blocks` numbers for each. offsets (on the GPU) null: one, [0, n).
+MEGALITE_ENTRY(int64_t, norms, const void* flat, const int64_t* offsets, double* partials, float* norms, int64_t n,
+               int64_t segments, int64_t blocks, int64_t type, void* on_stream) {
+  using namespace megalite;
+  if (segments == 0) return 0;
+  const auto stream = static_cast<cudaStream_t>(on_stream);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(segments));
+  by_type(type, [&](auto element) {
+    using T = decltype(element);
+    constexpr int kVec = 16 / sizeof(T);
+    const T* x = static_cast<const T*>(flat);
+    if (aligned16(x)) {
+      sum_squares_kernel<T, kVec><<<grid, kStage1Threads, 0, stream>>>(x, offsets, n, partials);
+    } else {
+      sum_squares_kernel<T, 1><<<grid, kStage1Threads, 0, stream>>>(x, offsets, n, partials);
+    }
+  });
+  if (const cudaError_t failed = cudaGetLastError()) return failed;
+  finish_kernel<<<static_cast<unsigned>(segments), kThreads, 0, stream>>>(partials, static_cast<int>(blocks), norms);
+  return cudaGetLastError();
+}

@@ -27,7 +27,7 @@ from megalite.ops import (
     rmsnorm,
     rope,
 )
-from megalite.ops.op import Backend, Op
+from megalite.ops.op import Backend, Missing, Op
 
 BACKEND_NAMES = ("auto", "torch", "triton", "cuda", "cpp", "apex")
 _MODULES = (rmsnorm, layernorm, rope, attention, glu, gelu, cross_entropy, adamw, l2_norm, lamb, matmul)
@@ -72,11 +72,14 @@ class Ops:
     choices: tuple[Choice, ...] = ()
 
     def describe(self) -> str:
-        """Return one line for the log: `ops: triton: rmsnorm, …; torch: …`."""
+        """Return one line for the log: `ops: triton: rmsnorm, …; torch: …`, and how to get what could be installed."""
         by_backend: dict[str, list[str]] = {}
         for choice in self.choices:
             by_backend.setdefault(choice.backend, []).append(choice.op)
-        return "ops: " + "; ".join(f"{backend}: {', '.join(names)}" for backend, names in by_backend.items())
+        parts = [f"{backend}: {', '.join(names)}" for backend, names in by_backend.items()]
+        rejected = dict(pair for choice in self.choices for pair in choice.rejected)
+        parts += [f"no {backend}: {reason}" for backend, reason in rejected.items() if isinstance(reason, Missing)]
+        return "ops: " + "; ".join(parts)
 
 
 def parse_spec(spec: str | None) -> dict[str, str]:

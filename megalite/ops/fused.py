@@ -1,7 +1,6 @@
 """The functions of the ops on kernels in C++, CUDA and Triton, which share schemas (`native.KERNELS`).
 
-`kernels` is the prefix of the registered kernels: "" for C++ and CUDA, "triton_" for Triton. Contracts: the modules of
-the ops.
+`kernels` names whose: "cpp", "cuda" or "triton". Contracts: the modules of the ops.
 """
 
 from __future__ import annotations
@@ -14,18 +13,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
-from megalite.ops import native
-from megalite.ops.op import Backend, Op
+from megalite.ops import cpp, cuda, native
+from megalite.ops.op import Backend, Missing, Op
 
 # Activations by their number in the kernels' schemas.
 KINDS = {"silu": 0, "none": 1, "tanh": 2}
 
 
-def _kernel(kernels: str, name: str) -> Any:
-    return getattr(torch.ops.megalite, kernels + name).default
+_NATIVE: dict[str, dict[str, Callable[..., Any]]] = {"cpp": cpp.KERNELS, "cuda": cuda.KERNELS}
+
+
+def _kernel(kernels: str, name: str) -> Callable[..., Any]:
+    """Return a kernel: of a compiled library its function itself, which is faster to call than what is registered with
+    torch; but under torch.compile, fake tensors or a dispatch mode, which must see the call, the registered one.
+    """
+    if kernels == "triton":
+        return getattr(torch.ops.megalite, "triton_" + name).default
+    if is_compiling() or num_dispatch_modes():
+        return getattr(torch.ops.megalite, name).default
+    return _NATIVE[kernels][name]
 
 
 def _functions(op: Op, kernels: str) -> dict[str, Callable[..., Any]]:
@@ -33,15 +44,18 @@ def _functions(op: Op, kernels: str) -> dict[str, Callable[..., Any]]:
 
 
 def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type not in ("cpu", "cuda"):
+        return f"for CUDA tensors, not {device.type}"
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+        missing = "triton is not installed"
+        return Missing(f"{missing}; `pip install triton`") if device.type == "cuda" else missing
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"for fp32, bf16 and fp16, not {dtype}"
     from triton import knobs
 
     if device.type == "cpu" and not knobs.runtime.interpret:
         return "on CPU only under Triton's interpreter (TRITON_INTERPRET=1)"
-    return None if device.type in ("cpu", "cuda") else f"for CUDA tensors, not {device.type}"
+    return None
 
 
 def triton_backend(module: str) -> Backend:
@@ -49,13 +63,13 @@ def triton_backend(module: str) -> Backend:
 
     def load(op: Op) -> dict[str, Callable[..., Any]]:
         importlib.import_module(f"megalite.ops.triton.{module}")
-        return _functions(op, "triton_")
+        return _functions(op, "triton")
 
     return Backend("triton", load, _why_no_triton)
 
 
-CPP = Backend("cpp", lambda op: _functions(op, ""), native.why_no_cpp)
-CUDA = Backend("cuda", lambda op: _functions(op, ""), native.why_no_cuda)
+CPP = Backend("cpp", lambda op: _functions(op, "cpp"), native.why_no_cpp)
+CUDA = Backend("cuda", lambda op: _functions(op, "cuda"), native.why_no_cuda)
 
 
 class _Norm(torch.autograd.Function):

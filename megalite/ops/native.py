@@ -1,8 +1,9 @@
 """Schemas of the kernels in C++, CUDA and Triton, the compiled libraries (`setup.py`), and why one is missing.
 
-Schemas are defined here, in Python, whatever was built; `_native_cpu.so` and `_native_cuda.so` add implementations to
-them through torch's stable ABI, and `megalite.ops.triton` registers its own under `triton_<name>`. Fake implementations
-make the kernels traceable by torch.compile.
+The kernels are registered with torch for whatever looks at operations instead of running them: torch.compile, fake
+tensors, dispatch modes. Schemas and fake implementations are defined here whatever was built; `_native_cpp.so` and
+`_native_cuda.so` add implementations to them when they are loaded (`megalite.ops.cpp`, `megalite.ops.cuda`), and
+`megalite.ops.triton` registers its own under `triton_<name>`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megalite.ops import cpp, cuda
+from megalite.ops.op import Missing
 
 LIBRARY = torch.library.Library("megalite", "FRAGMENT")
 _HERE = Path(__file__).parent
@@ -96,11 +100,6 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         _in_place,
     ),
 }
-CUDA_OPS = ("adamw_", "l2_norm", "segment_norms", "lamb_direction_", "lamb_apply_")
-CPU_OPS = (
-    "adamw_", "l2_norm", "norm", "norm_backward", "glu", "glu_backward", "rope_", "rope", "rope_pack",
-    "cross_entropy_stats", "cross_entropy_grad_",
-)  # fmt: skip
 
 
 def define(name: str, prefix: str = "") -> None:
@@ -110,22 +109,33 @@ def define(name: str, prefix: str = "") -> None:
     torch.library.register_fake(f"megalite::{prefix}{name}", fake, lib=LIBRARY)
 
 
-for _name in dict.fromkeys((*CPU_OPS, *CUDA_OPS)):
+for _name in dict.fromkeys((*cpp.KERNELS, *cuda.KERNELS)):
     define(_name)
 
 
+def _register(name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Make `kernel` the implementation of `megalite::<name>`; torch gets an empty tensor for a result that is None."""
+
+    def run(*args: Any) -> Any:
+        results = kernel(*args)
+        if not isinstance(results, tuple):
+            return results
+        return tuple(empty if given is None else given for given, empty in zip(results, KERNELS[name][1](*args)))
+
+    LIBRARY.impl(name, run, key)
+
+
 @lru_cache
-def _load(path: Path) -> str | None:
+def _why_not_loaded(path: Path) -> str | None:
+    backend, key, tool = (cpp, "CPU", "g++") if "cpp" in path.name else (cuda, "CUDA", "nvcc")
     if not path.exists():
-        return "not built; `pip install --no-build-isolation -e .` builds it where there is a compiler"
+        return Missing(f"it was not built; with {tool} on PATH, `pip install` megalite again")
     try:
-        torch.ops.load_library(str(path))
+        backend.use(path)
     except OSError as e:
-        return f"{path.name} does not load: {e}"
-    if path.name == "_native_cpu.so":
-        missing = [n for n in CPU_OPS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"megalite::{n}", "CPU")]
-        if missing:
-            return f"{path.name} was built from older sources, without {', '.join(missing)}; build it again"
+        return Missing(f"{path.name} cannot be loaded ({e}); `pip install` megalite again")
+    for name, kernel in backend.KERNELS.items():
+        _register(name, kernel, key)
     return None
 
 
@@ -135,7 +145,7 @@ def why_no_cpp(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"for CPU tensors, not {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"for fp32 and bf16, not {dtype}"
-    return _load(_HERE / "_native_cpu.so")
+    return _why_not_loaded(_HERE / "_native_cpp.so")
 
 
 def why_no_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -146,4 +156,4 @@ def why_no_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
         return "this torch is built without CUDA"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"for fp32, bf16 and fp16, not {dtype}"
-    return _load(_HERE / "_native_cuda.so")
+    return _why_not_loaded(_HERE / "_native_cuda.so")

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 
+class Missing(str):
+    """A reason why a backend cannot run that an installation can remove, and how."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to compute the functions of an op.

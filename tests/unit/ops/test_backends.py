@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.ops import Ops, resolve
+from megalite.ops import Ops, cpp, cuda, resolve
 from megalite.ops.cross_entropy import combine_stats
 from megalite.ops.linear_cross_entropy import LinearCrossEntropy
-from megalite.ops.native import CPU_OPS, CUDA_OPS
 from tests.ops_contract import check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -274,7 +274,7 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", list(_registered("cpu")))
 def test_opcheck(ops: Ops, backend: str, device: str, name: str) -> None:
-    serves = {"triton": name.startswith("triton"), "cuda": name in CUDA_OPS, "cpp": name in CPU_OPS}
+    serves = {"triton": name.startswith("triton"), "cuda": name in cuda.KERNELS, "cpp": name in cpp.KERNELS}
     if not any(kind in backend and ok for kind, ok in serves.items()):
         pytest.skip(f"{name} is not of the backend {backend}")
     opcheck(getattr(torch.ops.megalite, name).default, _registered(device)[name])
@@ -294,6 +294,17 @@ def _block(ops: Ops, x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     q, k, v = ops.rope_qkv(normed.view(3, 2, 4, 8) * 1.0, cos, sin, 2, 1)
     inner = ops.swiglu(torch.cat((q, k, v), dim=2).flatten(2)) + ops.geglu(total, "none")
     return ops.layernorm(ops.gelu(inner + w[:16], "tanh"), w[:16], w[16:], 1e-5)
+
+
+def test_fake_tensors_pass_through(ops: Ops, device: str) -> None:
+    """Shapes and dtypes without memory, as for an estimate of a step: no kernel may take an address."""
+    with FakeTensorMode():
+        x, w = torch.empty(3, 2, 32, device=device).requires_grad_(), torch.empty(32, device=device).requires_grad_()
+        y = _block(ops, x, w, *torch.empty(2, 3, 4, device=device))
+        assert (y.shape, y.dtype) == ((3, 2, 16), torch.float32)
+        assert [g.shape for g in torch.autograd.grad(y.sum(), (x, w))] == [x.shape, w.shape]
+        stats = ops.cross_entropy_stats(x.view(6, 32), torch.empty(6, dtype=torch.int64, device=device), 0)
+        assert (stats.shape, ops.l2_norm(w).shape) == ((6, 3), ())
 
 
 def test_torch_compile_traces_through(ops: Ops, device: str) -> None:

@@ -1,4 +1,6 @@
-"""The C++ and Triton backends through the same contract file, each in its own process; setup.py's behavior."""
+"""The C++ backend as an ordinary install has it, and Triton, through the contract file, each in its own process;
+setup.py's behavior.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,13 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+
+from megalite.ops import cpp, native, resolve
 
 ROOT = Path(__file__).parents[3]
 BACKENDS = str(Path(__file__).parent / "test_backends.py")
@@ -37,32 +43,54 @@ def contract(backend: str, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def cpu_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    installed = ROOT / "megalite" / "ops" / "_native_cpu.so"
-    sources = [*ROOT.glob("csrc/c*/*.*"), ROOT / "setup.py"]
-    if installed.exists() and installed.stat().st_mtime > max(path.stat().st_mtime for path in sources):
-        return installed
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an ordinary `pip install .` puts into site-packages: the wheel built in isolation (no torch), unpacked."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    tmp = tmp_path_factory.mktemp("native")
-    done = build(tmp, MEGALITE_CUDA="0")
+    tmp = tmp_path_factory.mktemp("wheel")
+    # From a copy: setuptools builds in the folder of the sources.
+    for name in ("csrc", "megalite"):
+        shutil.copytree(ROOT / name, tmp / "source" / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp / "source")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp), str(tmp / "source")]
+    done = run(command, MEGALITE_CUDA="0")
+    if done.returncode and "setuptools" in done.stderr:
+        pytest.skip("no package index for pip's build isolation")
     assert done.returncode == 0, done.stderr
-    library = tmp / "lib" / "megalite" / "ops" / "_native_cpu.so"
-    assert library.exists(), done.stderr
-    return library
+    (wheel,) = tmp.glob("*.whl")
+    assert re.fullmatch(r"megalite-[\d.]+-py3-none-linux_\w+\.whl", wheel.name), wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp / "site")
+    return tmp / "site"
 
 
-def test_cpp_keeps_the_contract(cpu_library: Path) -> None:
-    line = contract("cpp", MEGALITE_TEST_NATIVE=str(cpu_library.parent))
+@pytest.fixture(scope="module")
+def cpp_library(site: Path) -> Path:
+    return site / "megalite" / "ops" / "_native_cpp.so"
+
+
+def test_cpp_keeps_the_contract(cpp_library: Path) -> None:
+    line = contract("cpp", MEGALITE_TEST_NATIVE=str(cpp_library.parent))
     assert int(re.search(r"(\d+) passed", line)[1]) >= 70  # type: ignore[index]
 
 
-_SPREAD = """
-import sys, torch
-from pathlib import Path
-from megalite.ops import native, resolve
-native._HERE = Path(sys.argv[1])
-ops = resolve("cpp", "cpu", torch.bfloat16)
+_INSTALLED = """
+import os, re, sys, numpy, torch
+from megalite.ops import __main__, resolve
+print(__main__.__file__)
+ops = resolve("auto", "cpu", torch.bfloat16)
+sys.argv = ["ops", "--device", "cpu"]
+__main__.main()
+
+# Whose threads: of one runtime, which torch uses too.
+torch.set_num_threads(3)
+flat, threads = torch.from_numpy(numpy.ones(300_001, dtype=numpy.float32)), [len(os.listdir("/proc/self/task"))]
+for run in (ops.l2_norm, torch.sqrt):
+    run(flat)
+    threads.append(len(os.listdir("/proc/self/task")))
+print(threads[1] - threads[0], threads[2] - threads[1])
+print(len(set(re.findall(r"/\\S*omp\\S*\\.so\\S*", open("/proc/self/maps").read()))))
 
 def rows(dtype):
     # Every op over rows, forward and backward, on enough of them that three threads share the work.
@@ -94,46 +122,60 @@ for threads in (1, 2, 3):
 try:
     ops.adamw(p[::2], grad, m, v, None, lr=.1, beta1=.9, beta2=.95, eps=1e-8, weight_decay=.1, step=2,
               grad_multiplier=None)
-except RuntimeError as e:
+except ValueError as e:
     print(e)
 print(torch.tensor(1e-40).mul(0.5).item() > 0)
 """
 
 
-def test_cpp_gives_the_same_bits_on_any_number_of_threads(cpu_library: Path) -> None:
-    """Also: operands that do not fit are refused, and denormal numbers still exist after loading (no fast-math)."""
-    done = run([sys.executable, "-c", _SPREAD, str(cpu_library.parent)], PYTHONHASHSEED="0")
+@pytest.mark.slow
+def test_an_ordinary_install_has_the_kernels(site: Path, tmp_path: Path) -> None:
+    """Also: same bits on any number of threads, which are torch's own; operands that do not fit are refused; denormal
+    numbers still exist after loading (no fast-math)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _INSTALLED],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site), "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
-    one, two, three, refused, denormals = done.stdout.splitlines()
+    where, *listing, started, runtimes, one, two, three, refused, denormals = done.stdout.splitlines()
+    assert where == str(site / "megalite" / "ops" / "__main__.py")
+    by_cpp = {line.split()[0] for line in listing if re.match(r"\w+ +cpp ", line)}
+    assert by_cpp == {"rmsnorm", "rope", "glu", "cross_entropy", "adamw", "l2_norm"}
+    assert started == "2 0"
+    assert runtimes == "1"
     assert one == two == three
     assert "param must be contiguous" in refused
     assert denormals == "True"
 
 
-_STALE = """
-import sys, torch
-from pathlib import Path
-from megalite.ops import native, resolve
-native._HERE = Path(sys.argv[1])
-native.CPU_OPS += ("segment_norms",)
-print(dict(resolve("auto", "cpu", torch.float32).choices[0].rejected)["cpp"])
-"""
+@pytest.mark.parametrize(("name", "letters"), [("segment_norms", "vp"), ("l2_norm", "vppii")])
+def test_library_built_from_other_sources_is_refused_with_the_reason(
+    cpp_library: Path, monkeypatch: pytest.MonkeyPatch, name: str, letters: str
+) -> None:
+    """An entry point that was added, or took other arguments, when the library was built."""
+    monkeypatch.setattr(native, "_HERE", cpp_library.parent)
+    monkeypatch.setitem(cpp._SIGNATURES, name, letters)
+    native._why_not_loaded.cache_clear()
+    try:
+        ops = resolve("auto", "cpu", torch.float32)
+    finally:
+        native._why_not_loaded.cache_clear()
+    assert {choice.backend for choice in ops.choices} == {"torch"}
+    assert re.search(rf"no cpp: .*built from older sources, with\w* (another )?{name}\); `pip install`", ops.describe())
 
 
-def test_library_built_from_older_sources_is_refused_with_the_reason(cpu_library: Path) -> None:
-    """segment_norms has a schema and no C++ kernel: as an op that was added after the library was built."""
-    done = run([sys.executable, "-c", _STALE, str(cpu_library.parent)])
-    assert done.returncode == 0, done.stderr
-    assert "was built from older sources, without segment_norms; build it again" in done.stdout
-
-
-def test_cpp_library_binds_to_no_python(cpu_library: Path) -> None:
-    """One wheel for every Python: no Python symbol, no libpython."""
-    if shutil.which("nm") is None:
-        pytest.skip("no nm")
-    symbols = subprocess.run(["nm", "-D", str(cpu_library)], check=True, capture_output=True, text=True).stdout
-    assert " U aoti_torch_get_data_ptr" in symbols or " U torch_get_mutable_data_ptr" in symbols
-    assert not re.search(r" U _?Py", symbols)
+def test_cpp_library_needs_no_torch_and_no_python(cpp_library: Path) -> None:
+    """One wheel for every torch and every Python; no OpenMP either, whose copy could be another than torch's."""
+    if shutil.which("readelf") is None:
+        pytest.skip("no binutils")
+    dynamic = subprocess.run(["readelf", "-d", cpp_library], check=True, capture_output=True, text=True).stdout
+    needed = set(re.findall(r"NEEDED.*\[(\w+)", dynamic))
+    assert needed <= {"libstdc", "libm", "libgcc_s", "libc", "ld"}
+    symbols = subprocess.run(["nm", "-D", cpp_library], check=True, capture_output=True, text=True).stdout
+    assert not re.search(r" U (_?Py|aoti_|torch_|GOMP|omp_|_ZN?K?(2at|3c10|5torch))", symbols)
 
 
 def test_triton_keeps_the_contract_under_its_interpreter() -> None:
@@ -145,17 +187,9 @@ def test_triton_keeps_the_contract_under_its_interpreter() -> None:
 def test_install_without_a_compiler_continues_with_a_warning(tmp_path: Path) -> None:
     done = build(tmp_path, MEGALITE_CUDA="0", CXX="/nonexistent/g++")
     assert done.returncode == 0, done.stderr
-    for library in ("ops._native_cpu", "data._blend"):
+    for library in ("ops._native_cpp", "data._blend"):
         assert f"megalite.{library} not built, the install continues without it" in done.stderr
     assert not list(tmp_path.rglob("*.so*"))
-
-
-def test_install_without_torch_continues_with_a_warning() -> None:
-    """What pip's build isolation looks like: torch cannot be found."""
-    hide = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '-q', '--version']"
-    done = run([sys.executable, "-c", f"{hide}; runpy.run_path('setup.py')"])
-    assert done.returncode == 0, done.stderr
-    assert "native kernels skipped: torch cannot be imported" in done.stderr
 
 
 @pytest.mark.parametrize(
