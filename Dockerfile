@@ -13,7 +13,7 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /workspace
 # In a layer of its own, which a change of the code does not build again.
 COPY constraints.txt ./
-RUN pip install --no-cache-dir -c constraints.txt torch "setuptools>=77"
+RUN pip install --no-cache-dir -c constraints.txt torch
 COPY . .
-RUN pip install --no-cache-dir -c constraints.txt --no-build-isolation -e ".[log,data]"
+RUN pip install --no-cache-dir -c constraints.txt -e ".[log,data]"
 CMD ["megalite", "--help"]

@@ -23,17 +23,12 @@ use_environment() {
     # Nothing is left outside the checkout but pip's cache.
     export MPLCONFIGDIR=$prefix/var/matplotlib
     stamp=$prefix/.megalite-$extras
-    want=$(cat pyproject.toml constraints.txt setup.py | cksum)
+    want=$(cat pyproject.toml constraints.txt setup.py csrc/*/* | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         say "installing megalite[$extras] and its dependencies (a minute or two the first time)"
-        # On Linux without CUDA, plain torch would install gigabytes of CUDA: the pinned version is installed first, alone.
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt torch "setuptools>=77" ||
-            fail "torch could not be installed: see pip's message above; check the network or the package index"
-        # Without build isolation, so that the C++ kernels find torch (and CUDA's, if there is a GPU to run them);
-        # without a compiler the install continues, and every op uses its torch backend.
+        # CUDA kernels only if there is a GPU to run them.
         command -v nvidia-smi >/dev/null || export MEGALITE_CUDA=${MEGALITE_CUDA:-0}
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-            --no-build-isolation -e ".[$extras]" ||
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" ||
             fail "megalite could not be installed: see pip's message above; check the network or the package index"
         echo "$want" >"$stamp"
     fi
