@@ -33,7 +33,7 @@ def main() -> None:
         if env_rank() == 0:
             print(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return
-    device = pick_device(cfg.parallel.device, tp)
+    device = pick_device(cfg.parallel.device, tp, cfg.parallel.zero)
     if cfg.train.deterministic:
         only_deterministic_kernels()
     init_process_group(device)

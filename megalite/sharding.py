@@ -243,7 +243,8 @@ class ShardedParameter(torch.nn.Parameter):
 
     Attributes:
         shard: the declaration and this rank's cut of it.
-        main_grad: fp32 gradient of a whole step, a view into a bucket; set by the gradient buffer.
+        main_grad: fp32 gradient, a view into a bucket; set by the gradient buffer, which may make memory at a use.
+        before_grad: called before each use of `main_grad`; set by the gradient buffer.
         uses: contributions to the gradient in one micro-batch (2 for an embedding that is also the output layer).
         adds_to_main_grad: the layer adds its gradient to `main_grad` itself and calls `grad_added`; otherwise autograd
             leaves it in `.grad` and the buffer moves it.
@@ -251,10 +252,21 @@ class ShardedParameter(torch.nn.Parameter):
     """
 
     shard: Shard
-    main_grad: torch.Tensor
+    before_grad: Callable[[], None] | None = None
     uses: int
     adds_to_main_grad: bool
     grad_added: Callable[[], None]
+    _main_grad: torch.Tensor
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        if self.before_grad is not None:
+            self.before_grad()
+        return self._main_grad
+
+    @main_grad.setter
+    def main_grad(self, view: torch.Tensor) -> None:
+        self._main_grad = view
 
     @classmethod
     def empty(

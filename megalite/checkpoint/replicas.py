@@ -1,4 +1,4 @@
-"""Copies that must be equal: weights over dp, and over tp those that are not cut. They are compared before a save.
+"""Copies that must be equal: weights that several dp or tp ranks hold. They are compared before a save.
 
 A flipped bit in one copy, or copies that drift apart, do not show in the loss; a save would make them permanent.
 """
@@ -12,12 +12,14 @@ import torch
 from megalite.checkpoint.save import SaveError
 from megalite.dist.collectives import all_gather, gather_texts
 from megalite.dist.context import Axis, ParallelContext
-from megalite.sharding import ShardedParameter
+
+Copies = Sequence[tuple[Axis, Sequence[tuple[str, torch.Tensor]]]]
+"""Names and weights that the ranks on an axis hold the same of, by axis."""
 
 
 @torch.no_grad()
-def check_replicas(params: Sequence[ShardedParameter], ctx: ParallelContext) -> None:
-    """Compare the copies of this rank's parameters; every rank calls it.
+def check_replicas(copies: Copies, ctx: ParallelContext) -> None:
+    """Compare what this rank holds with its copies on other ranks; every rank calls it.
 
     A copy's fingerprint is the sum of its elements' bits as integers: any one flipped bit changes it.
 
@@ -25,11 +27,7 @@ def check_replicas(params: Sequence[ShardedParameter], ctx: ParallelContext) -> 
         SaveError: copies differ; raised on every rank, naming the parameter and the ranks.
     """
     # All comparisons run on every rank, whatever the first finds: they are collectives.
-    found = [
-        _differing([p for p in params if axis in p.shard.copies], ctx.axis(axis), ctx)
-        for axis in ctx.grid.names
-        if axis != "pp"
-    ]
+    found = [_differing(held, axis, ctx) for axis, held in copies]
     problem = next(filter(None, found), "")
     problems = [text for text in gather_texts(problem, ctx.world, ctx.device) if text]
     if problems:
@@ -38,20 +36,18 @@ def check_replicas(params: Sequence[ShardedParameter], ctx: ParallelContext) -> 
         )
 
 
-def _differing(params: Sequence[ShardedParameter], axis: Axis, ctx: ParallelContext) -> str:
+def _differing(held: Sequence[tuple[str, torch.Tensor]], axis: Axis, ctx: ParallelContext) -> str:
     """Describe the first difference over an axis; return "" when there is none."""
-    if not params:
-        return ""
     bits = {4: torch.int32, 2: torch.int16}
-    sums = torch.stack([p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in params])
+    sums = torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64) for _, x in held])
     gathered = torch.empty(axis.size * len(sums), dtype=torch.int64, device=ctx.device)
     all_gather(gathered, sums, axis).wait()
     table = gathered.view(axis.size, -1).cpu()
-    for column, param in zip(table.t(), params):
+    for column, (name, _) in zip(table.t(), held):
         if (column != column[0]).any():
             # The value of most ranks counts as the right one.
             usual = column.mode().values
             ranks = [axis.ranks[i] for i in range(axis.size) if column[i] != usual]
             others = [rank for rank in axis.ranks if rank not in ranks]
-            return f"{param.shard.spec.name} of rank {ranks} differs from its copies on rank {others} ({axis.name})"
+            return f"{name} of rank {ranks} differs from its copies on rank {others} ({axis.name})"
     return ""

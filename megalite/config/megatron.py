@@ -71,7 +71,7 @@ VALUES: dict[str, dict[str, str]] = {
     "lr_decay": {"WSD": "wsd"},
     "optimizer": {"adam": "adamw"},
     "device": {"nccl": "cuda", "gloo": "cpu"},
-    "zero": {"no_shard": "0", "optim": "1"},
+    "zero": {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"},
 }
 """Our option -> {their spelling of a value: ours}."""
 
@@ -134,6 +134,12 @@ def _warmup_fraction(_: str, written: str, fraction: float, options: Mapping[str
     return round(fraction * (options["lr_decay_steps"] or options["train_steps"]))
 
 
+def _instances(_: str, written: str, count: int, options: Mapping[str, Any]) -> str:
+    if count < 1:
+        raise UserError(written, "must be at least 1", "drop it, or give --zero-group")
+    return "full" if count == 1 else f"dp/{count}"
+
+
 def _load(_: str, written: str, folder: str, options: Mapping[str, Any]) -> str:
     return "latest" if Path(folder) == Path(options["run_dir"]) else folder
 
@@ -170,6 +176,7 @@ COMPUTED: dict[str, tuple[str, type, Any]] = {
     "window-size": ("window", str, _window),
     "rope-scaling-factor": ("rope_scaling", float, _rope_scaling),
     "distributed-timeout-minutes": ("watchdog_timeout", float, _minutes),
+    "num-distributed-optimizer-instances": ("zero_group", int, _instances),
     "load": ("resume", str, _load),
 }
 """Their flag -> our option, type of their value, function of (our flag, theirs as written, its value, all options)."""

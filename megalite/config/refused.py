@@ -31,7 +31,7 @@ communication is always overlapped with computation where the schedule allows it
     overlap-param-gather-with-optimizer-step *overlap-p2p-* tp-comm-* no-tp-comm-* no-align-* *-wgrad-compute
     wgrad-deferral-limit
 megalite has its own gradient buffer and ZeRO
-    DDP-impl ddp-* zero-* no-contiguous-buffers-in-local-ddp num-distributed-optimizer-instances=1
+    DDP-impl ddp-* zero-* no-contiguous-buffers-in-local-ddp
 process groups are made from --tp and --pp; NCCL is configured by its environment variables
     nccl-* use-nccl-ub use-sharp sharp-enabled-group high-priority-stream-groups use-gloo-process-groups
     use-ring-exchange-p2p create-all-gather-group use-tp-pp-dp-mapping no-batch-p2p-*

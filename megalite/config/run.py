@@ -30,8 +30,18 @@ class ParallelConfig:
     """Shard norms, dropout and residual stream over the sequence when tp > 1."""
     schedule: Annotated[str, NamedIn(SCHEDULES, ("auto",))] = "auto"
     """Pipeline schedule."""
-    zero: Literal[0, 1] = 1
-    """ZeRO stage: 1 shards optimizer states and fp32 master weights over dp, 0 replicates them."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage: 1 shards optimizer states and fp32 masters over dp, 2 gradients too, 3 weights too; 0 nothing."""
+    zero_group: str = "full"
+    """ZeRO-2, 3: ranks that share: full (all of dp), node (of one host), N neighbors on dp, or dp/K (K groups)."""
+    zero_keep: Literal["none", "backward", "step"] = "none"
+    """ZeRO-3: how long gathered weights stay: while their layer runs, until its backward pass, or the whole step."""
+    zero_reduce: Literal["microbatch", "step"] = "microbatch"
+    """ZeRO-2, 3: reduce gradients after each micro-batch (least memory) or once per step (least traffic)."""
+    zero_whole_below: int = 100_000
+    """ZeRO-3: layers with fewer weights per rank stay whole; gathering them would be pure latency."""
+    debug_zero: bool = False
+    """ZeRO-3: make any read of a weight that is not gathered an error (slow)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto uses CUDA if available."""
     bucket_size: int = 40_000_000
@@ -48,6 +58,24 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_names(self)
         in_range(self, "tp pp vp bucket_size vocab_divisible_by", 1)
+        in_range(self, "zero_whole_below", 0)
+        require(
+            re.fullmatch(r"full|node|(dp/)?[1-9]\d*", self.zero_group) is not None,
+            f"--zero-group {self.zero_group}",
+            "must be full, node, a number of ranks, or dp/K for K groups",
+            "correct the value",
+        )
+        for stage, flag, value, default in (
+            (2, "--zero-group", self.zero_group, "full"),
+            (2, "--zero-reduce", self.zero_reduce, "microbatch"),
+            (3, "--zero-keep", self.zero_keep, "none"),
+        ):
+            require(
+                self.zero >= stage or value == default,
+                f"{flag} {value} with --zero {self.zero}",
+                f"applies from --zero {stage} on",
+                f"raise --zero, or drop {flag}",
+            )
 
 
 @dataclass(frozen=True)
@@ -327,6 +355,33 @@ class Config:
     @property
     def sequence_parallel(self) -> bool:
         return self.parallel.sequence_parallel and self.parallel.tp > 1
+
+    def zero_group_size(self, dp: int, local_ranks: int) -> int | None:
+        """Return how many data-parallel ranks share with ZeRO, None: all of them.
+
+        Args:
+            dp: data-parallel size.
+            local_ranks: ranks on one host.
+
+        Raises:
+            UserError: `--zero-group` does not divide dp, or leaves one rank per group.
+        """
+        asked = self.parallel.zero_group
+        if asked == "full":
+            return None
+        if asked == "node":
+            size = min(max(1, local_ranks // self.parallel.tp), dp)
+        else:
+            size = dp // int(asked[3:]) if asked.startswith("dp/") else int(asked)
+        exact = not asked.startswith("dp/") or dp % int(asked[3:]) == 0
+        divisors = ", ".join(str(n) for n in range(2, dp + 1) if dp % n == 0)
+        require(
+            size > 1 and exact and dp % size == 0,
+            f"--zero-group {asked}",
+            f"must make groups of at least two ranks that divide dp {dp}",
+            f"use full, or one of {divisors}" if divisors else "use full",
+        )
+        return size
 
     def num_microbatches(self, dp: int) -> int:
         """Return the number of micro-batches per step and dp rank; UserError if the batch does not divide."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -62,10 +62,31 @@ class ParallelContext:
     axes: Mapping[tuple[str, ...], Axis]
     world: Axis
     pp_grad: Axis
+    _splits: dict[tuple[str | int, ...], tuple[Axis, Axis]] = field(default_factory=dict, repr=False, compare=False)
 
     def axis(self, *names: str) -> Axis:
         """The axis, or the product of axes, of these names; it must stand in the table of groups."""
         return self.axes[names]
+
+    def split(self, *names: str, size: int | None) -> tuple[Axis, Axis]:
+        """Cut an axis into groups of `size` neighbors (None: one group), for hybrid sharding.
+
+        All ranks cut the same axes in one order: new groups are made at the first call.
+
+        Returns:
+            This rank's group, and the ranks at its place in all groups.
+        """
+        axis = self.axis(*names)
+        if size is None or size == axis.size:
+            return axis, Axis("replicas", ranks=(self.rank,))
+        key: tuple[str | int, ...] = (*names, size)
+        if key not in self._splits:
+            groups = [axis.ranks[i : i + size] for i in range(0, axis.size, size)]
+            both = _make_axis("shards", self.rank, groups), _make_axis("replicas", self.rank, list(zip(*groups)))
+            for made in both:
+                _meet(made, self.device)
+            self._splits[key] = both
+        return self._splits[key]
 
     @property
     def tp(self) -> Axis:
@@ -105,30 +126,37 @@ class ParallelContext:
         """
         rank = dist.get_rank() if grid.world > 1 else 0
 
-        def make(name: str, candidates: Sequence[tuple[int, ...]]) -> Axis:
-            # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of
-            # one kind are disjoint, and every rank makes the kinds in one order: no rank waits for a later group.
-            ranks = next((g for g in candidates if rank in g), (rank,))
-            if len(ranks) == 1:
-                return Axis(name, ranks=ranks)
-            group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
-            return Axis(name, len(ranks), ranks.index(rank), ranks, group)
-
         axes = {}
         for names in groups:
             owner = next(g for g in (grid, *others) if set(names) <= set(g.names))
-            axes[names] = make("x".join(names), owner.groups(*names))
-        pp_grad = make("pp_grad", grid.groups("pp"))
-        axes[("ends",)] = make("ends", [(g[0], g[-1]) for g in grid.groups("pp")] if grid["pp"] > 1 else [])
+            axes[names] = _make_axis("x".join(names), rank, owner.groups(*names))
+        pp_grad = _make_axis("pp_grad", rank, grid.groups("pp"))
+        ends = [(g[0], g[-1]) for g in grid.groups("pp")] if grid["pp"] > 1 else []
+        axes[("ends",)] = _make_axis("ends", rank, ends)
         everyone = tuple(range(grid.world))
         world = Axis("world", grid.world, rank, everyone, dist.group.WORLD if grid.world > 1 else None)
         # NCCL creates a communicator at its first use: do it here, in the same order on all ranks, not during a step.
         for axis in (*(axis for names, axis in axes.items() if names != ("pp",)), world):
-            if axis.size > 1:
-                dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
+            _meet(axis, device)
         for axis in (axes[("pp",)], pp_grad):
             _meet_neighbors(axis, device)
         return cls(grid, rank, device, axes, world, pp_grad)
+
+
+def _make_axis(name: str, rank: int, candidates: Sequence[tuple[int, ...]]) -> Axis:
+    """Make the one of the groups that this rank is in."""
+    # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of one kind
+    # are disjoint, and every rank makes the kinds in one order: no rank waits for a later group.
+    ranks = next((g for g in candidates if rank in g), (rank,))
+    if len(ranks) == 1:
+        return Axis(name, ranks=ranks)
+    group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
+    return Axis(name, len(ranks), ranks.index(rank), ranks, group)
+
+
+def _meet(axis: Axis, device: torch.device) -> None:
+    if axis.size > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=axis.group)
 
 
 def _meet_neighbors(axis: Axis, device: torch.device) -> None:
@@ -146,9 +174,9 @@ def _meet_neighbors(axis: Axis, device: torch.device) -> None:
                 transfer(element, peer, group=axis.group)
 
 
-def pick_device(name: str, tp: int = 1) -> torch.device:
+def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
     """Choose this rank's device: `auto` takes CUDA where available, one GPU per local rank."""
-    if tp > 1:
+    if tp > 1 and zero < 3:  # it would also delay the gathers of ZeRO-3 until the computation before them is done
         # One hardware queue: a collective that was launched first also starts before the matrix product it overlaps
         # with. Only read when CUDA starts, which is below.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -9,122 +9,31 @@ Rajbhandari et al. 2019, section 5.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.optim.compress import Codec, Piece, make_codec
+from megalite.optim.shares import GradKind, Segment, Sharded, bucket_layout, plan_buckets
 from megalite.sharding import ShardedParameter
 
-_PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """What is cut over the batch axes, a share on each rank; the rest is whole on all of them.
-
-    ZeRO stages 0 to 3 are four settings of it: none, the optimizer state, gradients too, weights too.
-    """
-
-    state: bool = False
-    grad: bool = False
-    weights: bool = False
-
-    @classmethod
-    def stage(cls, zero: int) -> Sharded:
-        """Return the setting of a ZeRO stage."""
-        return cls(zero >= 1, zero >= 2, zero >= 3)
-
-
-@dataclass(frozen=True)
-class GradKind:
-    """What the parameters of one bucket have in common.
-
-    Attributes:
-        weight_decay: whether decoupled weight decay applies.
-        reduce: axes over which their gradients are summed, the batch axes first.
-        primary: whether this rank speaks for them, or for its share of them.
-    """
-
-    weight_decay: bool
-    reduce: tuple[str, ...]
-    primary: bool
-
-    @classmethod
-    def of(cls, param: ShardedParameter, sharded: Sharded) -> GradKind:
-        """Return the kind of a parameter."""
-        shard = param.shard
-        primary = shard.is_primary(shared=shard.layout.batch if sharded.state else ())
-        return cls(shard.spec.weight_decay, shard.reduce, primary)
-
-
-class Segment(NamedTuple):
-    """The part of a parameter that lies in a rank's share: elements [start, stop) of it, from `at` on in the share."""
-
-    param: ShardedParameter
-    start: int
-    stop: int
-    at: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-
-def plan_buckets(units: Sequence[Sequence[int]], bucket_size: int | None) -> list[list[tuple[int, int]]]:
-    """Cut units of parameters into buckets.
-
-    Args:
-        units: sizes of the parameters of each unit, in elements and in forward order.
-        bucket_size: a bucket closes when it has reached as many elements; a unit joins those after it if all of it
-            fits. None = one bucket.
-
-    Returns:
-        (unit, parameter) indices of each bucket, from the last to the first: gradients are complete in that order.
-    """
-    limit = math.inf if bucket_size is None else bucket_size
-    buckets: list[list[tuple[int, int]]] = [[]]
-    filled: float = 0
-    for unit in reversed(range(len(units))):
-        if filled + sum(units[unit]) > limit:
-            filled = limit  # not even a part of it joins the units after it
-        for i in reversed(range(len(units[unit]))):
-            if filled >= limit:
-                buckets.append([])
-                filled = 0
-            buckets[-1].append((unit, i))
-            filled += units[unit][i]
-    return [b for b in buckets if b]
-
-
-def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
-    """Lay out a bucket: (start of every parameter, elements of the bucket). Padded only if cut into several shares."""
-    starts, end = [], 0
-    align = _PARAM_ALIGN if shares > 1 else 1
-    for size in sizes:
-        start = -(-end // align) * align
-        starts.append(start)
-        end = start + size
-    if shares > 1:
-        # Every share begins at a multiple of 16 bytes, in bf16 too, however many there are: kernels read by vectors.
-        unit = math.lcm(8 * shares, _BUCKET_ALIGN)
-        end = -(-end // unit) * unit
-    return starts, end
+# Reductions under way while the next gradient fills, where gradients are cut. On a GPU each costs memory for a gradient
+# and hides behind the backward pass; on a CPU sending and computing share the cores.
+_IN_FLIGHT = {"cuda": 1, "cpu": 0}
 
 
 class Bucket:
     """Flat weights and fp32 gradients of some parameters, and this rank's share of both.
 
     Parameters are views of `weights`, their `main_grad` views of `grad`. Its verbs are `gather` (make the weights
-    whole), `release` (keep the share of them alone) and `reduce` (sum the gradients).
+    whole), `release` (keep the share of them alone) and `reduce` (sum the gradients). A gradient that is cut has memory
+    from its first contribution until it is reduced.
 
     Args:
         params: parameters in the order in which they lie in the bucket, all of one type and device.
@@ -134,6 +43,7 @@ class Bucket:
         reduce_dtype: type in which gradients travel over the batch axes.
         overlap: start the reduction when the last gradient is in, not when the step asks for it.
         compress: the codec that gradients travel in over the batch axes, as `--compress` names it.
+        in_flight: the buckets of this rank whose gradients are cut and being reduced, oldest first.
 
     Attributes:
         codec: sums the gradients in place of a collective; None where they are not compressed.
@@ -150,40 +60,62 @@ class Bucket:
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         compress: str = "none",
+        in_flight: list[Bucket] | None = None,
     ) -> None:
         self.params, self.kind, self.sharded = params, kind, sharded
         self.reduce_dtype, self.overlap = reduce_dtype, overlap
         batch = params[0].shard.layout.batch
         self.batch = ctx.axis(*batch)
+        self.shards, self.replicas = ctx.split(*batch, size=sharded.group)
         self.also = [ctx.axis(name) for name in kind.reduce if name not in batch]
-        shares = self.batch.size if sharded.state else 1
+        shares = self.shards.size if sharded.state else 1
         # Codecs cut the gradient into shares in any case.
         cut = shares if compress == "none" else self.batch.size
         self.starts, self.numel = bucket_layout([p.numel() for p in params], cut)
         share = self.numel // shares
-        first = share * self.batch.rank if sharded.state else 0
+        first = share * self.shards.rank if sharded.state else 0
         self.owned = slice(first, first + share)
         like = params[0]
         self.weights = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
         self.grad = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
         for param, start in zip(params, self.starts):
-            view = self.weights[start : start + param.numel()].view(param.shape)
-            view.copy_(param.data)
-            param.data = view
-            param.main_grad = self.grad[start : start + param.numel()].view(param.shape)
-            param.grad_added = partial(self._added, param)
-            if not param.adds_to_main_grad:
-                param.register_post_accumulate_grad_hook(_move_grad)
+            self._adopt(param, start)
         self._own_weights = self.weights[self.owned].clone() if sharded.weights else None
         self._own_grad = torch.zeros(share, dtype=torch.float32, device=like.device) if sharded.grad else None
         self._missing: Counter[str] = Counter()
-        self._still_missing = 0
+        self._contributions = self._to_come = 0
+        self._filling = False
+        self._in_flight = [] if in_flight is None else in_flight
         self._sent = self.grad
         pieces = [Piece(p.shard.spec.name, p.shape, start) for p, start in zip(params, self.starts)]
         self.codec: Codec | None = make_codec(compress, pieces, self.numel, self.batch, like.device)
         self.bytes_sent, self._scale = 0, 1.0
         self._reducing: collectives.Work | Codec | None = None
         self._gathering: collectives.Work = collectives.Done()
+        self.release()
+        if sharded.grad:
+            _resize(self.grad, 0)
+
+    def _adopt(self, param: ShardedParameter, start: int) -> None:
+        view = self.weights[start : start + param.numel()].view(param.shape)
+        if param.untyped_storage().nbytes():
+            view.copy_(param.data)
+        param.data = view
+        param.main_grad = self.grad[start : start + param.numel()].view(param.shape)
+        param.before_grad = self._fill if self.sharded.grad else None
+        param.grad_added = partial(self._added, param)
+        if not param.adds_to_main_grad:
+            param.register_post_accumulate_grad_hook(_move_grad)
+
+    @property
+    def primary(self) -> bool:
+        """Whether this rank speaks for its share: it counts in norms and is written to checkpoints."""
+        return self.kind.primary and self.replicas.rank == 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is memory for all of the weights."""
+        return self.weights.untyped_storage().nbytes() > 0
 
     @property
     def weight_share(self) -> torch.Tensor:
@@ -208,19 +140,41 @@ class Bucket:
     def start_step(self, num_microbatches: int, loss_scale: float = 1.0) -> None:
         """Clear the gradients and expect those of `num_microbatches`, multiplied by the loss scale."""
         self.bytes_sent, self._scale = 0, loss_scale
+        if self.sharded.grad:
+            # A step that was interrupted may have left something.
+            self._filling = False
+            self._in_flight.clear()
+            _resize(self.grad, 0)
+        (self.grad_share if self.sharded.grad else self.grad).zero_()
+        self._missing = Counter({p.shard.spec.name: num_microbatches * p.uses for p in self.params})
+        often = self.sharded.grad and self.sharded.each_microbatch
+        # Counted over all parameters: a split backward may add a bias of the next micro-batch before a matrix of this
+        # one, and the sum is the same.
+        self._contributions = self._to_come = self._missing.total() // (num_microbatches if often else 1)
+        self._reducing = None
+
+    def _fill(self) -> None:
+        """Make memory for the whole gradient at its first use, and first free that of others."""
+        if self._filling:
+            return
+        if self._reducing is not None:
+            self._settle()
+        while len(self._in_flight) > _IN_FLIGHT[self.grad.device.type]:
+            self._in_flight[0]._settle()
         _resize(self.grad, self.numel)
         self.grad.zero_()
-        if self._own_grad is not None:
-            self._own_grad.zero_()
-        self._missing = Counter({p.shard.spec.name: num_microbatches * p.uses for p in self.params})
-        self._still_missing = self._missing.total()
-        self._reducing = None
+        self._filling = True
 
     def _added(self, param: ShardedParameter) -> None:
         self._missing[param.shard.spec.name] -= 1
-        self._still_missing -= 1
-        if self._still_missing == 0 and self.overlap:
+        self._to_come -= 1
+        if self._to_come:
+            return
+        self._to_come = self._contributions
+        if self.overlap or self.sharded.grad:
             self.reduce()
+        if self.sharded.grad and not self.overlap:
+            self._settle()
 
     def reduce(self) -> None:
         """Start summing gradients over the batch axes."""
@@ -230,25 +184,39 @@ class Bucket:
             return
         self._sent = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
         if self.sharded.state:
-            self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.batch)
+            self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.shards)
         else:
-            self._reducing = collectives.all_reduce(self._sent, self.batch)
+            self._reducing = collectives.all_reduce(self._sent, self.shards)
+        if self.sharded.grad:
+            self._filling = False
+            self._in_flight.append(self)
+
+    def _settle(self) -> None:
+        """Wait for a reduction, add its result to this rank's share, and free what was sent."""
+        assert self._reducing is not None
+        self._in_flight.remove(self)
+        self._reducing.wait()
+        self.bytes_sent += self._reducing.sent
+        self.grad_share.add_(self._sent[self.owned])
+        self._reducing, self._sent = None, self.grad
+        _resize(self.grad, 0)
 
     def finish_reduce(self) -> torch.Tensor:
         """Wait until this rank's share of the gradient is complete; returns it (fp32, flat)."""
-        if self._reducing is None:
+        if self._filling or (self._reducing is None and not self.sharded.grad):
             self.reduce()
-        assert self._reducing is not None
-        self._reducing.wait()
-        self.bytes_sent += self._reducing.sent
         share = self.grad_share
-        if self._own_grad is not None:
-            share.add_(self._sent[self.owned])
-            _resize(self.grad, 0)
-        elif self._sent is not self.grad:
-            share.copy_(self._sent[self.owned])
-        self._sent = self.grad
-        for axis in self.also:
+        if self.sharded.grad:
+            if self._reducing is not None:
+                self._settle()
+        else:
+            assert self._reducing is not None
+            self._reducing.wait()
+            self.bytes_sent += self._reducing.sent
+            if self._sent is not self.grad:
+                share.copy_(self._sent[self.owned])
+            self._sent = self.grad
+        for axis in (self.replicas, *self.also):
             # After the batch axes: the copies' shares cover the same elements, because kinds never mix.
             work = collectives.all_reduce(share, axis)
             work.wait()
@@ -264,7 +232,7 @@ class Bucket:
         """Start collecting the share of every rank: the weights are whole after `wait_weights`."""
         if self.sharded.state:
             _resize(self.weights, self.numel)
-            self._gathering = collectives.all_gather(self.weights, self.weight_share, self.batch)
+            self._gathering = collectives.all_gather(self.weights, self.weight_share, self.shards)
 
     def wait_weights(self) -> None:
         """Wait until the weights are whole."""
@@ -273,6 +241,7 @@ class Bucket:
     def release(self) -> None:
         """Free the weights but for this rank's share, where they are sharded."""
         if self.sharded.weights:
+            self.wait_weights()
             _resize(self.weights, 0)
 
 
@@ -302,17 +271,33 @@ def make_buckets(
     reduce_dtype: torch.dtype = torch.float32,
     overlap: bool = True,
     compress: str = "none",
+    whole_below: int = 0,
 ) -> list[Bucket]:
-    """Make buckets over the parameters of units (in forward order): one or more for each kind."""
-    options: dict[str, Any] = {"sharded": sharded, "reduce_dtype": reduce_dtype, "overlap": overlap}
+    """Make buckets over the parameters of units (in forward order): one or more for each kind.
+
+    Where weights are cut, a unit has a bucket of its own for each kind. One with fewer elements than `whole_below` is
+    treated as in stage 1: gathering it would be pure latency.
+    """
     by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
     for number, unit in enumerate(units):
         for param in unit:
             kept = by_kind.setdefault(GradKind.of(param, sharded), [[] for _ in units])
             kept[number].append(param)
-    buckets = []
+    buckets: list[Bucket] = []
+    options: dict[str, Any] = {"reduce_dtype": reduce_dtype, "overlap": overlap, "compress": compress, "in_flight": []}
+
+    def make(params: list[ShardedParameter], kind: GradKind, sharded: Sharded) -> None:
+        buckets.append(Bucket(params, kind, ctx, sharded=sharded, **options))
+
     for kind, params in by_kind.items():
+        rest = sharded
+        if sharded.weights:
+            large = [sum(p.numel() for p in unit) >= max(1, whole_below) for unit in params]
+            for unit, own in zip(reversed(params), reversed(large)):
+                if own:
+                    make(unit[::-1], kind, sharded)
+            params = [[] if own else unit for unit, own in zip(params, large)]
+            rest = replace(sharded, grad=False, weights=False)
         for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size):
-            held = [params[unit][i] for unit, i in indices]
-            buckets.append(Bucket(held, kind, ctx, **options, compress=compress))
+            make([params[unit][i] for unit, i in indices], kind, rest)
     return buckets

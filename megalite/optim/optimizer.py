@@ -17,9 +17,10 @@ from torch import nn
 from megalite.config.run import OptimConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.ops import Ops
-from megalite.optim.bucket import Bucket, Segment
+from megalite.optim.bucket import Bucket
 from megalite.optim.compress import PowerSGD
 from megalite.optim.offload import Offload
+from megalite.optim.shares import Segment
 from megalite.optim.trust_ratio import TrustRatioUpdate
 from megalite.sharding import StateTensor
 from megalite.slices import Slice
@@ -82,14 +83,19 @@ class DistributedOptimizer:
         for state in self._states:
             for segment in state.bucket.segments:
                 value = segment.param.shard.initial(seed).to(segment.param.device)
-                segment.param.copy_(value)
-                state.master[segment.at : segment.at + segment.numel] = value.view(-1)[segment.start : segment.stop]
+                own, at = value.view(-1)[segment.start : segment.stop], slice(segment.at, segment.at + segment.numel)
+                if state.bucket.sharded.weights:
+                    state.bucket.weight_share[at] = own
+                else:
+                    segment.param.copy_(value)
+                state.master[at] = own
 
     def wait_before(self, modules: Iterable[nn.Module]) -> None:
-        """Make each module wait for its weights before its forward pass."""
+        """Make each module wait for its weights before its forward pass, but for those that `UnitWeights` gathers."""
+        whole = [b for b in self.buckets if not b.sharded.weights]
         for module in modules:
             wanted = {id(p) for p in module.parameters()}
-            mine = [b for b in self.buckets if any(id(p) in wanted for p in b.params)]
+            mine = [b for b in whole if any(id(p) in wanted for p in b.params)]
 
             def wait(_module: nn.Module, _args: object, mine: list[Bucket] = mine) -> None:
                 for bucket in mine:
@@ -124,7 +130,7 @@ class DistributedOptimizer:
             share = bucket.finish_reduce()
             norm = self.ops.l2_norm(share).double()
             # What another rank counts adds 0 here, unless it is not finite: 0 * inf is NaN, and all ranks skip.
-            total += norm.square() if bucket.kind.primary else norm * 0.0
+            total += norm.square() if bucket.primary else norm * 0.0
         return total
 
     @torch.no_grad()
@@ -136,6 +142,7 @@ class DistributedOptimizer:
             grad_multiplier = grad_multiplier.cpu()
         for state, grad, out in self._updates():
             bucket = state.bucket
+            assert not (bucket.sharded.weights and bucket.whole), "an update would not reach gathered weights"
             if bucket.codec is not None:
                 bucket.codec.commit()
             decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
@@ -184,12 +191,27 @@ class DistributedOptimizer:
             out.copy_(state.master)
 
     def gather(self) -> None:
-        """Start gathering all weights, the first layers first."""
+        """Start gathering all weights that stay whole, the first layers first."""
         for bucket in reversed(self.buckets):
-            bucket.gather()
+            if not bucket.sharded.weights:
+                bucket.gather()
+
+    def copies(self) -> list[tuple[Axis, list[tuple[str, torch.Tensor]]]]:
+        """List what several ranks hold the same of: (axis that they are on, names and weights)."""
+        table: dict[str, tuple[Axis, list[tuple[str, torch.Tensor]]]] = {}
+        for bucket in self.buckets:
+            share, cut = bucket.weight_share, bucket.sharded.weights
+            for segment in bucket.segments:
+                shard = segment.param.shard
+                axes = [self.ctx.axis(name) for name in shard.copies if not (cut and name in shard.layout.batch)]
+                own = share[segment.at : segment.at + segment.numel]
+                for axis in (*axes, bucket.replicas) if cut else axes:
+                    _, held = table.setdefault(axis.name, (axis, []))
+                    held.append((shard.spec.name, own if cut else segment.param.detach()))
+        return list(table.values())
 
     def wait_weights(self) -> None:
-        """Wait until all weights are whole."""
+        """Wait until all weights that stay whole are."""
         for bucket in self.buckets:
             bucket.wait_weights()
 
@@ -201,7 +223,7 @@ class DistributedOptimizer:
             if state.exp_avg_sq is not None:
                 roles["exp_avg_sq"] = state.exp_avg_sq
             for segment in state.bucket.segments:
-                out += [_describe(segment, role, flat, state.bucket.kind.primary) for role, flat in roles.items()]
+                out += [_describe(segment, role, flat, state.bucket.primary) for role, flat in roles.items()]
             out += codec_states(state.bucket, self.ctx)
         return out
 

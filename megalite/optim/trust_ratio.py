@@ -94,7 +94,7 @@ class TrustRatioUpdate:
         squares = torch.stack([self.ops.segment_norms(x, self.offsets).square() for x in (master, update)])
         squares = squares.to(self.ctx.device)  # offloaded state is on the host
         if self.bucket.sharded.state:
-            collectives.all_reduce(squares, self.bucket.batch).wait()
+            collectives.all_reduce(squares, self.bucket.shards).wait()
         # A replicated parameter counts on one rank only.
         squares *= torch.tensor([p.shard.is_first("tp") for p in self.bucket.params], device=squares.device)
         collectives.all_reduce(squares, self.ctx.tp).wait()

@@ -9,7 +9,7 @@ import torch
 
 from megalite import ops as kernels
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
+from megalite.dist.context import ParallelContext, local_world_size
 from megalite.dist.dtypes import DTYPES
 from megalite.dist.seeding import RngStreams
 from megalite.log import logger
@@ -20,10 +20,12 @@ from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
-from megalite.optim.bucket import Sharded, make_buckets
+from megalite.optim.bucket import Bucket, make_buckets
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.offload import Offload
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.optim.shares import Sharded
+from megalite.optim.unit_weights import UnitWeights
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
@@ -42,6 +44,7 @@ class Engine:
         executor: runs programs over the stages.
         train_program, eval_program: this rank's operations of one step, and its forward half.
         optimizer, scaler: optimizer and loss scale.
+        unit_weights: gathers and releases weights where they are sharded.
     """
 
     cfg: Config
@@ -52,6 +55,7 @@ class Engine:
     eval_program: Program
     optimizer: DistributedOptimizer
     scaler: LossScaler
+    unit_weights: UnitWeights
 
     @property
     def num_microbatches(self) -> int:
@@ -72,7 +76,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
     message = next(iter(stages.values())).message(cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
-    optimizer = _build_optimizer(cfg, ctx, stages, ops)
+    optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
     fp16 = cfg.train.precision == "fp16"
     fixed = cfg.optim.loss_scale
     scale = (fixed or cfg.optim.initial_loss_scale) if fp16 else 1.0
@@ -86,6 +90,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         eval_program=forward_program(program),
         optimizer=optimizer,
         scaler=LossScaler(scale, fp16 and fixed is None, cfg.optim.loss_scale_window),
+        unit_weights=unit_weights,
     )
 
 
@@ -142,8 +147,12 @@ def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout
     )
 
 
-def _build_optimizer(cfg: Config, ctx: ParallelContext, stages: dict[int, GPTStage], ops: Ops) -> DistributedOptimizer:
-    modules = [module for stage in stages.values() for module in stage.units()]
+def _build_optimizer(
+    cfg: Config, ctx: ParallelContext, stages: dict[int, GPTStage], ops: Ops
+) -> tuple[DistributedOptimizer, UnitWeights]:
+    p = cfg.parallel
+    by_stage = [stage.units() for stage in stages.values()]
+    modules = [module for units in by_stage for module in units]
     units: list[list[ShardedParameter]] = []
     seen: set[int] = set()
     for module in modules:
@@ -153,22 +162,38 @@ def _build_optimizer(cfg: Config, ctx: ParallelContext, stages: dict[int, GPTSta
     buckets = make_buckets(
         units,
         ctx,
-        sharded=Sharded.stage(cfg.parallel.zero),
-        bucket_size=cfg.parallel.bucket_size,
+        sharded=sharding_of(cfg, ctx),
+        bucket_size=p.bucket_size,
         reduce_dtype=DTYPES[cfg.train.grad_reduce_dtype],
-        overlap=cfg.parallel.overlap_grad_reduce,
+        overlap=p.overlap_grad_reduce,
         compress=cfg.train.compress,
+        whole_below=p.zero_whole_below,
     )
     if cfg.train.compress != "none" and ctx.dp.size == 1:
         logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
-    offload, host_ops = None, None
-    if cfg.train.offload == "optimizer":
-        folder = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
-        offload = Offload(buckets, 1 + cfg.optim.num_moments, ctx.device, folder)
-        if ctx.device.type != "cpu":
-            host_ops = kernels.resolve(None, "cpu", DTYPES[cfg.train.precision])
-            logger.info(f"on the host: {host_ops.describe()}")
-    overlap = cfg.parallel.overlap_param_gather
-    optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, overlap, offload, host_ops)
+    if p.zero > 1 and ctx.dp.size == 1:
+        logger.info(f"--zero {p.zero}: dp is 1, so there is nothing to shard")
+    optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
     optimizer.wait_before(modules)
-    return optimizer
+    weights = UnitWeights(by_stage, buckets, keep=p.zero_keep, prefetch=p.overlap_param_gather, debug=p.debug_zero)
+    return optimizer, weights
+
+
+def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[Offload | None, Ops | None]:
+    """Return where optimizer state lives and the kernels that update it there, if that is not the device."""
+    if cfg.train.offload != "optimizer":
+        return None, None
+    folder = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
+    offload = Offload(buckets, 1 + cfg.optim.num_moments, ctx.device, folder)
+    if ctx.device.type == "cpu":
+        return offload, None
+    host_ops = kernels.resolve(None, "cpu", DTYPES[cfg.train.precision])
+    logger.info(f"on the host: {host_ops.describe()}")
+    return offload, host_ops
+
+
+def sharding_of(cfg: Config, ctx: ParallelContext) -> Sharded:
+    """Return what `--zero` cuts over the data-parallel ranks; one rank has nobody to share with."""
+    p = cfg.parallel
+    zero = p.zero if ctx.dp.size > 1 else min(p.zero, 1)
+    return Sharded.stage(zero, cfg.zero_group_size(ctx.dp.size, local_world_size()), p.zero_reduce == "microbatch")

@@ -10,7 +10,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
@@ -26,7 +26,7 @@ from megalite.log import logger, setup_logging
 from megalite.model.parameters import param_map
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.record import Recorder
-from megalite.sharding import ShardedParameter, count_parameters
+from megalite.sharding import count_parameters
 from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
@@ -239,8 +239,7 @@ def save(run: Run, weights_only: bool = False) -> None:
     engine = run.engine
     engine.optimizer.wait_weights()
     if engine.cfg.run.check_replicas:
-        parameters = [p for stage in engine.stages.values() for p in stage.parameters()]
-        check_replicas(cast("list[ShardedParameter]", parameters), engine.ctx)
+        check_replicas(engine.optimizer.copies(), engine.ctx)
     meta = {
         **run.meta,
         "step": run.step,

@@ -67,6 +67,7 @@ def train_step(
     # Gradients are of the loss sum divided by the tokens of a full batch; the true count comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = engine.executor.run(engine.train_program, microbatches, step, ctx.dp.rank, scale / full)
+    engine.unit_weights.end_pass()
     squared_norm = optimizer.finish_grads()
     totals = sum_over_world(engine, loss_sum, batch, squared_norm, stop, failed)
     loss, tokens, squared, stops, failures = collectives.to_host(totals)
@@ -100,6 +101,7 @@ def eval_step(engine: Engine, batch: npt.NDArray[np.int64], failed: bool = False
     """
     microbatches = to_microbatches(batch, engine.cfg.train.micro_batch_size, engine.ctx.device)
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
+    engine.unit_weights.end_pass()
     loss, tokens, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, batch, failed=failed))
     return loss / tokens, failures > 0
 

@@ -135,12 +135,12 @@ def bit_flip(rank: int, cfg: Config, world: int, victim: int, name: str) -> str:
 
     engine = start(rank, cfg, world)
     params = {p.shard.spec.name: p for stage in engine.stages.values() for p in stage.parameters()}
-    check_replicas(list(params.values()), engine.ctx)
+    check_replicas(engine.optimizer.copies(), engine.ctx)
     if rank == victim:
         bits = params[name].detach().view(torch.int32 if params[name].dtype == torch.float32 else torch.int16)
         bits.view(-1)[5] ^= 1 << 9
     try:
-        check_replicas(list(params.values()), engine.ctx)
+        check_replicas(engine.optimizer.copies(), engine.ctx)
     except SaveError as e:
         return str(e)
     return ""

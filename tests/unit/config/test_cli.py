@@ -128,7 +128,7 @@ FLAG_ERRORS = [
     ("--shuffle false", "--shuffle false: takes no value"),
     ("--tie-embeddings=1", "--tie-embeddings 1: takes no value"),
     ("--precision bf61", "--precision bf61: must be one of fp32, bf16, fp16; did you mean bf16?"),
-    ("--zero 3", "--zero 3: must be one of 0, 1"),
+    ("--zero 4", "--zero 4: must be one of 0, 1, 2, 3"),
     ("--arch lama", f"--arch lama: must be one of {', '.join(FAMILIES)}; did you mean llama?"),
     ("--preset llama-2-7", "; did you mean llama-2-7b?"),
     ("--preset", "--preset: takes one value"),

@@ -102,6 +102,7 @@ def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: A
         ("--use-rope-scaling --rope-scaling-factor 32", "rope_scaling", RopeScaling(factor=32.0)),
         ("--rope-scaling-factor 32", "rope_scaling", None),
         ("--distributed-timeout-minutes 2", "watchdog_timeout", 120.0),
+        ("--zero-stage optim_grads_params --num-distributed-optimizer-instances 2", "zero_group", "dp/2"),
         ("--lr-decay-samples 800", "lr_decay_steps", 100),
         ("--lr-wsd-decay-samples 80", "wsd_decay_steps", 10),
         ("--save R --load R", "resume", "latest"),
@@ -129,11 +130,12 @@ def test_flags_that_need_others_to_be_understood(argv: str, option: str, value: 
         ("--window-size 127", "must be two whole numbers, LEFT,RIGHT"),
         ("--window-size 127,1", "attention is causal"),
         ("--lr-warmup-fraction 1.5", "must be between 0 and 1"),
+        ("--num-distributed-optimizer-instances 0", "must be at least 1"),
         ("--lr-warmup-fraction nan", "must be between 0 and 1"),
         ("--load", "--load: takes one value"),
         ("--bf16 --fp16", "--fp16: --bf16 conflicts with it; keep one of the two"),
         ("--swiglu --activation gelu", "--activation gelu: --swiglu conflicts with it"),
-        ("--zero-stage 3", "--zero-stage 3: must be one of 0, 1"),
+        ("--zero-stage 4", "--zero-stage 4: must be one of 0, 1, 2, 3"),
         ("--lr-decay-style steep", f"must be one of {', '.join(LR_DECAYS)}"),
     ],
 )
@@ -151,7 +153,7 @@ NO_EFFECT = """
     tp-comm-overlap no-overlap-p2p-communication no-align-grad-reduce no-align-param-gather tp-comm-overlap-cfg
     tp-comm-overlap-rs-dgrad defer-embedding-wgrad-compute DDP-impl no-contiguous-buffers-in-local-ddp
     ddp-num-buckets ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
-    num-distributed-optimizer-instances zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size
+    zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size
     zero-allgather-bucket-size no-pipeline-parallel ds-fused-adam local-rank lazy-mpu-init recompute-method
     recompute-num-layers recompute-modules distribute-saved-activations checkpoint-num-layers
     distribute-checkpointed-activations partition-activations contigious-checkpointing use-flash-attn

@@ -15,8 +15,9 @@ from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
-from megalite.optim.bucket import Sharded, make_buckets
+from megalite.optim.bucket import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.optim.shares import Sharded
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.sharding import Shard, ShardedParameter

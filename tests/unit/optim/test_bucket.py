@@ -13,8 +13,9 @@ from megalite import ops as kernels
 from megalite.config.run import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.optim.bucket import Bucket, GradKind, Sharded, bucket_layout, make_buckets, plan_buckets
+from megalite.optim.bucket import Bucket, make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.optim.shares import GradKind, Sharded, bucket_layout, plan_buckets
 from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
 from tests.workers import WorkerPool
 
@@ -253,7 +254,7 @@ def test_kinds_do_not_share_a_bucket() -> None:
 
 
 def trained(rank: int, zero: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    """Weights after two Adam steps of one bucket, its bytes while released, and the squared norms of both steps."""
+    """Weights after two Adam steps of one bucket, its bytes between steps, and the squared norms of both."""
     ctx = ParallelContext.create(Grid.of(2), CPU)
     params = parameters(3, (20, 20), dtype, Layout(ctx.grid, ctx.rank))
     bucket = Bucket(params, GradKind.of(params[0], Sharded.stage(zero)), ctx, sharded=Sharded.stage(zero))
@@ -269,18 +270,22 @@ def trained(rank: int, zero: int, dtype: torch.dtype) -> tuple[torch.Tensor, lis
         bucket.release()
         sizes = [t.untyped_storage().nbytes() for t in (bucket.weights, bucket.grad)]
         optimizer.step(0.1, torch.tensor(1.0))
+    bucket.gather()
+    bucket.wait_weights()
     return torch.cat([p.detach().flatten() for p in params]), sizes, torch.stack(norms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_and_sharded_storage_train_alike(pool: WorkerPool, dtype: torch.dtype) -> None:
-    """All four stages: the same bits, and while released what is sharded takes no memory."""
+    """All four stages: the same weights but for the order of sums; what is sharded takes no memory between steps."""
     whole = pool.run(2, trained, 0, dtype)
     size = torch.finfo(dtype).bits // 8
     held = {0: (1200 * size, 4800), 1: (1408 * size, 5632), 2: (1408 * size, 0), 3: (0, 0)}
     for zero, expected in held.items():
         for (weights, sizes, _), (same, _, _) in zip(ranks := pool.run(2, trained, zero, dtype), whole):
-            assert torch.equal(weights, same)
+            if zero < 2:
+                assert torch.equal(weights, same)
+            torch.testing.assert_close(weights, same, rtol=2e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
             assert tuple(sizes) == expected
         # Every rank's part of the squared norm: together they count every element once.
         total = sum(norms for _, _, norms in ranks)

@@ -16,9 +16,10 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
 from megalite.ops import resolve
-from megalite.optim.bucket import Sharded, make_buckets
+from megalite.optim.bucket import make_buckets
 from megalite.optim.compress import INT8_BLOCK, TopK, dequantize, largest, quantize
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.optim.shares import Sharded
 from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
 from tests.workers import WorkerPool
 

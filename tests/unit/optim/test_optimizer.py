@@ -11,8 +11,9 @@ from megalite import ops as kernels
 from megalite.config.run import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.optim.bucket import Sharded, make_buckets
+from megalite.optim.bucket import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.optim.shares import Sharded
 from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter, StateTensor
 from tests.workers import WorkerPool
 

@@ -1,0 +1,198 @@
+"""ZeRO-3: the weights of a unit are whole while it runs, and shares otherwise.
+
+Before a unit's forward pass its weights are gathered, and the next unit's gather starts; after it they are released. An
+identity node on the unit's output does the same when backward reaches it, one on its input releases the weights when
+backward leaves. So weight gradients that a split backward defers need no weights, and neither does the backward pass of
+an embedding, whose input has no gradient. These are hooks of modules: they run outside what torch.compile traces.
+Source: Rajbhandari et al. 2019, section 5.3; the prefetch is that of PyTorch FSDP (Zhao et al. 2023, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megalite.optim.bucket import Bucket
+from megalite.sharding import ShardedParameter
+
+Keep = Literal["none", "backward", "step"]
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A module whose weights are cut, and where it stands.
+
+    Attributes:
+        name: of its first parameter.
+        buckets: what it uses; a tied embedding's is used by two units.
+        previous, next: neighbors in its stage.
+        used: its weights have to be whole, or soon will.
+        differentiable: a backward pass follows its forward pass.
+        in_backward: between the identity nodes, where recomputation runs forward again.
+    """
+
+    name: str
+    buckets: list[Bucket]
+    previous: _Unit | None = None
+    next: _Unit | None = None
+    used: bool = False
+    differentiable: bool = False
+    in_backward: bool = False
+
+
+class UnitWeights:
+    """Gathers and releases the weights of this rank's units.
+
+    Args:
+        stages: the units of each stage, in forward order.
+        buckets: all buckets; only those with cut weights matter here.
+        keep: how long weights stay whole: while their unit runs ("none"), from its forward to its backward pass, or
+            until the end of the step.
+        prefetch: gather the weights of the unit that comes next while one runs.
+        debug: make any use of a released weight an error.
+    """
+
+    def __init__(
+        self,
+        stages: Iterable[Sequence[nn.Module]],
+        buckets: Sequence[Bucket],
+        *,
+        keep: Keep = "none",
+        prefetch: bool = True,
+        debug: bool = False,
+    ) -> None:
+        self.keep, self.prefetch = keep, prefetch
+        cut = {id(param): bucket for bucket in buckets if bucket.sharded.weights for param in bucket.params}
+        self._users: dict[Bucket, list[_Unit]] = {}
+        self._units: list[_Unit] = []
+        for modules in stages:
+            previous = None
+            for module in modules:
+                mine = list(dict.fromkeys(cut[id(p)] for p in module.parameters() if id(p) in cut))
+                if mine:
+                    previous = self._add(module, mine, previous)
+        if debug:
+            for bucket in self._users:
+                for param in bucket.params:
+                    param.__class__ = GuardedParameter
+
+    def _add(self, module: nn.Module, buckets: list[Bucket], previous: _Unit | None) -> _Unit:
+        unit = _Unit(buckets[0].params[-1].shard.spec.name, buckets, previous)
+        if previous is not None:
+            previous.next = unit
+        self._units.append(unit)
+        for bucket in buckets:
+            self._users.setdefault(bucket, []).append(unit)
+        module.register_forward_pre_hook(lambda _, args: self._before_forward(unit, args))
+        module.register_forward_hook(lambda _, args, out: self._after_forward(unit, out))
+        return unit
+
+    def end_pass(self) -> None:
+        """Release what is kept until the end of a step or an evaluation.
+
+        Raises:
+            RuntimeError: the weights of some other unit are whole: an update would not reach them.
+        """
+        if self.keep == "step":
+            for unit in self._units:
+                self._release(unit)
+        left = [unit.name for unit in self._units if unit.used or any(bucket.whole for bucket in unit.buckets)]
+        if left:
+            raise RuntimeError(f"not released after the pass: the weights of the units of {', '.join(left)}")
+
+    def _before_forward(self, unit: _Unit, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if unit.in_backward:
+            return None
+        self._gather(unit, unit.next)
+        x = args[0]
+        unit.differentiable = torch.is_grad_enabled() and x.requires_grad
+        return (_LeaveBackward.apply(x, self, unit), *args[1:]) if unit.differentiable else None
+
+    def _after_forward(self, unit: _Unit, out: torch.Tensor) -> torch.Tensor | None:
+        if unit.in_backward:
+            return None
+        if self.keep == "none" or (self.keep == "backward" and not unit.differentiable):
+            self._release(unit)
+        return _EnterBackward.apply(out, self, unit) if unit.differentiable else None
+
+    def enter_backward(self, unit: _Unit) -> None:
+        """Make the weights of a unit whole for its backward pass."""
+        unit.in_backward = True
+        previous = unit.previous
+        self._gather(unit, previous if previous is not None and previous.differentiable else None)
+
+    def leave_backward(self, unit: _Unit) -> None:
+        """Release the weights of a unit after its backward pass."""
+        unit.in_backward = False
+        if self.keep != "step":
+            self._release(unit)
+
+    def _gather(self, unit: _Unit, following: _Unit | None) -> None:
+        for wanted in (unit, following if self.prefetch else None):
+            if wanted is not None:
+                wanted.used = True
+                for bucket in wanted.buckets:
+                    if not bucket.whole:
+                        bucket.gather()
+        for bucket in unit.buckets:
+            bucket.wait_weights()
+
+    def _release(self, unit: _Unit) -> None:
+        unit.used = False
+        for bucket in unit.buckets:
+            if not any(user.used for user in self._users[bucket]):
+                bucket.release()
+
+
+class _LeaveBackward(torch.autograd.Function):
+    """Identity on the input of a unit; backward comes here last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: UnitWeights, unit: _Unit) -> torch.Tensor:
+        ctx.weights, ctx.unit = weights, unit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.weights.leave_backward(ctx.unit)
+        return dx, None, None
+
+
+class _EnterBackward(torch.autograd.Function):
+    """Identity on the output of a unit; backward comes here first."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, weights: UnitWeights, unit: _Unit) -> torch.Tensor:
+        ctx.weights, ctx.unit = weights, unit
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.weights.enter_backward(ctx.unit)
+        return dy, None, None
+
+
+# What may be asked of a released weight, besides its properties.
+_HARMLESS = {"numel", "size", "dim", "stride", "element_size", "untyped_storage", "is_contiguous", "register_hook"}
+
+
+class GuardedParameter(ShardedParameter):
+    """A parameter of which any use fails while its weights are released (`--debug-zero`)."""
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name not in _HARMLESS and name not in ("__get__", "__set__"):
+                for x in args:
+                    for param in x if isinstance(x, list | tuple) else (x,):
+                        if isinstance(param, GuardedParameter) and not param.untyped_storage().nbytes():
+                            spec = param.shard.spec
+                            raise RuntimeError(f"{name} reads {spec.name}, whose weights are released")
+            return func(*args, **(kwargs or {}))

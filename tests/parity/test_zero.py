@@ -1,0 +1,155 @@
+"""ZeRO-2 and 3: loss, gradient norm and every gradient are those of one process, in every layout and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.cli import parse
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.errors import UserError
+from tests.parity import jobs
+from tests.workers import WorkerPool
+
+STEPS = 3
+Gradients = dict[str, tuple[tuple[int, ...], list[tuple[tuple[slice, ...], np.ndarray]]]]
+
+
+def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[tuple[list[tuple[float, float]], Gradients]]:
+    """By config: (loss, gradient norm) of three steps; the boxes of every gradient of the first that this rank writes.
+
+    The first moment after one step is the gradient times a number.
+    """
+    from megalite.dist.context import ParallelContext
+    from megalite.dist.grid import Grid
+    from megalite.train.build import build_engine
+
+    # One grid of ranks for all of them: making process groups takes longer than a step.
+    ((tp, pp),) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
+    ctx = ParallelContext.create(Grid.of(world, tp, pp), torch.device("cpu"))
+    out = []
+    for cfg in cfgs:
+        engine = build_engine(cfg, ctx)
+        engine.optimizer.init_parameters(cfg.train.seed)
+        steps = jobs.run_steps(engine, 1)
+        boxes: Gradients = {}
+        for state in engine.optimizer.states():
+            if state.role == "exp_avg" and state.primary:
+                _, held = boxes.setdefault(state.name, (state.shape, []))
+                for box in state.slices:
+                    part = state.flat[box.at : box.at + box.numel].view(box.shape)
+                    held.append((box.index, part.numpy().copy()))
+        out.append((steps + jobs.run_steps(engine, STEPS - 1, first=2), boxes))
+        # The next engine's messages would meet those that gather the last update.
+        engine.optimizer.wait_weights()
+    return out
+
+
+def put_together(ranks: Sequence[Gradients]) -> dict[str, np.ndarray]:
+    """Whole gradients; each element is held by one rank."""
+    whole: dict[str, np.ndarray] = {}
+    times: dict[str, np.ndarray] = {}
+    for boxes in ranks:
+        for name, (shape, held) in boxes.items():
+            grad, count = whole.setdefault(name, np.zeros(shape, np.float32)), times.setdefault(name, np.zeros(shape))
+            for index, part in held:
+                grad[index] = part
+                count[index] += 1
+    assert all((count == 1).all() for count in times.values())
+    return whole
+
+
+@cache
+def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    ((steps, boxes),) = trained(0, [cfg], 1)
+    return steps, put_together([boxes])
+
+
+def assert_same(ranks: Sequence[tuple[list[tuple[float, float]], Gradients]], single: Config, what: str) -> None:
+    """Every rank reports the single process's figures, and together they hold its gradients."""
+    steps, gradients = one_process(single)
+    for rank, (got, _) in enumerate(ranks):
+        np.testing.assert_allclose(got, steps, rtol=1e-5, err_msg=f"{what}, rank {rank}")
+    held = put_together([boxes for _, boxes in ranks])
+    assert held.keys() == gradients.keys(), what
+    for name, expected in gradients.items():
+        scale = np.abs(expected).max()
+        assert scale > 0, name
+        np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=1e-5 * scale, err_msg=f"{what}: {name}")
+
+
+LLAMA, GPT2 = jobs.llama(), jobs.gpt2()
+
+
+def config(model: ModelConfig, zero: int, parallel: dict[str, Any], **train: Any) -> Config:
+    # Norms and biases stay whole, and everything else is cut.
+    return jobs.make_config(
+        model, {"zero": zero, "zero_whole_below": 500, "debug_zero": zero == 3, **parallel}, **train
+    )
+
+
+# (tp, pp) -> rows that share the start of their ranks: (model, further layout, training options)
+GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, Any]]]] = {
+    (1, 1): [
+        (LLAMA, {}, {}),
+        (LLAMA, {"zero_group": "2"}, {}),
+        (GPT2, {}, {}),
+        (LLAMA, {}, {"recompute": "full"}),
+        (LLAMA, {}, {"recompute": "selective", "loss_chunk": 5}),
+        (LLAMA, {"zero_reduce": "step"}, {}),
+    ],
+    (1, 2): [
+        (LLAMA, {}, {}),
+        (LLAMA, {"schedule": "zb-h1"}, {}),
+        (LLAMA, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
+        (GPT2, {"schedule": "zb-v", "vp": 2}, {}),
+        (GPT2, {"zero_reduce": "step", "overlap_grad_reduce": False, "overlap_param_gather": False}, {}),
+    ],
+    (2, 1): [
+        (LLAMA, {}, {}),
+        (GPT2, {"sequence_parallel": False}, {"grad_reduce_dtype": "fp32"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("grid", GRID)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple[int, int]) -> None:
+    rows = GRID[grid]
+    tp, pp = grid
+    cfgs = [config(model, zero, {"tp": tp, "pp": pp, **parallel}, **train) for model, parallel, train in rows]
+    ranks = pool.run(4, trained, cfgs, 4)
+    for i, (model, parallel, train) in enumerate(rows):
+        assert_same([rank[i] for rank in ranks], jobs.make_config(model), f"zero {zero} {parallel} {train}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--zero 4", "must be one of 0, 1, 2, 3"),
+        ("--zero 1 --zero-group 2", "--zero-group 2 with --zero 1: applies from --zero 2 on"),
+        ("--zero 2 --zero-keep step", "--zero-keep step with --zero 2: applies from --zero 3 on"),
+        ("--zero 1 --zero-reduce step", "applies from --zero 2 on"),
+        ("--zero 3 --zero-group 0", "must be full, node, a number of ranks, or dp/K"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse(["--vocab-size", "90", "--mock-data", *flags.split()])
+
+
+def test_groups_of_ranks_that_share() -> None:
+    sizes = {"full": None, "2": 2, "dp/2": 4, "node": 4, "8": 8}
+    cfgs = {name: jobs.make_config(LLAMA, {"zero": 3, "zero_group": name, "tp": 2}) for name in (*sizes, "3", "dp/8")}
+    assert {name: cfgs[name].zero_group_size(8, local_ranks=8) for name in sizes} == sizes
+    for name in ("3", "dp/8"):
+        with pytest.raises(UserError, match=f"--zero-group {name}: .* divide dp 8; use full, or one of 2, 4, 8"):
+            cfgs[name].zero_group_size(8, 8)
+    with pytest.raises(UserError, match="--zero-group node: must make groups of at least two ranks"):
+        cfgs["node"].zero_group_size(8, local_ranks=2)
