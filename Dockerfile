@@ -1,5 +1,5 @@
-# docker build -t megalite .                                                    C++ kernels for CPU, torch's CUDA build
-# docker build -t megalite --build-arg BASE=nvcr.io/nvidia/cuda:12.8.1-devel-ubuntu24.04 .     with nvcc: CUDA kernels too
+# docker build -t megalite .                                                          torch's CUDA build, C++ kernels
+# docker build -t megalite --build-arg BASE=nvidia/cuda:VERSION-devel-ubuntu24.04 .   with nvcc: CUDA kernels too
 # See docs/containers.md.
 ARG BASE=python:3.12-slim-bookworm
 FROM ${BASE}

@@ -5,6 +5,7 @@ The children (the writer of checkpoints, the watchdog) import this file too: the
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
 import json
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1
 # The run decides when its children end: what a terminal or a launcher sends to a whole group is not meant for them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -44,7 +46,19 @@ def start_child(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def signal_when_parent_dies(number: int) -> None:
+    """Have the kernel send this process a signal when its parent dies, however that happens (Linux only).
+
+    More exactly when the thread dies that started it, so `number` must do no harm when that one ends early.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
 def _serve(module: str, settings: str) -> None:
+    # One that is stopped would otherwise stay, with all its memory: awake it sees that its rank is gone.
+    signal_when_parent_dies(signal.SIGCONT)
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)

@@ -7,12 +7,69 @@ import os
 import sys
 from pathlib import Path
 
+from megalite.console import may_block, write_or_drop
+from megalite.errors import LocalUserError
+
 logger = logging.getLogger("megalite")
+
+
+# A paused terminal holds the run up this long, once.
+_PATIENCE_S = 1.0
+
+
+def env_int(name: str, otherwise: int, low: int = 0, high: int = 10**7) -> int:
+    """Return a whole number of the environment, as torchrun or Slurm sets it.
+
+    Args:
+        name: of the variable.
+        otherwise: where it is not set.
+        low, high: the range, both included.
+
+    Raises:
+        LocalUserError: it is no number of that range.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return otherwise
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
+        rule = f"must be a whole number from {low} to {high}"
+        raise LocalUserError(f"{name} {text[:40]!r}", rule, f"start the ranks with megalite train, or unset {name}")
+    return int(text)
+
+
+def unfinished_code() -> int:
+    """Return the exit code of ranks that were stopped before the last step: 0, unless the launcher sets another."""
+    return env_int("MEGALITE_UNFINISHED_EXIT_CODE", 0, high=255)
 
 
 def env_rank() -> int:
     """Return this process's global rank as torchrun sets it (0 when started alone)."""
-    return int(os.environ.get("RANK", "0"))
+    return env_int("RANK", 0)
+
+
+class _Console(logging.StreamHandler):
+    """Standard error. Lines that nobody reads are dropped, after waiting once: the run must not stop for them."""
+
+    dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            descriptor = self.stream.fileno()
+            blocks = may_block(descriptor)
+        except (OSError, ValueError):  # not a real file, or closed
+            blocks = False
+        if not blocks:
+            super().emit(record)
+            return
+        try:
+            line = self.format(record) + "\n"
+            if self.dropped:
+                line = f"({self.dropped} lines dropped while nobody read this output)\n{line}"
+            text = line.encode(self.stream.encoding or "utf-8", "backslashreplace")
+            written = write_or_drop(descriptor, text, 0.0 if self.dropped else _PATIENCE_S)
+            self.dropped = 0 if written else self.dropped + 1
+        except OSError:
+            self.handleError(record)
 
 
 def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None:
@@ -24,7 +81,7 @@ def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    console = logging.StreamHandler(sys.stderr)
+    console = _Console(sys.stderr)
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     console.setFormatter(logging.Formatter(prefix + "%(message)s"))
     logger.addHandler(console)

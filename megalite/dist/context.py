@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import fresh_store
 from megalite.errors import LocalUserError
+from megalite.log import env_int
 
 # A stopped peer is detected after this long; a dead one immediately.
 TIMEOUT = timedelta(minutes=10)
@@ -180,7 +182,7 @@ def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
         # One hardware queue: a collective that was launched first also starts before the matrix product it overlaps
         # with. Only read when CUDA starts, which is below.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = env_int("LOCAL_RANK", 0)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -199,7 +201,12 @@ def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
 
 def launched_together() -> bool:
     """Whether torchrun or Slurm started this rank: they end all ranks when one exits."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" in os.environ
+    return under_torchrun() or "SLURM_PROCID" in os.environ
+
+
+def under_torchrun() -> bool:
+    """Whether torch elastic (torchrun, `megalite train`) is this rank's parent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def only_deterministic_kernels() -> None:
@@ -212,7 +219,7 @@ def only_deterministic_kernels() -> None:
 def world_size(otherwise: int = 1) -> int:
     """Number of ranks, from torchrun's (or Slurm's) environment; `otherwise` where it is not set."""
     _adopt_slurm()
-    return int(os.environ.get("WORLD_SIZE", otherwise))
+    return env_int("WORLD_SIZE", otherwise, low=1)
 
 
 def local_world_size() -> int:
@@ -232,6 +239,7 @@ def init_process_group(device: torch.device) -> None:
             f"requires {' and '.join(missing)}, which the environment does not set",
             "start the ranks with torchrun, or unset WORLD_SIZE for one process",
         )
+    _check_rendezvous(world_size())
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, world = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
@@ -246,6 +254,17 @@ def init_process_group(device: torch.device) -> None:
             f"rank 0 must be able to listen on it ({str(e).splitlines()[0][:160]})",
             "choose a free port (torchrun --master-port)",
         ) from None
+
+
+def _check_rendezvous(world: int) -> None:
+    """Check what torch would take as it is: it waits without end for a name that does not resolve."""
+    env_int("RANK", 0, high=world - 1)
+    port, host = env_int("MASTER_PORT", 0, low=1, high=65535), os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(host, port)
+    except (OSError, UnicodeError) as e:
+        rule = f"does not resolve on {socket.gethostname()} ({getattr(e, 'strerror', None) or e})"
+        raise LocalUserError(f"MASTER_ADDR {host!r}", rule, "give the name or address of rank 0's host") from None
 
 
 def shutdown() -> None:

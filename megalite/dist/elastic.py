@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
 from megalite.errors import UserError
-from megalite.log import logger
+from megalite.log import logger, unfinished_code
 
 USER_ERROR_CODE = 2
 # Kubernetes gives the first pod its name only once it runs, and its image may take long to arrive.
@@ -185,8 +185,9 @@ class LocalRanks:
             if -signal.SIGTERM in codes.values():
                 print("interrupted before the first step: nothing was saved", file=sys.stderr)
             return 128 + self.asked
-        if USER_ERROR_CODE in codes.values():
-            return USER_ERROR_CODE
+        for code in (USER_ERROR_CODE, unfinished_code()):
+            if code in codes.values():
+                return code
         # A rank that was killed is the cause of what the others report; SIGTERM is what torch elastic sends to these.
         rank = min(codes, key=lambda r: (codes[r] == -signal.SIGTERM, codes[r] >= 0, r))
         code = codes[rank]

@@ -21,6 +21,7 @@ _BOTH = "nodes slots name image cpus memory"
 _SLURM = "time_limit partition account mount directive"
 _KUBERNETES = "claim resource ipc_lock host_network secret"
 EMIT_ONLY = f"{_BOTH} {_SLURM} {_KUBERNETES}"
+_MOST = 100_000
 # master_port is for Kubernetes too; Slurm's script makes it from the job's number.
 SSH_ONLY = "hostfile include exclude master_addr ssh_config log_dir preflight_timeout"
 
@@ -67,7 +68,8 @@ def emit(args: argparse.Namespace, script: tuple[str, ...], env: Mapping[str, st
     rule, remedy = "needs --nodes N and --slots RANKS_PER_NODE", "add both: the scheduler picks the hosts"
     require(args.nodes is not None and args.slots is not None, "--emit", rule, remedy)
     for flag, value in (("--nodes", args.nodes), ("--slots", args.slots), ("--cpus", args.cpus)):
-        require(value is None or 1 <= value < 10**6, f"{flag} {value}", "must be at least 1", f"use {flag} 1 or more")
+        ok = value is None or 1 <= value <= _MOST
+        require(ok, f"{flag} {value}", f"must be at least 1 and at most {_MOST}", f"use {flag} 1 or more")
     slurm = args.emit == "slurm"
     if not args.no_preflight:
         _check_script(script, args.nodes * args.slots)

@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     usage = "launch.py [flags] -- pretrain_gpt.py [its flags]"
     require(bool(script), "no training command", "it follows '--'", usage)
     require(args.max_restarts >= 0, f"--max-restarts {args.max_restarts}", "must not be negative", "use 0 or more")
+    port = args.master_port
+    require(port is None or 0 < port < 65536, f"--master-port {port}", "must be 1 to 65535", "remove it for 29500")
     env = _parse_env(args.env)
     if args.emit:
         sys.stdout.write(emit(args, tuple(script), env))

@@ -16,6 +16,8 @@ from megalite.errors import require
 NOTICE_S = 120
 # Kubernetes kills the pod this much later, so that the end of the ranks is still logged.
 _MARGIN_S = 30
+# sysexits.h: a temporary failure, try again.
+_UNFINISHED = 75
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -194,6 +196,8 @@ def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None)
     limits: dict[str, object] = dict.fromkeys([] if job.cpu else ["nvidia.com/gpu"], job.slots)
     limits |= {k: v for k, v in (("cpu", job.cpus), ("memory", job.memory)) if v is not None}
     claimed = _given(options.claim)
+    # A pod that ends with 0 is done for good, even if it was told to stop because its node is drained.
+    variables = job.variables() | {"MEGALITE_UNFINISHED_EXIT_CODE": str(_UNFINISHED)}
     values = {
         "name": _yaml(job.name),
         "port": port,
@@ -203,7 +207,8 @@ def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None)
         "image": _yaml(job.image),
         "workdir": _yaml(job.workdir),
         "command": _yaml(_unexpanded(command)),
-        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in job.variables().items()],
+        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in variables.items()],
+        "unfinished": _UNFINISHED,
         "secret": [_yaml(name) for name in _given(options.secret)],
         "limits": [_yaml(every)] if (every := {**limits, **options.resources}) else [],
         "ipc_lock": ["IPC_LOCK"] if options.ipc_lock else [],

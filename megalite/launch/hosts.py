@@ -22,6 +22,8 @@ from megalite.host import VARIABLES
 
 # ssh's exit code when the connection fails or is lost; every other one is the remote command's.
 SSH_FAILED = 255
+# More would be a slip of the finger: no host has so many GPUs, or cores for so many ranks.
+_MOST_SLOTS = 1024
 # Prefix of every line of a rank; the runner turns it into "[host rank N]".
 RANK_MARK = "[[rank ${rank}]] "
 _DEFAULTS = {
@@ -85,6 +87,8 @@ def _parse_line(words: list[str], where: str) -> Host:
     if count is None:
         return Host(match["name"], None)
     require(re.fullmatch(r"-?[0-9]+", count) is not None, where, f"slots {count!r} is not a whole number", _LINES)
+    ok = len(count) < 10 and int(count) <= _MOST_SLOTS
+    require(ok, where, f"slots {count[:20]} must be at most {_MOST_SLOTS}", "write the number of its GPUs")
     require(int(count) >= 1, where, f"slots {count} must be at least 1", "remove or comment out the host instead")
     return Host(match["name"], tuple(range(int(count))))
 
@@ -124,7 +128,7 @@ def _parse_filter(text: str, flag: str) -> Iterator[tuple[str, Slots]]:
     """Host names of a filter, each with the slots that it names."""
     seen = set()
     for part in text.split("@"):
-        match = re.fullmatch(r"([^:,\s]+)(?::([0-9]+(?:,[0-9]+)*))?", part)
+        match = re.fullmatch(r"([^:,\s]+)(?::([0-9]{1,6}(?:,[0-9]{1,6})*))?", part)
         if match is None:
             raise UserError(f"{flag} {text!r}", f"{part!r} is not HOST or HOST:ID,ID", _FILTERS)
         name, ids = match[1], [int(i) for i in match[2].split(",")] if match[2] else []
@@ -192,7 +196,8 @@ def torchrun_command(python: str, flags: Mapping[str, object], script: Sequence[
     the launcher restarts all hosts at once.
     """
     words = [word for name, value in flags.items() for word in (name, str(value))]
-    return [python, "-m", "torch.distributed.run", *words, *script]
+    # torchrun substitutes ${local_rank} in the script's arguments, and reads "$$" as "$".
+    return [python, "-m", "torch.distributed.run", *words, script[0], *(word.replace("$", "$$") for word in script[1:])]
 
 
 def host_command(spec: LaunchSpec, hosts: Sequence[Host], node_rank: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -15,14 +16,18 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megalite.checkpoint.save import SaveError
+from megalite.child import signal_when_parent_dies
+from megalite.console import write_or_drop
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext, launched_together, shutdown
+from megalite.dist.context import ParallelContext, launched_together, shutdown, under_torchrun
 from megalite.errors import LocalUserError, UserError
-from megalite.log import env_rank, logger, setup_logging
+from megalite.log import env_rank, logger, setup_logging, unfinished_code
 
 # Longer than a busy machine takes to start Python and torch, well below the 30 s within which all ranks must exit.
 _PATIENCE_S = 15.0
+# A terminal that is paused for longer does not get the last words.
+_READER_PATIENCE_S = 2.0
 
 
 class Diverged(FloatingPointError):
@@ -56,15 +61,32 @@ def _reraise(failure: Exception | None) -> None:
         raise failure
 
 
+def leave_unfinished(ctx: ParallelContext) -> None:
+    """Exit as the launcher asked for (`unfinished_code`), where 0 would mean to a scheduler that all steps are done.
+
+    Every rank calls it, after its last save: a launcher that sees one rank fail kills the others.
+    """
+    if code := unfinished_code():
+        gather_texts("", ctx.world, ctx.device)
+        raise SystemExit(code)
+
+
 @contextmanager
 def leaving_together() -> Iterator[None]:
     """Wrap the whole life of a rank: exit with the right code and one message. SIGUSR1 prints its stacks at any time.
 
     Errors that every rank raises (command line, layout, anything agreed on) are reported by rank 0 alone.
     """
-    setup_logging()
+    try:
+        rank = env_rank()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        _exit(2)
+    setup_logging(rank)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    rank = env_rank()
+    if under_torchrun():
+        # Killed, it leaves its ranks running, and nobody could restart them: they save and exit.
+        signal_when_parent_dies(signal.SIGTERM)
     try:
         yield
     except UserError as e:
@@ -79,6 +101,7 @@ def leaving_together() -> Iterator[None]:
             print("interrupted: exiting immediately, nothing more was saved", file=sys.stderr, flush=True)
         _exit(130)
     except SystemExit:
+        shutdown()
         raise
     except (SaveError, Diverged) as e:
         # Every rank raises these, and a traceback would add nothing.
@@ -90,8 +113,10 @@ def leaving_together() -> Iterator[None]:
             text = "exiting: another rank failed first"
         else:
             text = traceback.format_exc()
-        # One write: ranks share a terminal or a pipe, and print makes two where Python is told not to buffer.
-        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            write_or_drop(2, lines.encode(errors="backslashreplace"), _READER_PATIENCE_S)
         _exit(1)
     shutdown()
 

@@ -15,7 +15,7 @@ from megalite.checkpoint.save import SaveError
 from megalite.data import BatchLoader
 from megalite.log import logger
 from megalite.plan.flops import flops_per_token, peak_flops
-from megalite.train.exit import Diverged, raise_together
+from megalite.train.exit import Diverged, leave_unfinished, raise_together
 from megalite.train.profile import gpu_readings
 from megalite.train.rewind import rewind
 from megalite.train.run import Run, save
@@ -78,6 +78,7 @@ def fit(run: Run) -> None:
     if run.step < cfg.train.train_steps:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
+        leave_unfinished(run.engine.ctx)
 
 
 def one_step(run: Run, progress: Progress) -> StepResult:

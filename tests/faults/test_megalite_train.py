@@ -15,6 +15,8 @@ import pytest
 from megalite.dist.elastic import wait_for_name
 from megalite.errors import UserError, run_tool
 from megalite.train import command
+from megalite.train.watch.watchdog import children, process_state
+from tests.faults.test_runtime_faults import FOREVER, RUN, committed
 
 # What a rank does; it leaves files in its folder. It needs no torch, so that it starts quickly.
 RANK = """
@@ -37,6 +39,8 @@ if kind == "mistake" and rank == "1":
     sys.exit(2)
 if kind == "fails_once" and rank == "1" and attempt == 1:
     sys.exit(5)
+if kind == "unfinished":
+    os._exit(75)
 if kind == "killed" and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if kind not in ("done", "fails_once"):
@@ -47,10 +51,8 @@ if kind not in ("done", "fails_once"):
 class Started:
     """`megalite train` in a process forked from this one, which has imported torch."""
 
-    def __init__(self, folder: Path, kind: str, *own: str, rest: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, words: list[str]) -> None:
         self.folder = folder
-        (folder / "rank.py").write_text(RANK)
-        words = ["--nproc", "2", *own, str(folder / "rank.py"), kind, str(folder), *rest]
         self.process = multiprocessing.get_context("fork").Process(target=self.run, args=(words,))
         self.process.start()
 
@@ -78,7 +80,8 @@ class Started:
         os.kill(self.process.pid, signum)
 
     def err(self) -> str:
-        return (self.folder / "err").read_text()
+        path = self.folder / "err"
+        return path.read_text() if path.exists() else ""
 
     def end(self) -> int:
         self.process.join(60)
@@ -86,24 +89,37 @@ class Started:
         return self.process.exitcode
 
 
+def start(folder: Path, kind: str, *own: str, rest: tuple[str, ...] = ()) -> Started:
+    """Two ranks that do what `RANK` says."""
+    (folder / "rank.py").write_text(RANK)
+    return Started(folder, ["--nproc", "2", *own, str(folder / "rank.py"), kind, str(folder), *rest])
+
+
 def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
     """torch elastic substitutes in arguments what looks like its macros."""
     rest = ("${local_rank} $$HOME $(id)", "--nproc=7", "it's")
-    started = Started(tmp_path, "done", rest=rest)
+    started = start(tmp_path, "done", rest=rest)
     assert started.end() == 0, started.err()
     assert (tmp_path / "begun_1").read_text() == repr(list(rest))
     assert started.err() == ""
 
 
 def test_a_mistake_is_one_line_and_2_and_not_restarted(tmp_path: Path) -> None:
-    started = Started(tmp_path, "mistake", "--max-restarts", "3")
+    started = start(tmp_path, "mistake", "--max-restarts", "3")
     assert started.end() == 2
     assert started.err() == "[rank 1] error: --x 3: must be even; use 4\n"
     assert not list(tmp_path.glob("again_*"))
 
 
+def test_a_run_that_is_not_done_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_UNFINISHED_EXIT_CODE", "75")
+    started = start(tmp_path, "unfinished")
+    assert started.end() == 75
+    assert started.err() == ""
+
+
 def test_a_failure_is_restarted(tmp_path: Path) -> None:
-    started = Started(tmp_path, "fails_once", "--max-restarts", "1")
+    started = start(tmp_path, "fails_once", "--max-restarts", "1")
     assert started.end() == 0, started.err()
     assert (tmp_path / "again_0").exists()
     assert started.err().splitlines() == [
@@ -112,14 +128,14 @@ def test_a_failure_is_restarted(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    started = Started(tmp_path, "killed")
+    started = start(tmp_path, "killed")
     assert started.end() == 1
     assert started.err() == "error: rank 1 was killed by SIGKILL (out of memory?)\n"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_lets_the_ranks_save(tmp_path: Path, signum: int) -> None:
-    started = Started(tmp_path, "loops", "--max-restarts", "1")
+    started = start(tmp_path, "loops", "--max-restarts", "1")
     started.begun()
     started.send(signum)
     assert started.end() == 0, started.err()
@@ -128,7 +144,7 @@ def test_a_signal_lets_the_ranks_save(tmp_path: Path, signum: int) -> None:
 
 
 def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
-    started = Started(tmp_path, "slow")
+    started = start(tmp_path, "slow")
     started.begun()
     started.send(signal.SIGINT)
     time.sleep(0.1)
@@ -137,7 +153,7 @@ def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_before_the_first_step(tmp_path: Path) -> None:
-    started = Started(tmp_path, "starting")
+    started = start(tmp_path, "starting")
     started.begun()
     started.send(signal.SIGINT)
     assert started.end() == 130
@@ -145,7 +161,7 @@ def test_ctrl_c_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_end_are_killed_after_the_shutdown_timeout(tmp_path: Path) -> None:
-    started = Started(tmp_path, "stubborn", "--shutdown-timeout", "1")
+    started = start(tmp_path, "stubborn", "--shutdown-timeout", "1")
     started.begun()
     started.send(signal.SIGTERM)
     assert started.end() == 1
@@ -179,11 +195,26 @@ def test_a_master_that_does_not_resolve() -> None:
 def test_the_ranks_of_pretrain_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they find themselves ends in the same way: one line, from rank 0."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = ["--nproc", "2", "--device", "cpu", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run")]
-    started = Started.__new__(Started)
-    started.folder = tmp_path
-    started.process = multiprocessing.get_context("fork").Process(target=started.run, args=(words,))
-    started.process.start()
+    words = ["--nproc", "1", "--device", "cpu", "--data", str(tmp_path / "none"), "--run-dir", str(tmp_path / "run")]
+    started = Started(tmp_path, words)
     assert started.end() == 2
     assert started.err().startswith(f"error: data prefix {tmp_path / 'none'}: ")
     assert started.err().count("\n") == 1
+
+
+def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's ranks too: both are torch elastic, in which the ranks are its children."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run = tmp_path / "run"
+    started = Started(tmp_path, ["--nproc", "1", *RUN, *FOREVER, "--save-every", "0", "--run-dir", str(run)])
+    started.until(lambda: "step 3/" in started.err())
+    assert started.process.pid is not None
+    ranks = [pid for pid in children(started.process.pid) if "pretrain_gpt" in Path(f"/proc/{pid}/cmdline").read_text()]
+    started.process.kill()
+    started.process.join()
+    deadline = time.monotonic() + 60
+    while any(process_state(pid) not in ("", "Z") for pid in ranks):
+        assert time.monotonic() < deadline, started.err()
+        time.sleep(0.05)
+    assert len(committed(run)) == 1
+    assert "SIGTERM: saving after this step" in started.err()

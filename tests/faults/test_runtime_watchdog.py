@@ -3,6 +3,7 @@ bit. A rank that only works long is left alone."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.faults.test_runtime_faults import FOREVER, RUN, codes, outcome
+from megalite.train.watch.watchdog import children, process_state
+from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, outcome
 from tests.faults.zygote import Job, Left, Zygote, processes_of
 
 TIMEOUT = 8
@@ -136,3 +138,65 @@ def test_no_watchdog(zygote: Zygote, tmp_path: Path) -> None:
     assert watchdogs(tmp_path) == 0
     os.kill(job.pid(0), signal.SIGTERM)
     assert codes(job.end()) == [0]
+
+
+def child_of(rank: int, module: str) -> list[int]:
+    """The rank's children that run a module of ours."""
+    found = []
+    for pid in children(rank):
+        with contextlib.suppress(OSError):
+            if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def test_a_watchdog_that_is_killed_is_replaced(running: Job, zygote: Zygote) -> None:
+    """The kernel likes to end small processes when memory is short. The new one does what the old one would have."""
+    rank = running.pid(1)
+    (first,) = child_of(rank, "watchdog")
+    os.kill(first, signal.SIGKILL)
+    running.wait_for(1, "the watchdog of this rank ended (code -9): starting another")
+    zygote.until(lambda: child_of(rank, "watchdog") not in ([], [first]), 60)
+    os.kill(rank, signal.SIGSTOP)
+    left = running.end(60)
+    assert left[1].code == -signal.SIGKILL, left
+    assert "watchdog: all ranks are waiting for rank 1 (" in left[0].err + left[1].err
+
+
+def test_output_that_nobody_reads_stops_neither_rank_nor_watchdog(zygote: Zygote, tmp_path: Path) -> None:
+    """Both ranks write to full pipes from the start. They train; and one that hangs is ended all the same."""
+    paths = [tmp_path / f"stderr_{zygote.count + 1}_{rank}.txt" for rank in (0, 1)]
+    for path in paths:
+        os.mkfifo(path)
+    readers = [os.open(path, os.O_RDWR | os.O_NONBLOCK) for path in paths]
+    for reader in readers:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(reader, b"x" * 512)
+    stop = {"rank": 1, "kind": "stop", "place": "step", "at": 6}
+    flags = [*RUN, *FOREVER, "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
+    job = zygote.start(flags, 2, tmp_path, stop)
+    zygote.until(lambda: all(name in zygote.codes for name in job.names), 60)
+    for reader, path in zip(readers, paths):
+        os.close(reader)
+        path.unlink()
+    assert zygote.codes[job.names[1]] == -signal.SIGKILL
+    assert "step_00000004" in committed(tmp_path / "run")
+    (reports,) = (tmp_path / "run" / "logs").glob("watchdog_*")
+    assert json.loads((reports / "rank_1.json").read_text())["state"] == "stopped"
+    # The log of the run has what the console missed.
+    assert "step 5/" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    zygote.until(lambda: not processes_of(tmp_path), 30)
+
+
+def test_a_stopped_writer_ends_with_its_rank(zygote: Zygote, tmp_path: Path) -> None:
+    """It holds a copy of everything that is saved."""
+    job = zygote.start([*RUN, *FOREVER, "--run-dir", str(tmp_path / "run")], 1, tmp_path)
+    zygote.until(lambda: committed(tmp_path / "run") if (tmp_path / "run" / "checkpoints").exists() else False, 60)
+    (writer,) = child_of(job.pid(0), "checkpoint.writer")
+    os.kill(writer, signal.SIGSTOP)
+    zygote.until(lambda: process_state(writer) == "T", 10)
+    os.kill(job.pid(0), signal.SIGKILL)
+    job.end(30)
+    # A zombie is over: whoever adopted it may be slow to notice.
+    zygote.until(lambda: process_state(writer) in ("", "Z"), 30)

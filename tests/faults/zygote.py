@@ -83,8 +83,10 @@ class Zygote:
         self.codes: dict[str, int] = {}
         self.count = 0
 
-    def start(self, arguments: list[str], world: int, folder: Path, *faults: dict[str, Any]) -> Job:
-        """Start a run; a fault is {"rank", "kind", "place", "at"}, see `FAULTS` and `install`."""
+    def start(
+        self, arguments: list[str], world: int, folder: Path, *faults: dict[str, Any], env: dict[str, str] | None = None
+    ) -> Job:
+        """Start a run; a fault is {"rank", "kind", "place", "at"}, see `FAULTS` and `install`. `env`: overrides."""
         from tests.ranks import reserve_port
 
         self.count += 1
@@ -92,12 +94,12 @@ class Zygote:
         for rank in range(world):
             names.append(f"{self.count}.{rank}")
             errors.append(folder / f"stderr_{self.count}_{rank}.txt")
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+            launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
             job = {
                 "job": names[-1],
                 "arguments": arguments,
                 "err": str(errors[-1]),
-                "env": {**env, "MASTER_PORT": port},
+                "env": {**launched, "MASTER_PORT": port, **(env or {})},
                 "faults": [fault for fault in faults if fault["rank"] in (rank, "all")],
             }
             assert self.process.stdin is not None

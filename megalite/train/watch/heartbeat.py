@@ -13,10 +13,14 @@ from pathlib import Path
 from megalite.child import shared_memory, start_child
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
+from megalite.log import logger
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
+
+# A host on which it is killed as often has no memory for it.
+_MOST_STARTS = 10
 
 
 class Heartbeat(Observer):
@@ -35,17 +39,22 @@ class Heartbeat(Observer):
         self._memory = mmap.mmap(self._files[0] if timeout else -1, LAYOUT.size)
         self._count, self._now = 0, (0, STRICT, b"")
         self._process: subprocess.Popen[bytes] | None = None
+        self._starts = 0
         self.beat("set-up", patience=watchdog.OWN)
         if timeout:
             settings = {"rank": ctx.rank, "world": ctx.world.size, "timeout": timeout}
-            self._start({**settings, "folder": str(run_dir.resolve() / "logs" / f"watchdog_{name}")})
+            self._settings: dict[str, object] = settings | {
+                "folder": str(run_dir.resolve() / "logs" / f"watchdog_{name}")
+            }
+            self._start()
 
-    def _start(self, settings: dict[str, object]) -> None:
+    def _start(self) -> None:
         beats, stacks = self._files
         # faulthandler writes from the signal's handler, without the interpreter lock.
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         theirs, self._alive = os.pipe()
-        settings |= {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": theirs}
+        settings = self._settings | {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": theirs}
+        self._starts += 1
         self._process = start_child(watchdog.__name__, settings, [beats, stacks, theirs], isolated=True)
         os.close(theirs)
 
@@ -57,8 +66,23 @@ class Heartbeat(Observer):
             step: number of the step it is in or after.
             patience: `watchdog.STRICT`, or what else counts as a sign of life during this phase: CHILDREN, OWN.
         """
+        if step != self._now[0]:
+            self._restart_if_gone()
         self._now = step, patience, phase.encode()
         self._write(b"")
+
+    def _restart_if_gone(self) -> None:
+        """Start another watchdog if this one was killed: unwatched, a rank that hangs would never be named."""
+        if self._process is None or self._process.poll() is None:
+            return
+        ended = f"the watchdog of this rank ended (code {self._process.returncode})"
+        if self._starts == _MOST_STARTS:
+            logger.warning(f"{ended} for the {_MOST_STARTS}th time: a hang of this rank will not be noticed")
+            self.close()
+            return
+        logger.warning(f"{ended}: starting another")
+        os.close(self._alive)
+        self._start()
 
     def _write(self, operation: bytes) -> None:
         self._count += 1

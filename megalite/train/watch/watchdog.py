@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.child import stat_of
+from megalite.console import write_or_drop
 
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")
@@ -36,6 +37,8 @@ GRACE_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR2
 # A rank that is stuck in the kernel never prints its stacks; one that gets no processor may take long.
 _STACKS_S = 10.0
+# A reader that only lags behind.
+_READER_PATIENCE_S = 0.5
 # A working process uses at least this share of a processor, or moves this many bytes, between two checks.
 _WORKING_SHARE, _WORKING_BYTES = 0.05, 1 << 16
 
@@ -110,6 +113,8 @@ class Watchdog:
 
     def run(self) -> None:
         """Watch until the rank's end of the pipe is closed, which the kernel does however the rank dies."""
+        # Of an earlier watchdog of this rank, which was killed.
+        self.file_of(self.rank).unlink(missing_ok=True)
         last, effort = Beat.read(self.memory), self.effort(STRICT)
         silent = without_beat = 0.0
         before = time.monotonic()
@@ -208,8 +213,11 @@ class Watchdog:
         """Name the culprit and kill this rank."""
         culprit = min(reports.values(), key=lambda report: report.suspicion)
         missing = [rank for rank in range(self.world) if rank not in reports]
-        unheard = f"; no report from ranks {missing}" if missing else ""
-        self.log(f"all ranks are waiting for {culprit}{unheard}; killing this rank")
+        if missing and culprit.state == WAITING:
+            named = f"ranks {missing}, which do not report: they work for too long, or they or their hosts are gone"
+        else:
+            named = f"{culprit}" + (f"; no report from ranks {missing}" if missing else "")
+        self.log(f"all ranks are waiting for {named}; killing this rank")
         if culprit.rank == self.rank and culprit.stacks:
             self.log(f"stacks of rank {self.rank}:\n{culprit.stacks}")
         with contextlib.suppress(ProcessLookupError):
@@ -219,10 +227,10 @@ class Watchdog:
         sys.exit(0)
 
     def log(self, text: str) -> None:
-        """Print lines in a single write, so that those of several ranks are not mixed."""
+        """Print whole lines; never wait for somebody to read them, since what must follow is more important."""
         lines = "".join(f"[rank {self.rank}] watchdog: {line}\n" for line in text.splitlines())
         with contextlib.suppress(OSError):
-            os.write(2, lines.encode())
+            write_or_drop(2, lines.encode(), _READER_PATIENCE_S)
 
 
 def works(previous: tuple[int, int] | None, effort: tuple[int, int] | None, seconds: float) -> bool:

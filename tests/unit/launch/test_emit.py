@@ -56,7 +56,9 @@ def test_the_manifest_is_valid_and_complete() -> None:
     assert spec["podFailurePolicy"]["rules"][0] == {
         "action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [2]}
     }  # fmt: skip
+    assert spec["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
     pod = spec["template"]["spec"]
+    assert {"name": "MEGALITE_UNFINISHED_EXIT_CODE", "value": "75"} in pod["containers"][0]["env"]
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]

@@ -39,6 +39,8 @@ def test_the_example_parses() -> None:
         ("a:2\nb:2\na slots=1\n", 3, "a is already on line 1"),
         ("a slots=0\n", 1, "slots 0 must be at least 1"),
         ("a:-1\n", 1, "slots -1 must be at least 1"),
+        ("a slots=999999999\n", 1, "slots 999999999 must be at most 1024"),
+        (f"a:{'9' * 5000}\n", 1, "must be at most 1024"),
         ("\na slots=two\n", 2, "slots 'two' is not a whole number"),
         ("a:\n", 1, "slots '' is not a whole number"),
         ("a max_slots=2\n", 1, "unknown word 'max_slots=2'"),
