@@ -67,9 +67,12 @@ class Offload:
         shares = [bucket.weight_share.numel() for bucket in buckets]
         state_bytes = 4 * num_states * sum(shares)
         in_memory = state_bytes if folder is None else buffer_bytes(shares, num_states)
-        # fp32 gradients and weights of two buckets.
-        staging = 0 if device.type == "cpu" else 2 * max(4 + b.weights.element_size() for b in buckets) * max(shares)
-        _check_memory(in_memory + staging)
+        # fp32 gradients and weights of two buckets; torch rounds pinned memory up to a power of two.
+        pinned = (max(shares) * size for size in (4, buckets[0].weights.element_size()))
+        staging = 0 if device.type == "cpu" else sum(2 << (size - 1).bit_length() for size in pinned)
+        check_host_memory(
+            in_memory + staging, "--offload optimizer", "use more hosts or a larger dp, or give --offload-dir"
+        )
         self.states: States = (
             HostStates(shares, num_states) if folder is None else DiskStates(folder, shares, num_states)
         )
@@ -128,12 +131,13 @@ class _Staging:
                 self._fetched[i % 2].record()
 
 
-def _check_memory(needed: int) -> None:
+def check_host_memory(needed: int, flag: str, remedy: str) -> None:
+    """Raise `UserError` unless every rank of this host can allocate `needed` bytes."""
     ranks, available = local_world_size(), available_memory()
     require(
         needed * ranks <= available,
-        "--offload optimizer",
+        flag,
         f"the host needs {needed * ranks:,} bytes of memory ({needed:,} for each of its {ranks} ranks) and has "
         f"{available:,} available",
-        "use more hosts or a larger dp, or give --offload-dir",
+        remedy,
     )

@@ -22,7 +22,7 @@ from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
 from megalite.optim.bucket import Bucket, make_buckets
 from megalite.optim.loss_scale import LossScaler
-from megalite.optim.offload import Offload
+from megalite.optim.offload import Offload, check_host_memory
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import Sharded
 from megalite.optim.unit_weights import UnitWeights
@@ -30,6 +30,7 @@ from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Placement, Program
+from megalite.plan.memory import memory_per_rank
 from megalite.sharding import Layout, ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 
@@ -73,6 +74,9 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     schedule = schedule_of(cfg, ctx.dp.size)
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
         logger.info(f"--schedule auto: {schedule.name}")
+    if cfg.train.offload == "activations":
+        needed = memory_per_rank(cfg, ctx.grid)[ctx.pp.rank].host
+        check_host_memory(needed, "--offload activations", "lower --micro-batch-size, or drop --offload")
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
     message = next(iter(stages.values())).message(cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))

@@ -105,6 +105,12 @@ def test_too_little_host_memory_is_said_with_both_figures(monkeypatch: pytest.Mo
     needed = 12 * sum(b.numel for b in engine.optimizer.buckets)
     with pytest.raises(UserError, match=rf"needs {4 * needed:,} bytes of memory \({needed:,} for .* has 100,000 avail"):
         build_engine(cfg, single)
+    away = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, offload="activations", recompute="full"))
+    monkeypatch.setattr("megalite.optim.offload.available_memory", lambda: 10_000)
+    with pytest.raises(
+        UserError, match=r"--offload activations: the host needs 32,768 bytes of memory \(8,192 for each"
+    ):
+        build_engine(away, single)
 
 
 @pytest.fixture
