@@ -127,8 +127,8 @@ class TrainConfig:
     compress: str = "none"
     """Compress gradients over dp: none, int8 (the one to use), topk:F (a fraction F of them) or powersgd:R (rank R)."""
 
-    offload: Literal["none", "optimizer", "activations"] = "none"
-    """Keep on the host: nothing; optimizer states and masters, updated there; or the inputs of recomputed blocks."""
+    offload: Literal["none", "optimizer", "optimizer+params", "activations"] = "none"
+    """Keep on the host: nothing; optimizer states, updated there; weights too; or the inputs of recomputed blocks."""
     offload_dir: str | None = None
     """With --offload optimizer: keep them on disk instead, in scratch files in this directory."""
 
@@ -150,7 +150,7 @@ class TrainConfig:
             "use --compress int8",
         )
         require(
-            self.offload_dir is None or self.offload == "optimizer",
+            self.offload_dir is None or self.offload.startswith("optimizer"),
             f"--offload-dir {self.offload_dir} with --offload {self.offload}",
             "applies to optimizer states",
             "give --offload optimizer, or drop --offload-dir",
@@ -330,6 +330,12 @@ class Config:
             f"--compile with --hidden-dropout {m.hidden_dropout} --attention-dropout {m.attention_dropout}",
             "compiled blocks do not support dropout",
             "drop --compile, or set both to 0",
+        )
+        require(
+            self.train.offload != "optimizer+params" or p.zero == 3,
+            f"--offload optimizer+params with --zero {p.zero}",
+            "weights leave the device only where they are gathered before use",
+            "give --zero 3, or --offload optimizer",
         )
         require(
             self.train.compress == "none" or p.zero < 2,

@@ -20,6 +20,7 @@ import torch
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.optim.compress import Codec, Piece, make_codec
+from megalite.optim.host_share import HostGather, on_host
 from megalite.optim.shares import GradKind, Segment, Sharded, bucket_layout, plan_buckets
 from megalite.sharding import ShardedParameter
 
@@ -80,7 +81,10 @@ class Bucket:
         self.grad = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
         for param, start in zip(params, self.starts):
             self._adopt(param, start)
-        self._own_weights = self.weights[self.owned].clone() if sharded.weights else None
+        self._own_weights = None
+        if sharded.weights:
+            own = self.weights[self.owned]
+            self._own_weights = on_host(own) if sharded.host else own.clone()
         self._own_grad = torch.zeros(share, dtype=torch.float32, device=like.device) if sharded.grad else None
         self._missing: Counter[str] = Counter()
         self._contributions = self._to_come = 0
@@ -91,7 +95,7 @@ class Bucket:
         self.codec: Codec | None = make_codec(compress, pieces, self.numel, self.batch, like.device)
         self.bytes_sent, self._scale = 0, 1.0
         self._reducing: collectives.Work | Codec | None = None
-        self._gathering: collectives.Work = collectives.Done()
+        self._gathering: collectives.Work | HostGather = collectives.Done()
         self.release()
         if sharded.grad:
             _resize(self.grad, 0)
@@ -232,6 +236,9 @@ class Bucket:
         """Start collecting the share of every rank: the weights are whole after `wait_weights`."""
         if self.sharded.state:
             _resize(self.weights, self.numel)
+            if self.sharded.host and self.sharded.weights:
+                self._gathering = HostGather(self.weights, self.owned, self.weight_share, self.shards)
+                return
             self._gathering = collectives.all_gather(self.weights, self.weight_share, self.shards)
 
     def wait_weights(self) -> None:

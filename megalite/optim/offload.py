@@ -115,8 +115,10 @@ class _Staging:
             self._fetched[side].synchronize()
             # The weights of the bucket before the last left from the same buffer.
             self._sent[side].synchronize()
-            weights = self._weights[side][: share.numel()]
+            weights = self._weights[side][: share.numel()] if share.is_cuda else share
             yield self._grads[side][: share.numel()], weights
+            if not share.is_cuda:
+                continue
             with torch.cuda.stream(self._up):
                 share.copy_(weights, non_blocking=True)
                 self._sent[side].record()

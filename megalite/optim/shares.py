@@ -22,6 +22,7 @@ class Sharded:
         state, grad, weights: what is cut.
         group: ranks that share, neighbors on the batch axes (hybrid sharding); None: all of them.
         each_microbatch: reduce gradients that are cut after every micro-batch, not once per step.
+        host: shares of weights that are cut live in host memory.
     """
 
     state: bool = False
@@ -29,6 +30,7 @@ class Sharded:
     weights: bool = False
     group: int | None = None
     each_microbatch: bool = True
+    host: bool = False
 
     @classmethod
     def stage(cls, zero: int, group: int | None = None, each_microbatch: bool = True) -> Sharded:

@@ -80,9 +80,12 @@ def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) ->
         weights, main_grad, optimizer = state_bytes(cfg, parameters, topology["dp"])
         peaks = zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples))
         activations, logits, host = (round(extend(m, sizes, peak)) for peak in peaks)
-        if cfg.train.offload == "optimizer":
+        if cfg.train.offload.startswith("optimizer"):
             # On the host, masters are never the weights themselves.
-            host, optimizer = 4 * (1 + cfg.optim.num_moments) * _share(cfg, parameters, topology["dp"]), 0
+            kept = 4 * (1 + cfg.optim.num_moments)
+            if cfg.train.offload == "optimizer+params":
+                kept += element_size(cfg)
+            host, optimizer = kept * _share(cfg, parameters, topology["dp"]), 0
         out.append(RankMemory(parameters, weights, main_grad, optimizer, activations, logits, host))
     return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -175,7 +175,7 @@ def _build_optimizer(
     )
     if cfg.train.compress != "none" and ctx.dp.size == 1:
         logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
-    if p.zero > 1 and ctx.dp.size == 1:
+    if p.zero > 1 and ctx.dp.size == 1 and cfg.train.offload != "optimizer+params":
         logger.info(f"--zero {p.zero}: dp is 1, so there is nothing to shard")
     optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
     optimizer.wait_before(modules)
@@ -185,7 +185,7 @@ def _build_optimizer(
 
 def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[Offload | None, Ops | None]:
     """Return where optimizer state lives and the kernels that update it there, if that is not the device."""
-    if cfg.train.offload != "optimizer":
+    if not cfg.train.offload.startswith("optimizer"):
         return None, None
     folder = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
     offload = Offload(buckets, 1 + cfg.optim.num_moments, ctx.device, folder)
@@ -197,7 +197,8 @@ def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[
 
 
 def sharding_of(cfg: Config, ctx: ParallelContext) -> Sharded:
-    """Return what `--zero` cuts over the data-parallel ranks; one rank has nobody to share with."""
-    p = cfg.parallel
-    zero = p.zero if ctx.dp.size > 1 else min(p.zero, 1)
-    return Sharded.stage(zero, cfg.zero_group_size(ctx.dp.size, local_world_size()), p.zero_reduce == "microbatch")
+    """Return what `--zero` cuts over the data-parallel ranks; one rank can only share with its host."""
+    p, host = cfg.parallel, cfg.train.offload == "optimizer+params"
+    zero = p.zero if ctx.dp.size > 1 or host else min(p.zero, 1)
+    group = cfg.zero_group_size(ctx.dp.size, local_world_size())
+    return replace(Sharded.stage(zero, group, p.zero_reduce == "microbatch"), host=host)

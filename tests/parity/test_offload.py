@@ -15,6 +15,7 @@ import torch
 from megalite.config.cli import parse
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
@@ -38,6 +39,38 @@ def test_same_bits_where_ever_the_state_is(pool: WorkerPool, tmp_path: Path, opt
         if name == "lamb":
             break
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_weights_come_from_the_host_before_each_use(pool: WorkerPool) -> None:
+    """Bitwise ZeRO-3 without offload; on one rank, which has nobody to share with, what ZeRO-1 gives."""
+    shape = {"zero": 3, "zero_whole_below": 0}
+    layouts: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (shape, {}),
+        ({**shape, "zero_group": "2"}, {"recompute": "full", "precision": "bf16"}),
+    ]
+    cfgs = [jobs.make_config(jobs.gpt2(1), parallel, **more) for parallel, more in layouts]
+    away = [jobs.with_train(cfg, offload="optimizer+params") for cfg in cfgs]
+    for rank in pool.run(4, over_configs, [*cfgs, *away], 4):
+        assert rank[2:] == rank[:2]
+    alone, plain = (jobs.make_config(jobs.llama(2), {"zero": zero, "zero_whole_below": 0}) for zero in (3, 1))
+    got = jobs.train(0, jobs.with_train(alone, offload="optimizer+params"), 1, 2)
+    # Buckets differ, so that the norm is summed in another order.
+    np.testing.assert_allclose(got, jobs.train(0, plain, 1, 2), rtol=1e-6)
+
+
+def over_configs(rank: int, cfgs: list[Config], world: int) -> list[tuple[list[tuple[float, float]], list[bytes]]]:
+    """Loss and gradient norm of two steps, and the final states, by config."""
+    out = []
+    ctx = ParallelContext.create(Grid.of(world), torch.device("cpu"))
+    for cfg in cfgs:
+        engine = build_engine(cfg, ctx)
+        engine.optimizer.init_parameters(cfg.train.seed)
+        for bucket in engine.optimizer.buckets:
+            assert not bucket.whole
+            assert bucket.sharded.host == (cfg.train.offload != "none")
+        out.append((jobs.run_steps(engine, 2), [s.flat.numpy().tobytes() for s in engine.optimizer.states()]))
+        engine.optimizer.wait_weights()
+    return out
 
 
 def test_activations_return_as_they_left(pool: WorkerPool) -> None:
@@ -85,6 +118,7 @@ def test_a_step_that_is_not_finite_changes_no_state_on_disk(tmp_path: Path) -> N
     ("flags", "says"),
     [
         ("--offload params", "--offload params: must be one of none, optimizer"),
+        ("--offload optimizer+params --zero 2", "--offload optimizer\\+params with --zero 2: weights leave the device"),
         ("--offload activations --recompute selective", "only the inputs of recomputed blocks are worth"),
         ("--offload-dir /tmp", "--offload-dir /tmp with --offload none: applies to optimizer states"),
     ],
