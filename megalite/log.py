@@ -72,6 +72,12 @@ class _Console(logging.StreamHandler):
             self.handleError(record)
 
 
+def warn_on_rank_0(text: str) -> None:
+    """Log a warning of which every rank would repeat the same."""
+    if env_rank() == 0:
+        logger.warning(text)
+
+
 def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None:
     """Log to the console (rank 0 from INFO, others from WARNING, prefixed with their rank) and from INFO to `log_file`.
 

@@ -14,7 +14,7 @@ from megalite.data.samples import Dataset, GPTDataset, split_documents
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
-from megalite.log import logger
+from megalite.log import logger, warn_on_rank_0
 
 _DATA_RULE = "must be one PREFIX, or WEIGHT PREFIX pairs"
 _DATA_REMEDY = "use --data books, for example, or --data 0.7 web 0.3 books"
@@ -72,7 +72,8 @@ def build_datasets(
         shuffle: shuffle samples within an epoch; evaluation always reads in order.
         vocab_size: ids must be below it.
         valid_data: evaluation data, as `data`; all of its documents are used.
-        evaluate: build the evaluation split too (one shorter than a sample is an error only then).
+        evaluate: whether evaluation data is required: then a split of it that is shorter than a sample is an error,
+            otherwise there is no evaluation data.
 
     Raises:
         UserError: files missing, damaged or of a larger vocabulary, a split shorter than one sample, a malformed
@@ -81,14 +82,23 @@ def build_datasets(
     sources = _open(data, vocab_size)
     train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
     make = partial(_dataset, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
+    evaluated: Dataset | None
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
-        evaluated = make("valid", _open(valid_data, vocab_size), shuffle=False) if evaluate else None
+        evaluated = make("valid", _open(valid_data, vocab_size), shuffle=False)
         return Datasets(make("train", sources, shuffle=shuffle), evaluated)
     weights = [float(weight) for weight in split.split(",")]
-    has_valid = evaluate and len(weights) > 1 and weights[1] > 0
+    has_valid = len(weights) > 1 and weights[1] > 0
+    if has_valid and not evaluate and _shortest(sources, valid) <= seq_len:
+        logger.info(f"no evaluation at the end: a validation part of --split {split} is shorter than a sample")
+        has_valid = False
     evaluated = make("valid", sources, valid, shuffle=False) if has_valid else None
     return Datasets(make("train", sources, train, shuffle=shuffle), evaluated)
+
+
+def _shortest(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[tuple[int, int]]) -> int:
+    """Return the tokens of the shortest of some ranges of documents, one of each source."""
+    return min(int(s.starts[stop] - s.starts[first]) for (_, s), (first, stop) in zip(sources, documents))
 
 
 def _dataset(
@@ -142,19 +152,26 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     return content
 
 
-def check_tokenizer_matches(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Refuse data that another tokenizer made; without `PREFIX.json`, warn once that nothing was checked.
+def check_tokenizer_matches(prefixes: str | Path | Sequence[str], tokenizer: Tokenizer) -> None:
+    """Refuse data that another tokenizer made; warn once, on rank 0, about data without `PREFIX.json`.
 
     Raises:
         UserError: the tokenizer's SHA-256 is not the data's.
     """
-    sidecar = read_sidecar(prefix)
-    if sidecar is None:
-        logger.warning(f"{prefix}.json is missing: whether {tokenizer.path} made this data is not checked")
-    elif sidecar["tokenizer_sha256"] != tokenizer.sha256:
-        made_by = f"{sidecar.get('tokenizer_kind')} tokenizer with SHA-256 {sidecar['tokenizer_sha256']}"
-        raise UserError(
-            f"--tokenizer {tokenizer.path} with SHA-256 {tokenizer.sha256}",
-            f"{prefix} was made by a {made_by}",
-            "use that tokenizer, or preprocess the text again with this one",
-        )
+    unchecked = []
+    for prefix in [prefixes] if isinstance(prefixes, str | Path) else prefixes:
+        sidecar = read_sidecar(prefix)
+        if sidecar is None:
+            # Data that is not there at all is an error of its own.
+            unchecked += [f"{prefix}.json"] if Path(f"{prefix}.idx").exists() else []
+        elif sidecar["tokenizer_sha256"] != tokenizer.sha256:
+            made_by = f"{sidecar.get('tokenizer_kind')} tokenizer with SHA-256 {sidecar['tokenizer_sha256']}"
+            raise UserError(
+                f"--tokenizer {tokenizer.path} with SHA-256 {tokenizer.sha256}",
+                f"{prefix} was made by a {made_by}",
+                "use that tokenizer, or preprocess the text again with this one",
+            )
+    if unchecked:
+        others = len(unchecked) - 1
+        more = f" (so {'is 1 other' if others == 1 else f'are {others} others'})" if others else ""
+        warn_on_rank_0(f"{unchecked[0]} is missing{more}: whether {tokenizer.path} made this data is not checked")

@@ -19,6 +19,9 @@ from typing import Any
 from megalite.errors import UserError
 from megalite.log import logger
 
+# Key in an export's tokenizer_config.json: SHA-256 of the tokenizer that it came from, and of its tokenizer.json.
+EXPORTED_FROM = "megalite_exported_from"
+
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -41,7 +44,7 @@ class Tokenizer(ABC):
     Attributes:
         kind: "sentencepiece", "huggingface", "tiktoken" or "bytes".
         path: the file it was read from ("bytes" for the byte tokenizer).
-        sha256: of that file; the data's sidecar keeps it.
+        sha256: of that file, or of the tokenizer that it was exported from; the data's sidecar keeps it.
         vocab_size: largest id + 1, special tokens included.
         eos_id, bos_id: end and beginning of a text, None where the tokenizer has none.
     """
@@ -85,7 +88,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         sentencepiece = optional_import("sentencepiece", "sentencepiece", None)
-        self.path, self.sha256 = str(path), _sha256(path)
+        self.path, self.sha256 = str(path), file_sha256(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as e:
@@ -112,7 +115,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         tokenizers = optional_import("tokenizers", "tokenizers", None)
-        self.path, self.sha256 = str(path), _sha256(path)
+        self.path, own = str(path), file_sha256(path)
         try:
             self._model = tokenizers.Tokenizer.from_file(str(path))
         except Exception as e:  # the library raises plain Exception
@@ -123,6 +126,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._model.encode_special_tokens = True
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
         config = _read_json(path.with_name("tokenizer_config.json"))
+        exported = config.get(EXPORTED_FROM)
+        # Only for the file that the export wrote: another one gives other ids.
+        written = isinstance(exported, dict) and (exported.get("tokenizer_json"), exported.get("sha256"))
+        self.sha256 = str(written[1]) if written and written[0] == own and written[1] else own
         self.bos_id = self._special(config.get("bos_token"), "bos_token")
         self.eos_id = self._special(config.get("eos_token"), "eos_token")
         if self.eos_id is None:
@@ -199,7 +206,7 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         tiktoken = optional_import("tiktoken", "tiktoken", "data")
         tiktoken_load = optional_import("tiktoken.load", "tiktoken", "data")
-        self.path, self.sha256 = str(path), _sha256(path)
+        self.path, self.sha256 = str(path), file_sha256(path)
         try:
             ranks = tiktoken_load.load_tiktoken_bpe(str(path))
         except Exception as e:  # a cut line raises ValueError, IndexError or binascii.Error
@@ -273,7 +280,8 @@ def _file_in(folder: Path) -> Path:
     return found[0]
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

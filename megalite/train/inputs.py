@@ -69,11 +69,10 @@ def open_data(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
     d, model, seed = cfg.data, cfg.model, cfg.train.seed
     if d.mock_data:
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
-        return Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1))
+        return Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.eval_every else None)
     prefixes = data_prefixes(cfg)
     if tokenizer is not None:
-        for prefix in prefixes + (prefixes_of(d.valid_data) if d.valid_data else []):
-            check_tokenizer_matches(prefix, tokenizer)
+        check_tokenizer_matches(prefixes + (prefixes_of(d.valid_data) if d.valid_data else []), tokenizer)
     datasets = build_datasets(
         d.data,
         split=d.split,

@@ -14,11 +14,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer import (
+    EXPORTED_FROM,
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
+    file_sha256,
     load_tokenizer,
 )
 from megalite.errors import UserError
@@ -73,6 +75,9 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
         add_eos_token=False,
     )
     config.pop("auto_map", None)
+    config.pop(EXPORTED_FROM, None)
+    if max(exported.get_vocab(with_added_tokens=True).values()) + 1 == tokenizer.vocab_size:
+        config[EXPORTED_FROM] = {"sha256": tokenizer.sha256, "tokenizer_json": file_sha256(folder / "tokenizer.json")}
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n")
     return {f"{name}_id": i for name, i in ids.items() if i is not None}

@@ -14,7 +14,7 @@ from tiktoken._educational import bpe_train
 
 from megalite.checkpoint.hf.tokenizer import SAMPLE, export_tokenizer
 from megalite.config.model import ModelConfig
-from megalite.data import load_tokenizer
+from megalite.data import check_tokenizer_matches, load_tokenizer
 from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.errors import UserError
 
@@ -94,6 +94,27 @@ def test_an_exported_tokenizer_exports_again(sources: dict[str, str], tmp_path: 
     again = export_tokenizer(tmp_path / "a", tmp_path / "b", config(700), None)
     assert again == {"bos_token_id": ours.bos_id, "eos_token_id": ours.eos_id}
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+
+
+def test_the_export_counts_as_the_tokenizer_it_came_from(sources: dict[str, str], tmp_path: Path) -> None:
+    for kind, source in sources.items():
+        ours = load_tokenizer(source)
+        folder = tmp_path / kind
+        folder.mkdir()
+        export_tokenizer(source, folder, config(ours.vocab_size), None)
+        exported = load_tokenizer(folder)
+        assert exported.kind == "huggingface"
+        assert exported.sha256 == ours.sha256
+        (tmp_path / f"{kind}.json").write_text(json.dumps({"vocab_size": 258, "tokenizer_sha256": ours.sha256}))
+        check_tokenizer_matches(tmp_path / kind, exported)
+    # Another tokenizer.json in the place of the one that the export wrote is a tokenizer of its own.
+    changed = tmp_path / "bytes" / "tokenizer.json"
+    changed.write_text(changed.read_text().replace("<|bos|>", "<|begin|>"))
+    (tmp_path / "bytes" / "tokenizer_config.json").write_text(
+        (tmp_path / "bytes" / "tokenizer_config.json").read_text().replace("<|bos|>", "<|begin|>")
+    )
+    with pytest.raises(UserError, match="was made by a"):
+        check_tokenizer_matches(tmp_path / "bytes", load_tokenizer(tmp_path / "bytes"))
 
 
 def train_sentencepiece(path: Path, **options: Any) -> Path:

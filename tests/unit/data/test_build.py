@@ -53,6 +53,9 @@ def test_a_valid_split_shorter_than_a_sample_is_an_error_only_where_it_is_evalua
         build_datasets([prefix], **ARGS)
     built = build_datasets([prefix], **ARGS, evaluate=False)
     assert built.valid is None
+    longer = make_dataset([100] * 10, "longer").prefix
+    assert build_datasets([longer], **ARGS, evaluate=False).valid is not None, "for the end of the run"
+    assert build_datasets(["0.5", longer, "0.5", prefix], **ARGS, evaluate=False).valid is None
     # The test part is read by nobody: it may be as short as it likes.
     assert build_datasets([prefix], **{**ARGS, "split": "99,0,1"}).valid is None
     assert build_datasets([prefix], **{**ARGS, "split": "100,0,0"}).valid is None

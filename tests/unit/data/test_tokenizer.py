@@ -241,11 +241,20 @@ def test_data_of_another_tokenizer_is_refused_with_both_hashes(tmp_path: Path, t
         check_tokenizer_matches(tmp_path / "d", tokenizer)
 
 
-def test_data_without_a_sidecar_loads_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_data_without_a_sidecar_loads_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logging.getLogger("megalite").propagate = True
-    check_tokenizer_matches(tmp_path / "d", ByteTokenizer())
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.idx").touch()
+    prefixes = [str(tmp_path / name) for name in ("a", "b", "absent")]
+    check_tokenizer_matches(prefixes, ByteTokenizer())
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "d.json is missing" in caplog.text
+    assert "a.json is missing (so is 1 other)" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    check_tokenizer_matches(prefixes, ByteTokenizer())
+    assert not caplog.records, "the ranks of a job log it once"
 
 
 def test_sentencepiece_round_trips_any_text(tokenizer_dir: Path) -> None:
