@@ -14,8 +14,11 @@ from typing import Any
 
 from megalite.checkpoint.manifest import Manifest, commit_text
 from megalite.checkpoint.safetensors_io import sync_folder, write_file
+from megalite.errors import UserError
 
 _STEP = re.compile(r"step_(\d{8,})")
+# Megatron-LM's folders of one iteration, and of one rank in it.
+_MEGATRON = re.compile(r"iter_\d+|mp_rank_\d+(_\d+)*")
 TEMPORARY = ".tmp_"
 
 
@@ -40,6 +43,24 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
         return []
     found = [(_STEP.fullmatch(p.name), p) for p in root.iterdir()]
     return sorted(((int(m[1]), p) for m, p in found if m), reverse=True)
+
+
+def refuse_megatron(path: Path, given: str) -> None:
+    """Refuse a folder that holds checkpoints of Megatron-LM, or is one of them.
+
+    Raises:
+        UserError: `given` names the folder.
+    """
+    tracker = path / "latest_checkpointed_iteration.txt"
+    signs = [tracker] if tracker.is_file() else []
+    if path.is_dir():
+        signs += sorted(p for p in path.iterdir() if _MEGATRON.fullmatch(p.name) and p.is_dir())
+    if _MEGATRON.fullmatch(path.name) and not (path / "manifest.json").exists():
+        signs.append(path)
+    if signs:
+        raise UserError(
+            given, f"holds a Megatron-LM checkpoint ({signs[0].name})", "import it first: see docs/megatron.md"
+        )
 
 
 def commit(root: Path, temporary: Path, name: str, manifest: Manifest, aside: Sequence[str]) -> list[str]:

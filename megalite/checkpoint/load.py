@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.folder import checkpoints_folder, step_folders
+from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.manifest import Manifest, TensorEntry, box_key, read_manifest
 from megalite.checkpoint.safetensors_io import (
     BLOCK,
@@ -178,6 +178,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
         found = find_latest(root)
         if found is not None:
             return found
+    refuse_megatron(path, f"checkpoint {path}")
     raise BadCheckpoint(
         f"checkpoint {path}", "holds no manifest.json and no step_* folders", "pass the folder of a checkpoint"
     )
@@ -257,7 +258,7 @@ def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
 
 
 def load_checkpoint(
-    path: str | Path, states: Sequence[StateTensor], ctx: ParallelContext, verify: bool = True
+    path: str | Path, states: Sequence[StateTensor], ctx: ParallelContext, verify: bool = True, moments: bool = True
 ) -> tuple[dict[str, Any], ReadStats]:
     """Fill the states of all ranks from a checkpoint of any layout; every rank calls this.
 
@@ -268,6 +269,7 @@ def load_checkpoint(
         states: what this rank holds; filled in place.
         ctx: this rank's axes.
         verify: verify all checksums first; not needed after `find_good`.
+        moments: load moments and residuals of compression; otherwise they become zero.
 
     Returns:
         The checkpoint's meta, and the number of bytes that this rank read.
@@ -278,7 +280,7 @@ def load_checkpoint(
     path = Path(path)
     stats = verify_together(path, ctx) if verify else ReadStats()
     manifest = agree(ctx, lambda: read_manifest(path))
-    sources = agree(ctx, lambda: _match(path, manifest, states))
+    sources = agree(ctx, lambda: _match(path, manifest, states, moments))
     _all_used(path, manifest, states, ctx)
     reader = ShardReader(path, manifest, stats)
 
@@ -294,7 +296,7 @@ def load_checkpoint(
 
     agree(ctx, fill)
     missing = sorted({s.role for s, source in zip(states, sources) if not source})
-    if missing and ctx.rank == 0:
+    if moments and missing and ctx.rank == 0:
         logger.warning(f"{path} has no {', '.join(missing)}: they start at zero")
     return manifest.meta, stats
 
@@ -321,16 +323,16 @@ def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
     raise BadCheckpoint(str(path), "holds no weights")
 
 
-def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor]) -> list[list[TensorEntry]]:
-    """Find the saved tensor of each state: none for moments that were not saved, several to be summed."""
+def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor], moments: bool) -> list[list[TensorEntry]]:
+    """Find the saved tensor of each state: several to be summed, or none where it was not saved or is not wanted."""
     sources: list[list[TensorEntry]] = []
     for state in states:
         if state.part is not None:
-            sources.append(_summands(manifest, state))
+            sources.append(_summands(manifest, state) if moments else [])
             continue
         if state.role == "master":
             tensors = weights_of(manifest, path)
-        elif state.role in manifest.tensors:
+        elif moments and state.role in manifest.tensors:
             tensors = manifest.tensors[state.role]
         else:
             sources.append([])

@@ -97,6 +97,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "deepspeed-activation-checkpointing": {"recompute": "full"},
     "deterministic-mode": {"deterministic": True},
     "disable-doc-shuffling": {"shuffle": False},
+    "finetune": {"reset_data": True, "reset_optimizer": True, "reset_step": True},
+    "no-load-optim": {"reset_optimizer": True},
     "no-async-tensor-model-parallel-allreduce": {"overlap_tp_reduce": False},
 }
 """Their flag without a value -> our options."""

@@ -139,7 +139,7 @@ the learning rate depends on the flags and the step, never on the checkpoint -> 
 the dynamic loss scale has no such setting -> use --loss-scale, --initial-loss-scale and --loss-scale-window
     min-loss-scale hysteresis
 a checkpoint is read as a whole, by its path -> drop it; --resume selects the checkpoint
-    *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args no-load-optim no-load-rng load-tag finetune
+    *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args no-load-rng load-tag
 checkpoints are kept by number, not by distance -> use --keep-last
     save-retain-interval
 a run stops at --train-steps, or with a checkpoint at SIGTERM -> let the scheduler send it before its time limit

@@ -248,7 +248,13 @@ class RunConfig:
     keep_last: int = 2
     """Number of checkpoints to keep; older ones are deleted after each commit."""
     resume: str = "latest"
-    """latest, never, or the path of a checkpoint to resume from."""
+    """latest, never, or the path of a checkpoint or run directory to resume from."""
+    reset_data: bool = False
+    """With --resume PATH: train on other data (or --split, --seed, --seq-len), from its first sample."""
+    reset_optimizer: bool = False
+    """With --resume PATH: start with zero moments, Adam's bias correction from step 1 and the initial loss scale."""
+    reset_step: bool = False
+    """With --resume PATH: count steps from 1 again, and with them the learning-rate schedule."""
     init_from_hf: str | None = None
     """Start a new run with the model options and weights of this Hugging Face directory."""
     resume_fallback: bool = False
@@ -266,7 +272,7 @@ class RunConfig:
     save_model_every: int = 0
     """Steps between saves of the weights only, as bf16; 0: never."""
     eval_every: int = 0
-    """Steps between evaluations; 0: never."""
+    """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 10
     """Number of global batches per evaluation."""
     log_every: int = 1
@@ -288,6 +294,13 @@ class RunConfig:
         in_range(self, "keep_last", 2)
         in_range(self, "watchdog_timeout", 0)
         in_range(self, "spike_threshold", 1, above=True)
+        resets = [f"--reset-{name}" for name in ("data", "optimizer", "step") if getattr(self, f"reset_{name}")]
+        require(
+            not resets or self.resume not in ("latest", "never"),
+            f"{' '.join(resets)} with --resume {self.resume}",
+            "resets what a new stage of training takes over from the checkpoint of another",
+            "name that checkpoint with --resume PATH, and give a new --run-dir",
+        )
         require(self.run_dir != "", "--run-dir ''", "is empty", "give a directory")
         step_range("--record-schedule", self.record_schedule)
         step_range("--profile", self.profile)

@@ -13,7 +13,7 @@ import torch
 
 from megalite.checkpoint.save import SaveError
 from megalite.data import BatchLoader
-from megalite.log import logger
+from megalite.log import logger, warn_on_rank_0
 from megalite.plan.flops import flops_per_token, peak_flops
 from megalite.train.exit import Diverged, leave_unfinished, raise_together
 from megalite.train.profile import gpu_readings
@@ -22,6 +22,9 @@ from megalite.train.run import Run, save
 from megalite.train.step import StepResult, eval_step, train_step
 from megalite.train.watch.straggler import StragglerReport
 from megalite.train.watch.watchdog import CHILDREN, OWN, STRICT
+
+# Steps from which on a run without checkpoints gets a warning.
+_LONG_RUN = 1000
 
 # With fp32 and bf16 there is no loss scale to lower: this many steps in a row without an update mean a broken run.
 _MAX_BAD_STEPS = 3
@@ -49,13 +52,14 @@ class Progress:
 
 
 def fit(run: Run) -> None:
-    """Train to the last step, or until some rank is asked to stop; save at the end."""
+    """Train to the last step, or until some rank is asked to stop; save and evaluate at the end."""
     cfg = run.engine.cfg
     signal.signal(signal.SIGTERM, run.on_signal)
     signal.signal(signal.SIGINT, run.on_signal)
     if run.step >= cfg.train.train_steps:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
+    log_plan(run)
     progress = Progress(StragglerReport(run.engine.ctx), run.step, run.step)
     while run.step < cfg.train.train_steps and not progress.stop:
         result = one_step(run, progress)
@@ -79,6 +83,18 @@ def fit(run: Run) -> None:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
         leave_unfinished(run.engine.ctx)
+    elif not cfg.run.eval_every or run.step % cfg.run.eval_every:
+        evaluate(run)
+
+
+def log_plan(run: Run) -> None:
+    """Log what is about to run: the first step may take minutes, and console lines may be many steps apart."""
+    cfg, last = run.engine.cfg, run.engine.cfg.train.train_steps
+    size, every = f"{cfg.train.global_batch_size} samples of {cfg.model.seq_len} tokens", cfg.run.log_every
+    lines = f"one line every {every} steps" if every > 1 else "one line per step"
+    logger.info(f"training from step {run.step + 1} of {last}: {size} per step, {lines}; the first step takes longer")
+    if not cfg.run.save_every and last - run.step >= _LONG_RUN:
+        warn_on_rank_0(f"--save-every 0: nothing is saved before step {last}; a crash loses everything up to there")
 
 
 def one_step(run: Run, progress: Progress) -> StepResult:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
+from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.hf.config import TRAINING_ONLY
-from megalite.checkpoint.load import find_good, load_checkpoint, model_config, read_meta, verify_together
-from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.load import find_good, load_checkpoint, model_config, verify_together
+from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.options import GROUPS
-from megalite.config.run import Config
+from megalite.config.run import Config, OptimConfig
 from megalite.dist.agree import agree
+from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
+from megalite.schedules.lr import Rates, learning_rate
 from megalite.train.build import Engine
 
 # Data options that determine the order of samples.
@@ -24,19 +30,60 @@ _ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_dat
 # Run options that influence updates.
 _RUN = ("on_spike", "spike_threshold")
 
+# Model options that a new stage of training may change: they rotate queries and keys, and have no weights.
+_ROTARY = ("rope_theta", "rope_scaling", "rope_linear_factor", "rope_theta_local")
 
-def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Path | None:
+_RESETS = "--reset-data (with it, --reset-optimizer and --reset-step are possible)"
+
+
+class Source(NamedTuple):
+    """A checkpoint to start from, and what a run does not take over from it."""
+
+    path: Path
+    reset_data: bool = False
+    reset_optimizer: bool = False
+    reset_step: bool = False
+
+    @property
+    def resets(self) -> list[str]:
+        """The flags that were given."""
+        names = ("data", "optimizer", "step")
+        return [f"--reset-{name}" for name, given in zip(names, self[1:]) if given]
+
+    def state(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return the metadata that the run continues from, given what the checkpoint recorded."""
+        data = {"consumed_samples": 0, "loss_history": []} if self.reset_data else {}
+        step = {"step": 0, "skipped_steps": 0} if self.reset_step else {}
+        return {**saved, **data, **step}
+
+
+def check_folders(cfg: Config) -> None:
+    """Refuse to train beside, or resume from, checkpoints of Megatron-LM: they would be ignored silently."""
+    run_dir = Path(cfg.run.run_dir)
+    if not step_folders(checkpoints_folder(run_dir)):
+        refuse_megatron(run_dir, f"--run-dir {run_dir}")
+    if cfg.run.resume not in ("latest", "never"):
+        refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
+
+
+def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Source | None:
     """Find and verify the checkpoint to start from, the same on every rank; None for a new run."""
     asked, fallback = cfg.run.resume, cfg.run.resume_fallback
+    own = checkpoints_folder(run_dir)
     if asked == "never":
         return None
     if asked == "latest":
-        return find_good(run_dir / "checkpoints", ctx, fallback)
+        found = find_good(own, ctx, fallback)
+        return Source(found) if found else None
     path = Path(asked)
-    if (path / "checkpoints").is_dir():
-        found = find_good(path / "checkpoints", ctx, fallback)
-        if found is not None:
-            return found
+    wanted = Source(path, cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
+    elsewhere = own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
+    if (elsewhere or wanted.resets) and _saved_by(cfg, own, ctx):
+        logger.info(f"the same command has saved checkpoints in {own}: continuing from there, not from {path}")
+        found = find_good(own, ctx, fallback)
+        return Source(found) if found else None
+    if (found := find_good(checkpoints_folder(path), ctx, fallback)) is not None:
+        return wanted._replace(path=found)
     if not (path / "manifest.json").exists():
         raise UserError(
             f"--resume {path}",
@@ -44,45 +91,64 @@ def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Path 
             "check the path",
         )
     verify_together(path, ctx)
-    return path
+    return wanted
 
 
-def resume(engine: Engine, source: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Check that a checkpoint fits the run, and load it into the engine; return its metadata."""
-    saved = agree(engine.ctx, lambda: read_meta(source))
-    ours = json.loads(json.dumps(meta))
-    # An option that is newer than the checkpoint has its default there.
-    theirs = agree(engine.ctx, lambda: model_config(saved, source))
-    free = {*TRAINING_ONLY, *(("max_position_embeddings",) if engine.cfg.model.position == "rope" else ())}
-    differ = [
-        f"{key} {there} there, {here} here"
-        for key, here in vars(engine.cfg.model).items()
-        if key not in free and (there := getattr(theirs, key)) != here
-    ]
-    if differ:
-        raise UserError(
-            f"checkpoint {source}",
-            f"was made with another model ({'; '.join(differ)})",
-            "use the same model options, another --run-dir, or --resume never",
-        )
-    _check_data(source, saved, ours)
-    optimizer = engine.optimizer
-    load_checkpoint(source, optimizer.states(), engine.ctx, verify=False)
-    # Imported weights come without optimizer state.
-    if saved["scalars"]:
+def _saved_by(cfg: Config, root: Path, ctx: ParallelContext) -> bool:
+    """Whether the newest checkpoint of a folder was saved with the same options: a job that was started again."""
+    ours, theirs = json.loads(json.dumps(dataclasses.asdict(cfg))), None
+    for _, path in step_folders(root) if ctx.rank == 0 else ():
+        with contextlib.suppress(BadCheckpoint):
+            theirs = read_manifest(path).meta["config"]
+            break
+    return gather_texts("same" if theirs == ours else "", ctx.world, ctx.device)[0] == "same"
+
+
+def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, Any]:
+    """Check that a checkpoint fits the run, and load it into the engine; return the metadata that it recorded.
+
+    Without moments in it, or with `reset_optimizer`, the optimizer and the loss scale start anew.
+    """
+    path, optimizer = source.path, engine.optimizer
+    manifest = agree(engine.ctx, lambda: read_manifest(path))
+    saved, ours = manifest.meta, json.loads(json.dumps(meta))
+    agree(engine.ctx, lambda: _check_model(engine.cfg, source, saved))
+    _check_tokenizer(path, saved, ours)
+    if not source.reset_data:
+        _check_data(path, saved, ours)
+    whole = keeps_moments(engine.cfg.optim, source, manifest)
+    load_checkpoint(path, optimizer.states(), engine.ctx, verify=False, moments=whole)
+    if whole:
         optimizer.load_scalars(saved["scalars"])
         engine.scaler.load_scalars(saved["scalars"])
+    else:
+        optimizer.num_steps = 0
     optimizer.finish_load()
-    logger.info(f"resumed from {source} at step {saved['step']}")
-    there, here = read_manifest(source).topology, engine.ctx.grid.as_dict()
-    if there != here:
-        layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]
-        logger.info(f"saved by {layouts[0]}; continuing with {layouts[1]}: the data order is unchanged")
     return saved
 
 
-def log_changes(saved: dict[str, Any], meta: dict[str, Any]) -> None:
-    """Log the options because of which a resumed run continues differently from the one that saved."""
+def keeps_moments(cfg: OptimConfig, source: Source, manifest: Manifest) -> bool:
+    """Whether a run continues with the moments of a checkpoint: it holds all of them, and they are not reset."""
+    needed = ("exp_avg", "exp_avg_sq")[: cfg.num_moments]
+    return not source.reset_optimizer and all(role in manifest.tensors for role in needed)
+
+
+def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
+    """Log where the run starts, and what it does otherwise than the run that saved the checkpoint."""
+    manifest = read_manifest(source.path)
+    saved, state = manifest.meta, source.state(manifest.meta)
+    start = f"{source.path} at step {saved['step']}"
+    start += f" with {' '.join(source.resets)}" if source.resets else ""
+    if keeps_moments(engine.cfg.optim, source, manifest):
+        logger.info(f"resumed from {start}")
+    else:
+        dtype = "fp32" if "master" in manifest.tensors else "bf16"
+        logger.info(f"weights from {start} ({dtype}); the optimizer starts at zero")
+    there, here = manifest.topology, engine.ctx.grid.as_dict()
+    if there != here and saved.get("data_hash"):
+        layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]
+        order = "" if source.reset_data else ": the data order is unchanged"
+        logger.info(f"saved by {layouts[0]}; continuing with {layouts[1]}{order}")
     changed = [
         f"--{key.replace('_', '-')} {there} -> {here}"
         for section in ("model", "train", "optim", "run")
@@ -92,6 +158,21 @@ def log_changes(saved: dict[str, Any], meta: dict[str, Any]) -> None:
     ]
     if changed:
         logger.info(f"options changed since that checkpoint: {', '.join(changed)}")
+    _log_rate(engine.cfg, saved, int(state["step"]))
+
+
+def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
+    """Log both rates if the next step's is above those at which the checkpoint's run ended and would have continued."""
+    if "optim" not in saved["config"]:
+        return
+    theirs = cast(Rates, SimpleNamespace(**_recorded(saved, "optim")))
+    step, steps = int(saved["step"]), int(_recorded(saved, "train")["train_steps"])
+    last, following = (learning_rate(at, theirs, steps) for at in (step, step + 1))
+    ours = learning_rate(start + 1, cfg.optim, cfg.train.train_steps)
+    if ours > max(last, following):
+        logger.info(
+            f"the learning rate rises: {last:.3g} in step {step} of the checkpoint, {ours:.3g} in the next step"
+        )
 
 
 def _recorded(saved: dict[str, Any], section: str) -> dict[str, Any]:
@@ -100,16 +181,39 @@ def _recorded(saved: dict[str, Any], section: str) -> dict[str, Any]:
     return {**defaults, **saved["config"].get(section, {})}
 
 
-def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Refuse another tokenizer or other data: the order of samples would change silently."""
-    if saved.get("tokenizer_sha256") and ours["tokenizer_sha256"]:
-        there, here = saved["tokenizer_sha256"], ours["tokenizer_sha256"]
-        if there != here:
-            raise UserError(
-                f"--tokenizer of SHA-256 {here}",
-                f"checkpoint {source} was trained with the one of SHA-256 {there}",
-                "use that tokenizer, or --resume never",
-            )
+def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model."""
+    # An option that is newer than the checkpoint has its default there.
+    theirs = model_config(saved, source.path)
+    rope = cfg.model.position == "rope"
+    free = {*TRAINING_ONLY, *(("max_position_embeddings",) if rope else ()), *(_ROTARY if source.reset_data else ())}
+    differ = [
+        f"{key} {there} there, {here} here"
+        for key, here in vars(cfg.model).items()
+        if key not in free and (there := getattr(theirs, key)) != here
+    ]
+    if differ:
+        more = "" if rope else " (learned positions cannot be extended)"
+        raise UserError(
+            f"checkpoint {source.path}",
+            f"was made with another model ({'; '.join(differ)})",
+            f"use the same model options{more}, another --run-dir, or --resume never",
+        )
+
+
+def _check_tokenizer(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Refuse another tokenizer: the same ids would mean other text."""
+    there, here = saved.get("tokenizer_sha256"), ours["tokenizer_sha256"]
+    if there and here and there != here:
+        raise UserError(
+            f"--tokenizer of SHA-256 {here}",
+            f"checkpoint {path} was trained with the one of SHA-256 {there}",
+            "use that tokenizer, or --resume never",
+        )
+
+
+def _check_data(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Refuse other data: the order of samples would change silently."""
     if not saved.get("data_hash"):
         return
     there, here = (
@@ -121,6 +225,6 @@ def _check_data(source: Path, saved: dict[str, Any], ours: dict[str, Any]) -> No
         changed = [f"{key} {there[key]} there, {here[key]} here" for key in _ORDER if there[key] != here[key]]
         raise UserError(
             "the training data",
-            f"checkpoint {source} was trained on other samples ({'; '.join(changed) or 'the files have changed'})",
-            "use the data, --split and --seed of the run, or --resume never",
+            f"checkpoint {path} was trained on other samples ({'; '.join(changed) or 'the files have changed'})",
+            f"use the data, --split and --seed of the run, or train on these with --resume {path} {_RESETS}",
         )

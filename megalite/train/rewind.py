@@ -8,7 +8,7 @@ from megalite.checkpoint.load import verify_together
 from megalite.data import BatchLoader
 from megalite.dist.collectives import gather_texts
 from megalite.train.exit import Diverged
-from megalite.train.resume import resume
+from megalite.train.resume import Source, resume
 from megalite.train.run import Run
 from megalite.train.spike import SpikeDetector
 
@@ -40,7 +40,7 @@ def rewind(run: Run) -> Path | None:
     cfg, dp, position = run.engine.cfg, run.engine.ctx.dp, run.consumed_samples
     run.engine.optimizer.wait_weights()
     verify_together(source, run.engine.ctx)
-    saved = resume(run.engine, source, run.meta)
+    saved = resume(run.engine, Source(source), run.meta)
     run.step = int(saved["step"])
     run.saved = [(step, path) for step, path in run.saved if step <= run.step]
     run.sample_offset = position - run.step * cfg.train.global_batch_size

@@ -31,7 +31,7 @@ from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
-from megalite.train.resume import choose_checkpoint, log_changes, resume
+from megalite.train.resume import check_folders, choose_checkpoint, log_start, resume
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import OWN
@@ -105,6 +105,7 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         UserError: on every rank, if a request cannot be met on one; whatever was opened is closed again.
     """
     with contextlib.ExitStack() as opened:
+        agree(ctx, lambda: check_folders(cfg))
         heartbeat = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
         opened.callback(heartbeat.close)
         cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg))
@@ -130,20 +131,18 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         checkpointer = Checkpointer(folder, ctx, keep_last=keep, on_error=on_error, scratch=scratch)
         opened.callback(checkpointer.close)
         source = choose_checkpoint(cfg, run_dir, ctx)
-        state = resume(engine, source, meta) if source else init_weights(engine)
+        state = source.state(resume(engine, source, meta)) if source else init_weights(engine)
         if source:
-            log_changes(state, meta)
+            log_start(engine, source, meta)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         if ctx.rank == 0:
             (run_dir / "config.yaml").write_text(cli.to_yaml(cfg))
         run = make_run(
             engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
         )
-        if source:
-            checkpointer.continues(source)
-            older = step_folders(source.parent) if source.parent == run_dir / "checkpoints" else []
-            run.saved = [(there, path) for there, path in reversed(older) if there < run.step] + [(run.step, source)]
-        happened = {"checkpoint": str(source)} if source else {}
+        if source and not source.resets:
+            continue_history(run, source.path)
+        happened = {"checkpoint": str(source.path), "resets": " ".join(source.resets)} if source else {}
         run.metrics.event(
             "resume" if source else "start", step=run.step, consumed_samples=run.consumed_samples, **happened
         )
@@ -151,11 +150,19 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         return run
 
 
+def continue_history(run: Run, source: Path) -> None:
+    """Make the checkpoint that a run starts from, and those before it in its folder, part of this run's history."""
+    run.checkpointer.continues(source)
+    older = step_folders(source.parent) if source.parent == run.checkpointer.root else []
+    run.saved = [(step, path) for step, path in reversed(older) if step < run.step] + [(run.step, source)]
+
+
 def init_weights(engine: Engine) -> dict[str, Any]:
     """Give a new run its weights, random or from a Hugging Face folder; return what a checkpoint would record."""
     folder = engine.cfg.run.init_from_hf
     if folder is None:
         engine.optimizer.init_parameters(engine.cfg.train.seed)
+        logger.info(f"new run: random weights of --seed {engine.cfg.train.seed}")
     else:
         load_hf(folder, engine.cfg.model, engine.optimizer.states(), engine.ctx)
         engine.optimizer.finish_load()

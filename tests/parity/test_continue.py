@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from megalite.checkpoint.load import resolve_checkpoint
 from megalite.config.options import GROUPS
+from megalite.errors import UserError
 from tests.parity.test_resume import losses, train
 from tests.ranks import ROOT
+from tests.unit.checkpoint.jobs import whole_tensors
 from tests.workers import WorkerPool
 
 # Saved by release 0.1.0 on dp 2 after step 2 of 4. Every later version resumes it and reaches these losses and norms.
@@ -46,3 +53,171 @@ def forget_defaults(checkpoint: Path) -> None:
     text = json.dumps(manifest).encode()
     (checkpoint / "manifest.json").write_bytes(text)
     (checkpoint / "COMMIT").write_text(hashlib.sha256(text).hexdigest() + "\n")
+
+
+STAGE = [
+    *("--num-layers", "2", "--hidden-size", "16", "--num-heads", "2", "--vocab-size", "90", "--seq-len", "16"),
+    *("--global-batch-size", "4", "--mock-data", "--device", "cpu", "--precision", "fp16", "--loss-scale-window", "2"),
+    *("--initial-loss-scale", "4", "--lr", "1e-2", "--warmup-steps", "4"),
+]
+
+
+def stage(rank: int, arguments: list[str], world: int) -> dict[str, Any]:
+    """Open a run, note the state that it starts from, and train."""
+    import torch
+
+    from megalite.config import cli
+    from megalite.dist.context import ParallelContext
+    from megalite.dist.grid import Grid
+    from megalite.train.loop import fit
+    from megalite.train.run import open_run
+
+    run = open_run(cli.parse(arguments).config, ParallelContext.create(Grid.of(world), torch.device("cpu")))
+    try:
+        optimizer, scaler = run.engine.optimizer, run.engine.scaler
+        start = {
+            "step": run.step,
+            "consumed_samples": run.consumed_samples,
+            "num_steps": optimizer.num_steps,
+            "loss_scale": scaler.scale,
+            "rewind_to": [path.name for _, path in run.saved],
+            "states": {
+                (s.role, s.name, box.offset): s.flat[box.at : box.at + box.numel].reshape(box.shape).clone().numpy()
+                for s in optimizer.states()
+                for box in s.slices
+            },
+        }
+        fit(run)
+        return start
+    finally:
+        run.close()
+
+
+def whole(ranks: list[dict[str, Any]], like: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Logical tensors of what the ranks hold, by "role name"."""
+    full = {name: np.full(tensor.shape, np.nan, np.float32) for name, tensor in like.items()}
+    for rank in ranks:
+        for (role, name, offset), part in rank["states"].items():
+            full[f"{role} {name}"][tuple(slice(o, o + n) for o, n in zip(offset, part.shape))] = part
+    return full
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def first_stage(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps on two ranks; the loss scale grows from 4 to 16 meanwhile."""
+    run_dir = tmp_path_factory.mktemp("first") / "a"
+    pool.run(2, stage, [*STAGE, "--train-steps", "4", "--run-dir", str(run_dir)], 2)
+    return run_dir
+
+
+# Resets -> (flags); step, consumed samples, steps of Adam's bias correction and loss scale at the start; which line
+# says so, and to what the learning rate rises.
+RESETS: dict[str, tuple[list[str], tuple[int, int, int, float], str, str]] = {
+    "data": (
+        ["--reset-data", "--seed", "5", "--seq-len", "24", "--rope-theta", "500000"],
+        *((4, 0, 4, 16.0), "resumed from", "0.00854"),
+    ),
+    "optimizer": (["--reset-optimizer"], (4, 16, 0, 4.0), "weights from", "0.00854"),
+    "step": (["--reset-step"], (0, 16, 4, 16.0), "resumed from", "0.0025"),
+    "all": (["--reset-data", "--reset-optimizer", "--reset-step"], (0, 0, 0, 4.0), "weights from", "0.0025"),
+}
+
+
+@pytest.mark.parametrize("resets", RESETS)
+def test_what_is_reset_and_what_is_kept(pool: WorkerPool, first_stage: Path, tmp_path: Path, resets: str) -> None:
+    flags, expected, line, rate = RESETS[resets]
+    world = 1 if resets == "data" else 2
+    before = contents(first_stage / "checkpoints")
+    second = [*STAGE, *flags, "--resume", str(first_stage), "--run-dir", str(tmp_path), "--train-steps", "8"]
+    ranks = pool.run(world, stage, second, world)
+    for rank in ranks:
+        assert (rank["step"], rank["consumed_samples"], rank["num_steps"], rank["loss_scale"]) == expected
+        assert rank["rewind_to"] == [], "a new stage has no history to rewind to"
+    saved = whole_tensors(first_stage / "checkpoints" / "step_00000004")
+    zero = "--reset-optimizer" in flags
+    for name, tensor in whole(ranks, saved).items():
+        want = np.zeros_like(tensor) if zero and not name.startswith("master") else saved[name]
+        assert tensor.tobytes() == want.tobytes(), name
+    assert contents(first_stage / "checkpoints") == before, "the run that is continued is only read"
+    steps = [line for line in lines_of(tmp_path) if "event" not in line]
+    assert [line["step"] for line in steps] == list(range(expected[0] + 1, 9))
+    assert steps[0]["consumed_samples"] == expected[1] + 4
+    assert steps[0]["consumed_tokens"] == (expected[1] + 4) * (24 if resets == "data" else 16)
+    # Warmup to 0.01 in 4 steps, then half a cosine over the 4 others.
+    lr = [0.0025, 0.005, 0.0075, 0.01, *(0.005 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3, 4))]
+    assert [line["lr"] for line in steps] == pytest.approx(lr[expected[0] :], abs=1e-12)
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert re.findall("new run|resumed from|weights from", log) == [line]
+    assert re.findall(r"rises: (\S+) in step 4 of the checkpoint, (\S+) in", log) == [("0", rate)]
+
+
+@pytest.mark.parametrize("place", ["another_folder", "its_own_folder"])
+def test_a_stage_that_is_started_again_continues(first_stage: Path, tmp_path: Path, place: str) -> None:
+    first = tmp_path / "a"
+    shutil.copytree(first_stage, first, symlinks=True)
+    source = first / "checkpoints" / "step_00000004"
+    run_dir = tmp_path / "b" if place == "another_folder" else first
+    second = [*STAGE, "--resume", str(source), "--reset-data", "--reset-step", "--run-dir", str(run_dir)]
+    second += ["--seed", "6", "--train-steps", "2", "--save-every", "1"]
+    assert stage(0, second, 1)["step"] == 0
+    kept = {path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir() and not path.is_symlink()}
+    aside = set() if place == "another_folder" else {"aside_1_step_00000004"}
+    assert kept == {"step_00000001", "step_00000002", *aside}
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000002")
+    again = stage(0, second, 1)
+    assert (again["step"], again["consumed_samples"]) == (1, 4)
+    if place == "another_folder":
+        assert stage(0, [*second, "--lr", "5e-3"], 1)["step"] == 0, "another command starts where it says"
+
+
+def test_what_a_new_stage_may_not_change(first_stage: Path, tmp_path: Path) -> None:
+    second = [*STAGE, "--resume", str(first_stage), "--run-dir", str(tmp_path / "b"), "--train-steps", "8"]
+    flags = r"--resume \S+step_00000004 --reset-data .*--reset-optimizer.*--reset-step"
+    for other in (["--seed", "5"], ["--seq-len", "24"]):
+        with pytest.raises(UserError, match=rf"{other[0][2:].replace('-', '_')} \d+ there, {other[1]} here.*{flags}"):
+            stage(0, [*second, *other], 1)
+    with pytest.raises(UserError, match="rope_theta 10000.0 there, 500000.0 here"):
+        stage(0, [*second, "--rope-theta", "500000"], 1)
+    with pytest.raises(UserError, match="--reset-data with --resume latest: .*--resume PATH"):
+        stage(0, [*STAGE, "--reset-data", "--run-dir", str(tmp_path / "b")], 1)
+    learned = [*STAGE, "--position", "learned", "--train-steps", "2"]
+    stage(0, [*learned, "--save-model-every", "1", "--run-dir", str(tmp_path / "c")], 1)
+    second = [*learned, "--resume", str(tmp_path / "c"), "--run-dir", str(tmp_path / "d"), "--reset-data"]
+    with pytest.raises(UserError, match="max_position_embeddings 16 there, 24 here.*cannot be extended"):
+        stage(0, [*second, "--seq-len", "24"], 1)
+    # Weights saved alone: the optimizer starts anew with them, its step count included.
+    weights = str(tmp_path / "c" / "checkpoints" / "model_00000001")
+    start = stage(0, [*learned, "--resume", weights, "--run-dir", str(tmp_path / "d")], 1)
+    assert (start["step"], start["consumed_samples"], start["num_steps"]) == (1, 4, 0)
+    assert re.findall(r"weights from \S+ at step 1 \(bf16\)", (tmp_path / "d" / "logs" / "rank_0.log").read_text())
+
+
+def test_checkpoints_of_megatron_are_refused(tmp_path: Path) -> None:
+    folder, words = tmp_path / "m", "holds a Megatron-LM checkpoint.*import it first: see docs/megatron.md"
+    (folder / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10\n")
+    before = contents(folder)
+    for arguments in (
+        ["--save", str(folder), "--load", str(folder)],
+        ["--save", str(tmp_path / "b"), "--load", str(folder)],
+        ["--save", str(tmp_path / "b"), "--load", str(folder / "iter_0000010")],
+    ):
+        with pytest.raises(UserError, match=words):
+            stage(0, [*STAGE, *arguments], 1)
+    with pytest.raises(UserError, match=words):
+        resolve_checkpoint(folder)
+    assert contents(folder) == before
+    assert not (tmp_path / "b").exists()
+    # A run of our own beside them is resumed.
+    first = [*STAGE, "--train-steps", "1"]
+    stage(0, [*first, "--run-dir", str(tmp_path / "c")], 1)
+    shutil.copytree(tmp_path / "c" / "checkpoints", folder / "checkpoints", symlinks=True)
+    assert stage(0, [*first, "--run-dir", str(folder)], 1)["step"] == 1
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -137,7 +137,8 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     # Steps of minutes: the second signal comes before the first has been obeyed.
     (process,) = start_ranks([*arguments, "--global-batch-size", "65536"], 1)
     assert process.stderr is not None
-    wait_for(process, "llama, ")
+    # The last line before the first step.
+    wait_for(process, "--save-every 0: nothing is saved before step 100000")
     process.send_signal(signal.SIGINT)
     first = process.stderr.readline()
     process.send_signal(signal.SIGINT)

@@ -57,7 +57,9 @@ def test_switch_sets_what_it_says(theirs: str) -> None:
         flag = name.replace("_", "-")
         dashes = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
         argv += dashes[value] if TYPES[name] is bool else [f"--{flag}", str(value)]
-    assert config(f"--{theirs}") == config(*argv)
+    # Some are about a checkpoint.
+    start = ("--resume", "runs/other")
+    assert config(*start, f"--{theirs}") == config(*start, *argv)
     with pytest.raises(UserError, match="takes no value"):
         config(f"--{theirs}", "1")
 
@@ -196,7 +198,7 @@ MATTERS = """
     decrease-batch-size-if-needed train-tokens lr-decay-tokens lr-warmup-tokens warmup start-weight-decay
     end-weight-decay weight-decay-incr-style decoupled-lr decoupled-min-lr do-norm-bias-weight-decay
     lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state min-loss-scale hysteresis
-    universal-checkpoint no-load-optim no-load-rng ckpt-step load-tag finetune pretrained-checkpoint
+    universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
     exit-interval exit-duration-in-mins kill-switch-path adlr-autoresume skip-train tensorboard-dir wandb-entity
     fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-momentum
