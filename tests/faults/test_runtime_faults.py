@@ -337,19 +337,14 @@ def test_sigterm_to_torchrun(tmp_path: Path, zygote: Zygote) -> None:
 
 def test_a_run_that_is_stopped_can_exit_as_its_launcher_asks(zygote: Zygote, tmp_path: Path) -> None:
     """A Kubernetes pod that exits 0 is never started again, whether its run is done or was told to stop."""
-    for name, flags, expected in (("stopped", FOREVER, 75), ("done", ["--train-steps", "2"], 0)):
-        folder = tmp_path / name
-        folder.mkdir()
-        job = zygote.start(
-            [*RUN, *flags, "--run-dir", str(folder / "run")], 2, folder, env={"MEGALITE_UNFINISHED_EXIT_CODE": "75"}
-        )
-        if name == "stopped":
-            job.wait_for(0, "step 3/")
-            os.kill(job.pid(1), signal.SIGTERM)
-        left = job.end()
-        assert codes(left) == [expected] * 2, left
-        steps, _ = outcome(folder / "run")
-        assert f"step_{steps[-1][0]:08d}" in committed(folder / "run")
+    flags = [*RUN, *FOREVER, "--run-dir", str(tmp_path / "run")]
+    job = zygote.start(flags, 2, tmp_path, env={"MEGALITE_UNFINISHED_EXIT_CODE": "75"})
+    job.wait_for(0, "step 3/")
+    os.kill(job.pid(1), signal.SIGTERM)
+    left = job.end()
+    assert codes(left) == [75, 75], left
+    steps, _ = outcome(tmp_path / "run")
+    assert f"step_{steps[-1][0]:08d}" in committed(tmp_path / "run")
 
 
 def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
