@@ -16,6 +16,7 @@ from megalite.dist.context import (
     world_size,
 )
 from megalite.dist.grid import Grid
+from megalite.errors import show
 from megalite.log import env_rank
 from megalite.plan.dry_run import dry_run_report
 from megalite.train.exit import leaving_together
@@ -31,7 +32,7 @@ def main() -> None:
     grid = Grid.of(world_size(otherwise=tp * pp if parsed.print_config or parsed.dry_run else 1), tp, pp)
     if parsed.print_config or parsed.dry_run:
         if env_rank() == 0:
-            print(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
+            show(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return
     device = pick_device(cfg.parallel.device, tp, cfg.parallel.zero)
     if cfg.train.deterministic:

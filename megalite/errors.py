@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 # Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -44,17 +44,19 @@ def run_tool(main: Callable[[], int | None]) -> None:
     A `UserError` prints one `error:` line and exits with 2, a full or failing disk likewise with 1, Ctrl-C with 130.
     A reader that has closed the pipe (`| head`) ends it quietly.
     """
+    code: int | str | None
     try:
-        code = main() or 0
+        try:
+            code = main() or 0
+        except SystemExit as e:  # --help
+            code = e.code
         sys.stdout.flush()
         sys.exit(code)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
-        # Otherwise Python complains again when it flushes standard output at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        _exit_without_reader()
     except OSError as e:
         if e.errno not in _DISK_ERRORS:
             raise
@@ -64,6 +66,20 @@ def run_tool(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def show(text: str) -> None:
+    """Print text that a reader may cut short (`| head`), which ends the process quietly with 1."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _exit_without_reader()
+
+
+def _exit_without_reader() -> NoReturn:
+    # Otherwise Python complains again when it flushes standard output at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
 
 
 def require(ok: bool, given: str, rule: str, remedy: str) -> None:

@@ -22,7 +22,7 @@ from megalite.config.names import suggest
 from megalite.config.options import GROUP_OF, GROUPS, TYPES, Start, StrictLoader, choices_of, help_texts, read_value
 from megalite.config.refused import accept
 from megalite.config.run import Config
-from megalite.errors import UserError
+from megalite.errors import UserError, show
 from megalite.families import FAMILIES, PRESETS
 
 
@@ -68,7 +68,7 @@ def parse(
     """
     tokens = sys.argv[1:] if argv is None else argv
     if "-h" in tokens or "--help" in tokens:
-        print(_help(prog))
+        show(_help(prog))
         raise SystemExit(0)
     flags, computed = _read_flags(tokens)
     start = Start(**{name: flags.pop(name).value for name in _START if name in flags})

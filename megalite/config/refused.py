@@ -47,7 +47,7 @@ kernels are selected automatically and logged
     memory-efficient-layer-norm disable-jit-fuser use-mcore-models use-legacy-models enable-experimental
 memory, garbage collection and CUDA graphs of their implementation
     manual-gc* no-manual-gc-eval empty-unused-memory-level train-sync-interval *cuda-graph* *te-rng-tracker
-    inference-* deallocate-pipeline-outputs no-clone-scatter-output-in-embedding cuda-max-connections
+    overlap-cpu-optimizer-* inference-* deallocate-pipeline-outputs no-clone-scatter-output-in-embedding
 norms, softmax and loss are always computed in fp32
     *-query-key-layer-scaling *attention-softmax-in-fp32
 initial values depend only on the seed and the name of the parameter, on any device and layout
@@ -90,7 +90,7 @@ mixture of experts is outside megalite's scope -> choose a dense model
 there is no fully sharded data parallelism -> use --zero 1, more --tp or --pp, or --recompute
     use-megatron-fsdp use-torch-fsdp2 *fsdp-*
 offload is all or nothing, of one kind of state -> use --offload optimizer, or --offload activations
-    cpu-offloading-num-layers=0 optimizer-offload-fraction=0 cpu-* optimizer-offload-*
+    cpu-offloading-num-layers=0 optimizer-offload-fraction=1.0 cpu-* optimizer-offload-*
     remote-device use-pin-memory checkpoint-in-cpu fine-grained-* offload-modules
 megalite has no DeepSpeed engine -> drop it; --zero, --precision and --clip-grad replace its file
     deepspeed*

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.ranks import ROOT
 
 
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -44,3 +47,24 @@ def test_a_reader_that_goes_away() -> None:
     )
     assert done.stdout == "line\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "argument"),
+    [
+        (["-c", "from megalite.config.cli import parse; parse()"], "--help"),
+        (["pretrain_gpt.py"], "--print-config"),
+        (["tools/preprocess_data.py"], "--help"),
+    ],
+)
+def test_what_is_printed_may_be_cut_short(program: list[str], argument: str) -> None:
+    """`| head`, at its worst: nobody reads."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    # Unbuffered output hides the complaint that Python makes when it flushes at exit.
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        [sys.executable, *program, argument], cwd=ROOT, env=env, stdout=theirs, stderr=subprocess.PIPE
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, b"")
