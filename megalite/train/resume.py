@@ -95,11 +95,14 @@ def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Sourc
 
 
 def _saved_by(cfg: Config, root: Path, ctx: ParallelContext) -> bool:
-    """Whether the newest checkpoint of a folder was saved with the same options: a job that was started again."""
+    """Whether the newest checkpoint of a folder was saved with the same options: a job that was started again.
+
+    The layout may differ: it may be started again on fewer hosts.
+    """
     ours, theirs = json.loads(json.dumps(dataclasses.asdict(cfg))), None
     for _, path in step_folders(root) if ctx.rank == 0 else ():
         with contextlib.suppress(BadCheckpoint):
-            theirs = read_manifest(path).meta["config"]
+            theirs = {**read_manifest(path).meta["config"], "parallel": ours["parallel"]}
             break
     return gather_texts("same" if theirs == ours else "", ctx.world, ctx.device)[0] == "same"
 

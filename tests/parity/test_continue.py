@@ -168,7 +168,7 @@ def test_a_stage_that_is_started_again_continues(first_stage: Path, tmp_path: Pa
     aside = set() if place == "another_folder" else {"aside_1_step_00000004"}
     assert kept == {"step_00000001", "step_00000002", *aside}
     shutil.rmtree(run_dir / "checkpoints" / "step_00000002")
-    again = stage(0, second, 1)
+    again = stage(0, [*second, "--zero", "0"], 1)
     assert (again["step"], again["consumed_samples"]) == (1, 4)
     if place == "another_folder":
         assert stage(0, [*second, "--lr", "5e-3"], 1)["step"] == 0, "another command starts where it says"

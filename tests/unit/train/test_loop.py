@@ -1,0 +1,58 @@
+"""What a run logs and evaluates around its steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config import cli
+from megalite.data import IndexedDatasetWriter
+from megalite.dist.context import ParallelContext
+from megalite.train.loop import fit
+from megalite.train.run import open_run
+
+RUN = [
+    *["--device", "cpu", "--num-layers", "1", "--hidden-size", "8", "--num-heads", "2", "--seq-len", "8"],
+    *["--vocab-size", "31", "--global-batch-size", "2", "--watchdog-timeout", "0", "--eval-steps", "2"],
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """20 documents of 10 tokens, the same sample again and again."""
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        writer.add_documents(np.arange(200) % 8, [10] * 20)
+        writer.finalize()
+    return str(prefix)
+
+
+def run_of(arguments: list[str], run_dir: Path) -> list[int]:
+    """Train; the steps after which the run was evaluated."""
+    run = open_run(cli.parse([*RUN, *arguments, "--run-dir", str(run_dir)]).config, ParallelContext.single())
+    try:
+        fit(run)
+    finally:
+        run.close()
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line.get("event") == "eval"]
+
+
+def test_a_run_with_validation_data_evaluates_once_at_its_end(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest keeps its own handlers
+    real = ["--data", data, "--train-steps", "4"]
+    assert run_of([*real, "--split", "90,10"], tmp_path / "never") == [4]
+    assert run_of([*real, "--split", "90,10", "--eval-every", "3"], tmp_path / "3") == [3, 4]
+    assert run_of([*real, "--split", "90,10", "--eval-every", "2"], tmp_path / "2") == [2, 4]
+    assert run_of([*real, "--split", "100"], tmp_path / "none") == []
+    assert run_of([*real, "--split", "99,1"], tmp_path / "short") == [], "a part of no documents"
+    assert run_of(["--mock-data", "--train-steps", "2"], tmp_path / "mock") == []
+    log = (tmp_path / "never" / "logs" / "rank_0.log").read_text()
+    said = re.findall(r"new run|resumed from|weights from|training from step 1 of 4|step \d/4|evaluation after", log)
+    assert said == ["new run", "training from step 1 of 4", *(f"step {i}/4" for i in (1, 2, 3, 4)), "evaluation after"]
