@@ -213,8 +213,11 @@ def test_ranks_save_and_leave_when_their_launcher_is_killed(tmp_path: Path, monk
     started.process.kill()
     started.process.join()
     deadline = time.monotonic() + 60
-    while any(process_state(pid) not in ("", "Z") for pid in ranks):
-        assert time.monotonic() < deadline, started.err()
+    while left := [pid for pid in ranks if process_state(pid) not in ("", "Z")]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"ranks still run: {started.err()}")
         time.sleep(0.05)
     assert len(committed(run)) == 1
     assert "SIGTERM: saving after this step" in started.err()
