@@ -1,31 +1,31 @@
-"""Hugging Face folder to megalite checkpoint and back, tensor by tensor: memory stays near two tensors.
-
-Both directions write to a folder beside the target and rename it at the end: a target is complete or absent.
-"""
+"""Hugging Face folder to megalite checkpoint and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalite.checkpoint.folder import commit_in_place
 from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.tokenizer import export_tokenizer
 from megalite.checkpoint.load import ShardReader, model_config, resolve_checkpoint, weights_of
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key, read_manifest
-from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, num_bytes, write_file
+from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
+from megalite.checkpoint.stream import (
+    SHARD_BYTES,
+    Group,
+    Imported,
+    new_folder,
+    shard_bytes_of,
+    split_shards,
+    write_checkpoint,
+)
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer import of_run
 from megalite.dist.dtypes import DTYPES, stored_name, torch_name
@@ -35,21 +35,6 @@ from megalite.log import logger
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
 from megalite.slices import Slice
-
-# Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.
-SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Tensors that are written together, because they come from one tensor: (name, dtype, shape) of each."""
-
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    make: Callable[[], list[torch.Tensor]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(num_bytes(dtype, shape) for _, dtype, shape in self.tensors)
 
 
 def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> Manifest:
@@ -64,40 +49,18 @@ def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTE
         UserError: see `HFSource`; or `out` is not empty or cannot be written. Nothing is left behind.
     """
     hf = HFSource(source)
-    groups = [
-        _Group(((_key(spec), "F32", spec.shape),), lambda s=spec, w=where: [hf.whole(s, w)])  # type: ignore[misc]
+    tensors = [
+        Imported("master", spec.name, spec.shape, lambda s=spec, w=where: hf.whole(s, w))  # type: ignore[misc]
         for spec, where in hf.tensors()
     ]
-    names = {_key(spec): spec.name for spec, _ in hf.tensors()}
-    with new_folder(out) as folder:
-        shards = _shards(groups, shard_bytes)
-        files: list[FileEntry] = []
-        tensors: dict[str, TensorEntry] = {}
-        for number, shard in enumerate(shards):
-            held = [t for g in shard for t in g.tensors]
-            header, begins = make_header(held)
-            name = f"rank_{number:05d}.safetensors"
-            size, crcs = write_file(folder / name, _bytes(header, shard, torch.float32))
-            files.append(FileEntry(name, size, len(header), tuple(crcs)))
-            for key, dtype, shape in held:
-                whole = Slice((0,) * len(shape), shape, begins[key])
-                tensors[names[key]] = TensorEntry(dtype, shape, ((number, whole),))
-        meta = {
-            "step": 0,
-            "consumed_samples": 0,
-            "scalars": {},
-            "config": {"model": dataclasses.asdict(hf.config)},
-            "hf": {**hf.special, "dtype": hf.dtype},
-        }
-        run_id = f"import-{secrets.token_hex(4)}"
-        manifest = Manifest(run_id, 0, {"world": 1}, meta, tuple(files), {"master": tensors})
-        commit_in_place(folder, manifest)
-    return manifest
-
-
-def _key(spec: ParamSpec) -> str:
-    """Name a whole tensor in a shard."""
-    return box_key("master", spec.name, (0,) * len(spec.shape))
+    meta = {
+        "step": 0,
+        "consumed_samples": 0,
+        "scalars": {},
+        "config": {"model": dataclasses.asdict(hf.config)},
+        "hf": {**hf.special, "dtype": hf.dtype},
+    }
+    return write_checkpoint(out, tensors, meta, shard_bytes)
 
 
 def export_hf(
@@ -163,7 +126,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
     specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
     _check_names(reader.path, specs, tensors)
 
-    def group(spec: ParamSpec) -> _Group:
+    def group(spec: ParamSpec) -> Group:
         where = family.place(spec.name)
 
         def make() -> list[torch.Tensor]:
@@ -171,14 +134,14 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
             reader.read(tensors[spec.name], Slice((0,) * len(spec.shape), spec.shape), whole)
             return split(where, whole.to(dtype), spec, cfg.num_heads)
 
-        return _Group(tuple((n, stored_name(dtype), s) for n, s in zip(where.names, file_shapes(where, spec))), make)
+        return Group(tuple((n, stored_name(dtype), s) for n, s in zip(where.names, file_shapes(where, spec))), make)
 
-    shards = _shards([group(spec) for spec in specs.values()], shard_bytes)
+    shards = split_shards([group(spec) for spec in specs.values()], shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         header, _ = make_header(t for g in shard for t in g.tensors)
-        write_file(folder / name, _bytes(header, shard, dtype))
+        write_file(folder / name, shard_bytes_of(header, shard, dtype))
         weight_map.update({tensor: name for g in shard for tensor, _, _ in g.tensors})
         total += sum(g.num_bytes for g in shard)
     if len(shards) > 1:
@@ -191,54 +154,6 @@ def _check_names(path: Path, specs: Mapping[str, ParamSpec], tensors: dict[str, 
     differ += [n for n, s in specs.items() if n in tensors and tensors[n].shape != s.shape]
     if differ:
         raise BadCheckpoint(str(path), f"tensor {differ[0]} does not match its own model config")
-
-
-def _shards(groups: Sequence[_Group], limit: int) -> list[list[_Group]]:
-    """Distribute groups to files, in order; start a new file when the next group does not fit."""
-    shards: list[list[_Group]] = [[]]
-    size = 0
-    for group in groups:
-        if shards[-1] and size + group.num_bytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(group)
-        size += group.num_bytes
-    return shards
-
-
-def _bytes(header: bytes, groups: Sequence[_Group], dtype: torch.dtype) -> Iterator[bytes | memoryview]:
-    yield header
-    for group in groups:
-        tensors = group.make()
-        for (name, _, shape), tensor in zip(group.tensors, tensors, strict=True):
-            assert tensor.shape == shape, name
-            assert tensor.dtype == dtype, name
-            yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).cast("B")
-
-
-@contextmanager
-def new_folder(out: str | Path) -> Iterator[Path]:
-    """Provide a folder to write to, which becomes `out` at the end, or is deleted after an error.
-
-    Raises:
-        UserError: `out` is not empty or cannot be written.
-    """
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(
-            f"--out {out}", "must be absent or an empty directory: nothing is overwritten", "choose another"
-        )
-    temporary = out.parent / f".tmp_{out.name}_{secrets.token_hex(4)}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-        yield temporary
-        # The rename replaces an empty folder.
-        os.rename(temporary, out)
-    except OSError as e:
-        raise UserError(f"--out {out}", f"cannot be written ({e.strerror or e})", "choose another place") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

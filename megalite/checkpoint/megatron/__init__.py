@@ -1,0 +1,1 @@
+"""Megatron-LM checkpoints, read without executing their pickles: tensor by tensor, one process, no GPU."""

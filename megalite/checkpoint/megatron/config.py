@@ -1,0 +1,143 @@
+"""The arguments that Megatron-LM saves with its checkpoints, as a `ModelConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.config.model import ModelConfig, RopeScaling
+
+# Arguments that change what the model computes and that megalite has no option for: the only value that fits.
+_ONLY: dict[str, Any] = {
+    "num_experts": None,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    "apply_residual_connection_post_layernorm": False,
+    "embed_layernorm": False,
+    "rotary_interleaved": False,
+    "squared_relu": False,
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
+    "qk_l2_norm": False,
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "softmax_scale": None,
+    "attention_output_gate": False,
+    "no_rope_freq": None,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "heterogeneous_layers_config_path": None,
+    "heterogeneous_layers_config_encoded_json": None,
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "spec": None,
+    "use_mup": False,
+}
+_POSITIONS = {"learned_absolute": "learned", "rope": "rope"}
+_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+def arguments(common: dict[Any, Any], where: str) -> dict[str, Any]:
+    """Return the arguments of the training, from what a checkpoint holds besides tensors."""
+    args = getattr(common.get("args"), "state", None)
+    if not isinstance(args, dict):
+        raise BadCheckpoint(where, "holds no arguments", "use a checkpoint of Megatron-LM's pretrain_gpt.py")
+    return args
+
+
+def model_of(args: dict[str, Any], where: str) -> ModelConfig:
+    """Read the model from the arguments of its training.
+
+    The vocabulary is the padded one: Megatron-LM computes the loss over it.
+
+    Raises:
+        BadCheckpoint: an argument is missing, or has a value that megalite does not compute.
+    """
+
+    def get(*names: str, default: Any = None) -> Any:
+        for name in names:
+            if args.get(name) is not None:
+                return args[name]
+        if default is None:
+            raise BadCheckpoint(
+                where, f"has no argument {names[0]}", "use a checkpoint of Megatron-LM's pretrain_gpt.py"
+            )
+        return default
+
+    def refuse(name: str, rule: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{where}: {name} {args.get(name)!r:.80}", rule, "megalite cannot train this model")
+
+    for name, only in _ONLY.items():
+        if (args.get(name, only) or None) != (only or None):
+            raise refuse(name, f"is not supported: megalite computes {only!r}")
+    position = (
+        "rope"
+        if args.get("use_rotary_position_embeddings")
+        else get("position_embedding_type", default="learned_absolute")
+    )
+    if position not in _POSITIONS:
+        raise refuse("position_embedding_type", f"must be one of {', '.join(_POSITIONS)}")
+    norm = get("normalization", default="LayerNorm")
+    if norm not in _NORMS:
+        raise refuse("normalization", f"must be one of {', '.join(_NORMS)}")
+    bias = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
+    qkv_bias, learned, layernorm = (
+        bias or bool(args.get("add_qkv_bias")),
+        position == "learned_absolute",
+        norm == "LayerNorm",
+    )
+    if layernorm and args.get("qk_layernorm"):
+        raise refuse("qk_layernorm", "with LayerNorm is not supported: megalite has RMSNorm there")
+    heads = get("num_attention_heads")
+    options: dict[str, Any] = {
+        "num_layers": get("num_layers", "encoder_num_layers"),
+        "hidden_size": get("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": get("num_query_groups", default=heads) if args.get("group_query_attention") else heads,
+        "head_dim": get("kv_channels", default=get("hidden_size") // heads),
+        "ffn_hidden_size": get("ffn_hidden_size", default=4 * get("hidden_size")),
+        "vocab_size": get("padded_vocab_size"),
+        "seq_len": get("seq_length", "encoder_seq_length"),
+        "max_position_embeddings": get("max_position_embeddings", default=get("seq_length")),
+        "norm": _NORMS[norm],
+        "norm_eps": get("norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "zero_centered_norm": bool(args.get("apply_layernorm_1p")),
+        "position": _POSITIONS[position],
+        "activation": _activation(args, bias),
+        "qkv_bias": qkv_bias,
+        "o_bias": bias,
+        "mlp_bias": bias,
+        "qk_norm": "head" if args.get("qk_layernorm") else "none",
+        "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+        "init_std": get("init_method_std", default=0.02),
+        "hidden_dropout": get("hidden_dropout", default=0.0),
+        "attention_dropout": get("attention_dropout", default=0.0),
+        **({} if learned else _rope(args)),
+    }
+    kind = "qwen3" if args.get("qk_layernorm") else "qwen2" if qkv_bias and not bias else "llama"
+    arch = "gpt2" if learned else "gpt_neox" if layernorm else kind
+    try:
+        return ModelConfig(arch=arch, **options)
+    except TypeError as e:
+        raise BadCheckpoint(where, f"has an argument of the wrong type ({e})") from None
+
+
+def _activation(args: dict[str, Any], bias: bool) -> str:
+    """Name the activation; its fusion with the bias is the tanh approximation of GELU."""
+    if args.get("swiglu"):
+        return "swiglu"
+    tanh = args.get("openai_gelu") or (bias and args.get("bias_gelu_fusion", True))
+    return "gelu_tanh" if tanh else "gelu"
+
+
+def _rope(args: dict[str, Any]) -> dict[str, Any]:
+    """Read the rotary options."""
+    options: dict[str, Any] = {
+        "rope_theta": float(args.get("rotary_base") or 10000),
+        "rope_fraction": float(args.get("rotary_percent") or 1.0),
+        "rope_linear_factor": float(args.get("rotary_seq_len_interpolation_factor") or 1.0),
+    }
+    if args.get("use_rope_scaling"):
+        options["rope_scaling"] = RopeScaling(factor=float(args.get("rope_scaling_factor") or 8.0))
+    return options

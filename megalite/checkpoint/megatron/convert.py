@@ -1,0 +1,189 @@
+"""Megatron-LM checkpoint to megalite checkpoint, tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.megatron.archive import TensorRef
+from megalite.checkpoint.megatron.config import arguments, model_of
+from megalite.checkpoint.megatron.legacy import LegacySource
+from megalite.checkpoint.megatron.names import place, unpack
+from megalite.checkpoint.megatron.torch_dist import TorchDistSource
+from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside
+from megalite.checkpoint.stream import SHARD_BYTES, Imported, write_checkpoint
+from megalite.config.model import ModelConfig
+from megalite.dist.dtypes import torch_name
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.model.parameters import param_map
+from megalite.sharding import ParamSpec
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+Source = TorchDistSource | LegacySource
+
+
+def import_megatron(
+    folder: str | Path,
+    out: str | Path,
+    iteration: int | None = None,
+    vocab_size: int | None = None,
+    weights_only: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> Manifest:
+    """Convert a checkpoint of Megatron-LM to one of megalite: fp32 weights, and the moments of Adam where they map.
+
+    Args:
+        folder: what `--save` named, or a folder `iter_*` or `release` in it.
+        out: the checkpoint's folder; must be absent or empty.
+        iteration: which one; default: the one that the tracker file names.
+        vocab_size: keep this many rows of the embedding and the output layer; default: all, padding included.
+        weights_only: leave the optimizer's state and the fp32 weights in it.
+        shard_bytes: largest size of a file.
+
+    Raises:
+        UserError: damaged, a pickle with a name that is not admitted, a model that megalite does not compute, or `out`
+            is not empty or cannot be written. Nothing is left behind.
+    """
+    source = open_source(find_iteration(Path(folder), iteration))
+    args = arguments(source.common, source.where)
+    cfg = model_of(args, source.where)
+    if vocab_size is not None:
+        if not 2 <= vocab_size <= cfg.vocab:
+            rule = f"must be from 2 to {cfg.vocab}, the rows of the checkpoint's embedding"
+            raise UserError(f"--vocab-size {vocab_size}", rule, "use the size of the tokenizer")
+        cfg = dataclasses.replace(cfg, vocab_size=vocab_size)
+    places = {place(spec): spec for spec in param_map(cfg).values() if spec.tied_to is None}
+    _check(source, places, cfg)
+    kept = () if weights_only else ("master", *_MOMENTS)
+    roles = {role for role in kept if source.shapes.get(role, {}).keys() >= places.keys()}
+    for role in roles:
+        _check_shapes(source, role, places)
+    has_moments = roles.issuperset(_MOMENTS)
+    if not has_moments:
+        why = "--weights-only" if weights_only else "it has none that belong to single parameters"
+        logger.warning(f"no moments imported from {source.where} ({why}): the optimizer will start at zero")
+
+    def make(role: str, spec: ParamSpec) -> Imported:
+        return Imported(role, spec.name, spec.shape, lambda: _read(source, role, spec, cfg, "master" in roles))
+
+    imported = ("master", *_MOMENTS) if has_moments else ("master",)
+    tensors = [make(role, spec) for role in imported for spec in places.values()]
+    meta = {
+        "step": _number(source.common, "iteration"),
+        "consumed_samples": _number(args, "consumed_train_samples"),
+        "scalars": _scalars(source) if has_moments else {},
+        "config": {"model": dataclasses.asdict(cfg)},
+        "hf": {"dtype": torch_name(source.read("weight", "decoder.final_layernorm.weight").dtype)},
+    }
+    return write_checkpoint(out, tensors, meta, shard_bytes)
+
+
+def find_iteration(folder: Path, iteration: int | None) -> Path:
+    """Return the folder of a checkpoint: `folder` itself, or the one of an iteration in it."""
+    if _is_checkpoint(folder):
+        return folder
+    if iteration is None:
+        try:
+            fd = open_inside(folder, TRACKER)
+        except BadCheckpoint:
+            rule = f"holds no {TRACKER}, no .metadata and no mp_rank_* folders"
+            raise BadCheckpoint(str(folder), rule, "pass the folder of a Megatron-LM checkpoint") from None
+        with open(fd, "rb") as file:
+            written = file.read(32).decode(errors="replace").strip()
+        if not re.fullmatch(r"\d{1,12}|release", written):
+            rule = f"holds {written!r}, neither a number nor release"
+            raise BadCheckpoint(str(folder / TRACKER), rule, "pass --iteration N")
+    else:
+        written = str(iteration)
+    path = folder / (written if written == "release" else f"iter_{int(written):07d}")
+    if not _is_checkpoint(path):
+        rule = "holds neither .metadata nor mp_rank_* folders"
+        if (path / ".zmetadata").exists() or any(path.glob("*/.zarray")):
+            rule = "is a zarr checkpoint, which is not supported"
+        raise BadCheckpoint(str(path), rule, "pass another --iteration, or save it as torch_dist")
+    return path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / ".metadata").exists() or any(path.glob("mp_rank_*"))
+
+
+def open_source(path: Path) -> Source:
+    """Open a checkpoint of either format."""
+    return TorchDistSource(path) if (path / ".metadata").exists() else LegacySource(path)
+
+
+def _check(source: Source, places: Mapping[str, ParamSpec], cfg: ModelConfig) -> None:
+    """Check that the checkpoint holds the tensors of the model, and no others."""
+    shapes = source.shapes.get("weight", {})
+    tied = {_HEAD} if cfg.tie_embeddings else set()
+    if missing := [name for name in places if name not in shapes]:
+        raise BadCheckpoint(source.where, f"has no {missing[0]}, which its arguments require")
+    if extra := sorted(shapes.keys() - places.keys() - tied):
+        rule = f"holds {extra[0]}, which the model of its arguments does not have"
+        raise BadCheckpoint(source.where, rule, "megalite cannot train this model")
+    _check_shapes(source, "weight", places)
+    if tied & shapes.keys() and not torch.equal(source.read("weight", _HEAD), source.read("weight", _EMBEDDING)):
+        logger.warning(f"{source.where}: {_HEAD} differs from {_EMBEDDING}, which it is tied to and which is kept")
+
+
+def _check_shapes(source: Source, role: str, places: Mapping[str, ParamSpec]) -> None:
+    """Check the shapes; the vocabulary may have more rows than the model keeps."""
+    for name, spec in places.items():
+        shape = source.shapes[role][name]
+        rows = max(spec.shape[0], shape[0]) if spec.padded and shape else spec.shape[0]
+        if shape != (rows, *spec.shape[1:]):
+            rule = f"{role} {name} has shape {list(shape)}, its arguments imply {list(spec.shape)}"
+            raise BadCheckpoint(source.where, rule)
+
+
+def _read(source: Source, role: str, spec: ParamSpec, cfg: ModelConfig, has_master: bool) -> torch.Tensor:
+    """Read a tensor of the checkpoint to be, fp32."""
+    name = place(spec)
+    if role != "master" or not has_master:
+        return unpack(name, source.read("weight" if role == "master" else role, name), spec, cfg).float()
+    weight, master = source.read("weight", name), source.read("master", name)
+    if not torch.equal(master.to(weight.dtype), weight):
+        rule = f"the fp32 weights of its optimizer differ from its weights ({name})"
+        raise BadCheckpoint(source.where, rule, "import with --weights-only")
+    return unpack(name, master, spec, cfg).float()
+
+
+def _number(values: dict[str, Any], name: str) -> int:
+    """Return a count of the checkpoint; 0 where it has none."""
+    value = values.get(name)
+    return value if type(value) is int and value >= 0 else 0
+
+
+def _scalars(source: Source) -> dict[str, float]:
+    """Return what the optimizer keeps besides tensors: the number of its updates and the loss scale."""
+    states = _mapping(source.common.get("optimizer"))
+    inner, scaler = _mapping(states.get("optimizer", states)), _mapping(states.get("grad_scaler"))
+    kept, groups = _mapping(inner.get("state")), inner.get("param_groups") or [{}]
+    steps = [groups[0].get("step"), kept.get("common_step"), _mapping(kept.get(0)).get("step")]
+    done = next((n for n in map(_scalar, steps) if n is not None), _number(source.common, "iteration"))
+    return {
+        "num_steps": int(done),
+        "loss_scale": _scalar(scaler.get("scale")) or 1.0,
+        "loss_scale_good_steps": _number(scaler, "growth_tracker"),
+    }
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _scalar(value: Any) -> float | None:
+    """Return a number, or the one of a tensor."""
+    if isinstance(value, TensorRef) and value.span == 1:
+        value = value.read().item()
+    return float(value) if isinstance(value, (int, float)) else None
