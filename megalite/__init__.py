@@ -1,3 +1,37 @@
-"""megalite: 3D-parallel pretraining of GPT and Llama-type models; the same loss in any layout."""
+"""megalite: 3D-parallel pretraining of GPT and Llama-type models; the same loss in any layout.
+
+From Python: `configure` options, `start` a run, and train it with `fit` or step by step with `steps` (docs/api.md).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megalite.api import configure, start
+    from megalite.errors import UserError
+    from megalite.train.inference import generate, load_model
+    from megalite.train.loop import evaluate, fit, steps
+    from megalite.train.run import save
 
 __version__ = "0.1.0"
+__all__ = ["UserError", "configure", "evaluate", "fit", "generate", "load_model", "save", "start", "steps"]
+
+_PLACES = {
+    **dict.fromkeys(("configure", "start"), "megalite.api"),
+    "UserError": "megalite.errors",
+    **dict.fromkeys(("generate", "load_model"), "megalite.train.inference"),
+    **dict.fromkeys(("evaluate", "fit", "steps"), "megalite.train.loop"),
+    "save": "megalite.train.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `import megalite` itself takes no time, and works without torch."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_PLACES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

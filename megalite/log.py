@@ -86,6 +86,7 @@ def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None
     rank = env_rank() if rank is None else rank
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
+        handler.close()
     prefix = "" if rank == 0 else f"[rank {rank}] "
     console = _Console(sys.stderr)
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -9,6 +9,7 @@ from megalite.data.build import (
     read_sidecar,
 )
 from megalite.data.loader import BatchLoader
+from megalite.data.own import OwnDataset, Samples
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
@@ -22,6 +23,8 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetWriter",
     "MockDataset",
+    "OwnDataset",
+    "Samples",
     "Tokenizer",
     "build_datasets",
     "check_tokenizer_matches",

@@ -217,7 +217,9 @@ def only_deterministic_kernels() -> None:
 
 
 def world_size(otherwise: int = 1) -> int:
-    """Number of ranks, from torchrun's (or Slurm's) environment; `otherwise` where it is not set."""
+    """Number of ranks: of the process group, or from torchrun's (or Slurm's) environment, or `otherwise`."""
+    if dist.is_initialized():
+        return dist.get_world_size()
     _adopt_slurm()
     return env_int("WORLD_SIZE", otherwise, low=1)
 
@@ -229,8 +231,8 @@ def local_world_size() -> int:
 
 
 def init_process_group(device: torch.device) -> None:
-    """Join the default process group (gloo on CPU, NCCL on GPU); a world of one needs none."""
-    if world_size() == 1:
+    """Join the default process group (gloo on CPU, NCCL on GPU) unless there is one; a world of one needs none."""
+    if world_size() == 1 or dist.is_initialized():
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:

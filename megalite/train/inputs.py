@@ -10,6 +10,8 @@ from megalite.data import (
     Datasets,
     IndexedDataset,
     MockDataset,
+    OwnDataset,
+    Samples,
     Tokenizer,
     build_datasets,
     check_tokenizer_matches,
@@ -20,7 +22,7 @@ from megalite.data import (
 from megalite.errors import UserError
 
 
-def resolve_vocabulary(cfg: Config) -> tuple[Config, Tokenizer | None]:
+def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
     """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
     tokenizer = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
     given = cfg.model.vocab_size
@@ -36,6 +38,9 @@ def resolve_vocabulary(cfg: Config) -> tuple[Config, Tokenizer | None]:
         size = tokenizer.vocab_size
     elif cfg.data.mock_data:
         size = 1024
+    elif own_data:
+        rule = "data of your own does not tell the size of the vocabulary"
+        raise UserError("no vocab_size", rule, "give vocab_size to configure, or a tokenizer")
     else:
         prefixes = data_prefixes(cfg)
         for prefix in prefixes:
@@ -64,16 +69,45 @@ def data_prefixes(cfg: Config) -> list[str]:
     return prefixes_of(cfg.data.data)
 
 
-def open_data(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
-    """Open the data sets, and check them against the tokenizer and the vocabulary."""
+def open_data(
+    cfg: Config, tokenizer: Tokenizer | None, train_data: Samples | None = None, valid_data: Samples | None = None
+) -> Datasets:
+    """Open the data sets, and check them against the tokenizer and the vocabulary; or wrap those of the caller."""
     d, model, seed = cfg.data, cfg.model, cfg.train.seed
-    if d.mock_data:
+    if train_data is not None:
+        datasets = _own_datasets(cfg, train_data, valid_data)
+    elif d.mock_data:
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
-        return Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.eval_every else None)
+        datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.eval_every else None)
+    else:
+        datasets = _token_files(cfg, tokenizer)
+    if cfg.run.eval_every and datasets.valid is None:
+        given = "no valid_data" if train_data is not None else f"--split {d.split}"
+        raise UserError(
+            f"--eval-every {cfg.run.eval_every} with {given}",
+            "leaves no documents to evaluate on",
+            "give --split a second part (99,1,0), or --valid-data (valid_data in Python)",
+        )
+    return datasets
+
+
+def _own_datasets(cfg: Config, train: Samples, valid: Samples | None) -> Datasets:
+    """Wrap the samples of a caller."""
+    d, model = cfg.data, cfg.model
+    if d.data or d.valid_data or d.mock_data:
+        given = "--mock-data" if d.mock_data else f"--data {' '.join(d.data + d.valid_data)}"
+        raise UserError(f"{given} with train_data", "a run has one source of samples", "drop one of the two")
+    evaluated = OwnDataset(valid, model.seq_len, model.vocab, shuffle=False) if valid is not None else None
+    return Datasets(OwnDataset(train, model.seq_len, model.vocab, cfg.train.seed, d.shuffle), evaluated)
+
+
+def _token_files(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
+    """Open the token files of `--data`."""
+    d, model, seed = cfg.data, cfg.model, cfg.train.seed
     prefixes = data_prefixes(cfg)
     if tokenizer is not None:
         check_tokenizer_matches(prefixes + (prefixes_of(d.valid_data) if d.valid_data else []), tokenizer)
-    datasets = build_datasets(
+    return build_datasets(
         d.data,
         split=d.split,
         seq_len=model.seq_len,
@@ -83,10 +117,3 @@ def open_data(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
         valid_data=d.valid_data,
         evaluate=cfg.run.eval_every > 0,
     )
-    if cfg.run.eval_every and datasets.valid is None:
-        raise UserError(
-            f"--eval-every {cfg.run.eval_every} with --split {d.split}",
-            "leaves no documents to evaluate on",
-            "give --split a second part (99,1,0), or --valid-data",
-        )
-    return datasets

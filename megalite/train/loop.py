@@ -6,6 +6,7 @@ import math
 import resource
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from megalite.train.rewind import rewind
 from megalite.train.run import Run, save
 from megalite.train.step import StepResult, eval_step, train_step
 from megalite.train.watch.straggler import StragglerReport
-from megalite.train.watch.watchdog import CHILDREN, OWN, STRICT
+from megalite.train.watch.watchdog import CHILDREN, IDLE, OWN, STRICT
 
 # Steps from which on a run without checkpoints gets a warning.
 _LONG_RUN = 1000
@@ -51,18 +52,42 @@ class Progress:
     stop: bool = False
 
 
-def fit(run: Run) -> None:
-    """Train to the last step, or until some rank is asked to stop; save and evaluate at the end."""
+StepCallback = Callable[[Run, dict[str, Any]], None]
+"""Called with the run and the step's line of metrics.jsonl, on every rank."""
+
+
+def fit(run: Run, callbacks: Sequence[StepCallback] = ()) -> None:
+    """Train to the last step, or until a signal or a callback asks some rank to stop; save and evaluate at the end.
+
+    Args:
+        run: from `megalite.start`.
+        callbacks: called after every step on every rank, once it is evaluated and its save has begun.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run.around.callback(signal.signal, number, signal.signal(number, run.on_signal) or signal.SIG_DFL)
+    for record in steps(run):
+        for callback in callbacks:
+            run.heartbeat.beat("callback", run.step, OWN)
+            callback(run, record)
+    if run.step < run.engine.cfg.train.train_steps:
+        leave_unfinished(run.engine.ctx)
+
+
+def steps(run: Run) -> Iterator[dict[str, Any]]:
+    """Train step by step: yield each step's line of metrics.jsonl; save and evaluate when no step is left.
+
+    A loop over it that is left early saves nothing (see `save`), and a new one continues where it was left. Ctrl-C
+    interrupts it as any other loop; `run.stop_asked = True` on some rank ends it with a save after the next step.
+    """
     cfg = run.engine.cfg
-    signal.signal(signal.SIGTERM, run.on_signal)
-    signal.signal(signal.SIGINT, run.on_signal)
-    if run.step >= cfg.train.train_steps:
+    saved_at = run.saved[-1][0] if run.saved else 0
+    if run.step >= cfg.train.train_steps and run.step == saved_at:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
     log_plan(run)
-    progress = Progress(StragglerReport(run.engine.ctx), run.step, run.step)
+    progress = Progress(StragglerReport(run.engine.ctx), run.step, saved_at)
     while run.step < cfg.train.train_steps and not progress.stop:
-        result = one_step(run, progress)
+        result, record = one_step(run, progress)
         if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
             continue
         count_bad_steps(run, result, progress)
@@ -75,6 +100,8 @@ def fit(run: Run) -> None:
         elif cfg.run.save_model_every and run.step % cfg.run.save_model_every == 0 and not progress.bad_steps:
             run.heartbeat.beat("save of the weights", run.step, CHILDREN)
             save(run, weights_only=True)
+        run.heartbeat.beat("between steps", run.step, IDLE)
+        yield record
     if progress.saved_at != run.step:
         save_now(run, progress)
     run.heartbeat.beat("last save", run.step, CHILDREN)
@@ -82,9 +109,10 @@ def fit(run: Run) -> None:
     if run.step < cfg.train.train_steps:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
-        leave_unfinished(run.engine.ctx)
     elif not cfg.run.eval_every or run.step % cfg.run.eval_every:
         evaluate(run)
+    run.stop_asked = False
+    run.heartbeat.beat("after the last step", run.step, IDLE)
 
 
 def log_plan(run: Run) -> None:
@@ -97,8 +125,8 @@ def log_plan(run: Run) -> None:
         warn_on_rank_0(f"--save-every 0: nothing is saved before step {last}; a crash loses everything up to there")
 
 
-def one_step(run: Run, progress: Progress) -> StepResult:
-    """Read a batch, train on it, and record the result."""
+def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
+    """Read a batch, train on it, and record the result; return it with its record."""
     step, engine = run.step + 1, run.engine
     # The first step may have kernels to compile.
     patience = OWN if run.step == progress.begun else STRICT
@@ -120,12 +148,13 @@ def one_step(run: Run, progress: Progress) -> StepResult:
     run.step = step
     progress.stop = result.stop
     run.skipped_steps += result.skipped or result.spiked
-    run.metrics.step(step_record(run, result, seconds, waited))
+    record = step_record(run, result, seconds, waited)
+    run.metrics.step(record)
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:
             logger.warning(f"rank {rank} is slow: {own:.3f} s per step of its own work, its peers {usual:.3f} s")
-    return result
+    return result, record
 
 
 def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
@@ -185,11 +214,15 @@ def save_failure(run: Run) -> SaveError | None:
     return None
 
 
-def evaluate(run: Run) -> None:
-    """Log the mean loss over `eval_steps` global batches of the evaluation data, the same samples every time."""
+def evaluate(run: Run) -> float | None:
+    """Log and return the mean loss over `eval_steps` global batches of the evaluation data, the same every time.
+
+    Returns:
+        The loss on every rank; None where there is no evaluation data.
+    """
     cfg, ctx = run.engine.cfg, run.engine.ctx
     if run.datasets.valid is None:
-        return
+        return None
     run.engine.optimizer.wait_weights()
     with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, ctx.dp.rank, ctx.dp.size) as loader:
         losses = []
@@ -203,6 +236,8 @@ def evaluate(run: Run) -> None:
     loss = sum(losses) / len(losses)
     run.metrics.event("eval", step=run.step, loss=loss)
     logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
+    run.heartbeat.beat("between steps", run.step, IDLE)
+    return loss
 
 
 def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> dict[str, Any]:

@@ -9,8 +9,10 @@ import math
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
+
+import torch
 
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
@@ -18,7 +20,7 @@ from megalite.checkpoint.replicas import check_replicas
 from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.data import BatchLoader, Datasets
+from megalite.data import BatchLoader, Datasets, Samples
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError, step_range
@@ -34,7 +36,7 @@ from megalite.train.profile import StepProfiler
 from megalite.train.resume import check_folders, choose_checkpoint, log_start, resume
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
-from megalite.train.watch.watchdog import OWN
+from megalite.train.watch.watchdog import CHILDREN, IDLE, OWN
 
 
 @dataclass
@@ -57,7 +59,9 @@ class Run:
         skipped_steps: steps of the whole run whose update was skipped.
         saved: (step, folder) of the checkpoints of this run's history, oldest first; the last may not be committed.
         rewinds: number of rewinds to each of them.
-        stop_asked: this process got SIGTERM or SIGINT.
+        stop_asked: this process got SIGTERM or SIGINT; set it to stop after the next step.
+        around: what ends when the run is closed, after its own parts.
+        closed: whether it is.
     """
 
     engine: Engine
@@ -76,19 +80,40 @@ class Run:
     saved: list[tuple[int, Path]] = field(default_factory=list)
     rewinds: dict[str, int] = field(default_factory=dict)
     stop_asked: bool = field(default=False, init=False)
+    around: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+    closed: bool = field(default=False, init=False)
 
     @property
     def consumed_samples(self) -> int:
         """Samples of all ranks up to the end of the last step."""
         return self.step * self.engine.cfg.train.global_batch_size + self.sample_offset
 
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """All modules of the stages on this rank by their global names, for hooks: "layers.0.self_attn", "lm_head"."""
+        stages = self.engine.stages.values()
+        return {name: module for stage in stages for name, module in stage.named_modules() if name}
+
     def close(self) -> None:
-        """Stop reading ahead and finish all writes."""
-        self.heartbeat.beat("closing", self.step, OWN)
-        with contextlib.ExitStack() as left:
-            # All of them, from the last to the first, even if one fails.
-            for part in (self.heartbeat, self.checkpointer, self.metrics, self.loader, self.profiler):
-                left.callback(part.close)
+        """Wait for a save in progress, and end all that the run started; every rank calls it."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        # All of them, from the last to the first, even if one fails.
+        left = self.around.pop_all()
+        for part in (self.heartbeat, self.checkpointer, self.metrics, self.loader, self.profiler):
+            left.callback(part.close)
+        left.callback(self.heartbeat.beat, "closing", self.step, OWN)
+        if kind is None:
+            left.callback(self.checkpointer.finish)
+            left.callback(self.heartbeat.beat, "last save", self.step, CHILDREN)
+        left.__exit__(kind, e, tb)
 
     def on_signal(self, signum: int, _frame: FrameType | None) -> None:
         """Ask for a stop after this step; a second Ctrl-C ends the process at once."""
@@ -98,8 +123,15 @@ class Run:
         logger.info(f"{signal.Signals(signum).name}: saving after this step, then exiting")
 
 
-def open_run(cfg: Config, ctx: ParallelContext) -> Run:
+def open_run(
+    cfg: Config, ctx: ParallelContext, train_data: Samples | None = None, valid_data: Samples | None = None
+) -> Run:
     """Check everything, build the engine, and resume from the run directory's last checkpoint if there is one.
+
+    Args:
+        cfg: all options.
+        ctx: this rank's axes.
+        train_data, valid_data: samples of the caller's own, in place of `--data`.
 
     Raises:
         UserError: on every rank, if a request cannot be met on one; whatever was opened is closed again.
@@ -108,12 +140,12 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
         agree(ctx, lambda: check_folders(cfg))
         heartbeat = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
         opened.callback(heartbeat.close)
-        cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg))
+        cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg, train_data is not None))
         digest = hashlib.sha256(cli.to_yaml(cfg).encode()).hexdigest()[:16]
         check_equal(ctx, "the configuration", digest, "start every rank with the same flags and files")
         cfg.num_microbatches(ctx.dp.size)
         heartbeat.beat("set-up: data", patience=OWN)
-        datasets = agree(ctx, lambda: open_data(cfg, tokenizer))
+        datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data))
         meta = {
             "config": dataclasses.asdict(cfg),
             "data_hash": datasets.train.content_hash(),
@@ -147,6 +179,7 @@ def open_run(cfg: Config, ctx: ParallelContext) -> Run:
             "resume" if source else "start", step=run.step, consumed_samples=run.consumed_samples, **happened
         )
         opened.pop_all()
+        run.heartbeat.beat("between calls", run.step, IDLE)
         return run
 
 

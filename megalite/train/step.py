@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from megalite.dist import collectives
+from megalite.errors import UserError
 from megalite.pipeline.executor import MicroBatch
 from megalite.schedules.lr import learning_rate
 from megalite.train.build import Engine
@@ -42,9 +44,12 @@ class StepResult:
     failed: bool
 
 
+Batch = npt.NDArray[np.integer[Any]] | torch.Tensor
+
+
 def train_step(
     engine: Engine,
-    batch: npt.NDArray[np.int64],
+    batch: Batch,
     step: int,
     stop: bool = False,
     failed: bool = False,
@@ -54,7 +59,7 @@ def train_step(
 
     Args:
         engine: from `build_engine`.
-        batch: token ids [global_batch_size / dp, seq_len + 1].
+        batch: token ids [global_batch_size / dp, seq_len + 1], an array or a tensor of whole numbers.
         step: number of the step.
         stop: this rank was asked to stop; all ranks learn this from the step's one status all-reduce.
         failed: this rank cannot continue: its data could not be read (`batch` is a placeholder), or its last save
@@ -62,6 +67,7 @@ def train_step(
         loss_limit: a mean loss above it is a spike, and the update is skipped.
     """
     cfg, ctx, optimizer, scale = engine.cfg, engine.ctx, engine.optimizer, engine.scaler.scale
+    batch = on_host(batch, engine)
     microbatches = to_microbatches(batch, cfg.train.micro_batch_size, ctx.device)
     optimizer.start_step(len(microbatches), scale)
     # Gradients are of the loss sum divided by the tokens of a full batch; the true count comes with the status.
@@ -94,11 +100,12 @@ def train_step(
 
 
 @torch.no_grad()
-def eval_step(engine: Engine, batch: npt.NDArray[np.int64], failed: bool = False) -> tuple[float, bool]:
+def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float, bool]:
     """Compute (mean loss over one global batch; whether a rank failed), the same on every rank.
 
     Neither dropout nor label smoothing applies. For the arguments see `train_step`.
     """
+    batch = on_host(batch, engine)
     microbatches = to_microbatches(batch, engine.cfg.train.micro_batch_size, engine.ctx.device)
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
     engine.unit_weights.end_pass()
@@ -137,6 +144,20 @@ def sum_over_world(
 
 def _holds_last(engine: Engine) -> bool:
     return any(stage.last for stage in engine.stages.values())
+
+
+def on_host(batch: Batch, engine: Engine) -> npt.NDArray[np.int64]:
+    """Return this rank's samples as an array.
+
+    Raises:
+        UserError: they are of another shape, or not whole numbers.
+    """
+    tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
+    shape = (engine.num_microbatches * engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len + 1)
+    if tokens.shape != shape or tokens.dtype.kind not in "iu":
+        rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {list(shape)}"
+        raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "cut it so")
+    return tokens.astype(np.int64, copy=False)
 
 
 def to_microbatches(batch: npt.NDArray[np.int64], size: int, device: torch.device) -> list[MicroBatch]:

@@ -48,16 +48,13 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
 
     cfg = cli.parse(arguments).config
     context = ParallelContext.create(Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), torch.device("cpu"))
-    run = open_run(cfg, context)
-    try:
+    with open_run(cfg, context) as run:
         fit(run)
         digest = hashlib.sha256()
         for state in run.engine.optimizer.states():
             digest.update(f"{state.name} {state.role}".encode())
             digest.update(state.flat.numpy().tobytes())
         return [run.step, run.consumed_samples], digest.hexdigest()
-    finally:
-        run.close()
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float]]:

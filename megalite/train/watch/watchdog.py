@@ -30,6 +30,8 @@ LAYOUT = struct.Struct("<Qqb63s64s")
 # What counts as life besides a heartbeat: nothing; processor time and I/O of the rank's children (a save); also its own
 # (set-up and the first step, where files are read and kernels compiled).
 STRICT, CHILDREN, OWN = 0, 1, 2
+# Nothing is expected: a notebook holds the run between two steps.
+IDLE = 3
 # A rank without a heartbeat for this many timeouts is killed even if it is busy, or if its peers do not report.
 MOST_TIMEOUTS = 10
 # After the timeout, peers get at most this long to report what they are doing.
@@ -125,7 +127,7 @@ class Watchdog:
             silent, without_beat, before = silent + passed, without_beat + passed, now
             beat = Beat.read(self.memory)
             previous, effort = effort, self.effort(beat.patience)
-            if beat.count != last.count:
+            if beat.count != last.count or beat.patience == IDLE:
                 last, silent, without_beat = beat, 0.0, 0.0
                 self.withdraw()
             elif without_beat < MOST_TIMEOUTS * self.timeout and works(previous, effort, passed):

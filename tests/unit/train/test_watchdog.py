@@ -24,6 +24,7 @@ from megalite.schedules.pipeline import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import (
+    IDLE,
     LAYOUT,
     STACKS_SIGNAL,
     STARVED,
@@ -201,6 +202,18 @@ def test_time_without_the_watchdog_is_no_silence(
         dog.run()
     # Once before the first look; each adds two ticks at most.
     assert len(looks) - 1 >= dog.timeout / (2 * dog.tick)
+
+
+def test_a_run_in_a_notebook_may_rest_for_hours(watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    dog, _ = watched
+    dog.timeout, dog.tick = 0.2, 0.001
+    looks = iter(range(1000))
+    monkeypatch.setattr(dog, "effort", lambda _: next(looks))
+    monkeypatch.setattr(dog, "decide", lambda *_: pytest.fail("judged"))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=itertools.count(0, 10_000).__next__))
+    monkeypatch.setattr(Beat, "read", lambda _: Beat(7, 3, IDLE, "between steps", ""))
+    with pytest.raises(StopIteration):
+        dog.run()
 
 
 def test_a_process_that_ends_while_it_is_looked_at_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:

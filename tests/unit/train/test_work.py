@@ -33,11 +33,8 @@ def test_the_parameter_table_is_built_once_in_20_steps(tmp_path: Path, monkeypat
     # A table that another test has built would count as none.
     flags = ["--init-std", "0.0201", "--train-steps", "20", "--eval-every", "7", "--save-every", "9"]
     cfg = cli.parse([*RUN, *flags, "--run-dir", str(tmp_path)]).config
-    run = open_run(cfg, ParallelContext.single())
-    try:
+    with open_run(cfg, ParallelContext.single()) as run:
         fit(run)
-    finally:
-        run.close()
     assert run.step == 20
     assert len(built) == 1
 

@@ -1,0 +1,100 @@
+"""Runs from Python: `configure` options, `start` a run, and train it with `fit` or step by step with `steps`.
+
+pretrain_gpt.py is built on the same functions; docs/api.md shows them in a notebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.hf.start import hf_model_config
+from megalite.config import cli
+from megalite.config.run import Config
+from megalite.data import Samples
+from megalite.diagnose.memory import diagnosing_memory
+from megalite.dist.context import (
+    ParallelContext,
+    init_process_group,
+    only_deterministic_kernels,
+    pick_device,
+    shutdown,
+    world_size,
+)
+from megalite.dist.grid import Grid
+from megalite.errors import require
+from megalite.log import env_rank, setup_logging
+from megalite.train.run import Run, open_run
+
+
+def configure(**options: Any) -> Config:
+    """Build a run's configuration from options, which are the flags of pretrain_gpt.py with underscores.
+
+    Args:
+        options: `preset="llama-3.2-1b", tp=2, data=["0.7", "A", "0.3", "B"], shuffle=False`; None: not given. As on the
+            command line, a model also comes from `init_from_hf=DIR`, and options from YAML files with `config=FILE`.
+
+    Raises:
+        UserError: an option is unknown, or the values do not fit together.
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
+    parsed = cli.parse(words, read_model=hf_model_config)
+    only_prints = "print_config" if parsed.print_config else "dry_run" if parsed.dry_run else ""
+    require(not only_prints, f"{only_prints}=True", "prints and trains nothing", "drop it")
+    return parsed.config
+
+
+def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> Run:
+    """Open a run on this process, or on all of them under torchrun, and resume it if it has a checkpoint.
+
+    Use it in a `with` statement, or call `close` at the end: the watchdog, the writer of checkpoints and the process
+    group end there. A process group that already exists is used, and left alone.
+
+    Args:
+        cfg: from `configure`.
+        train_data: samples of your own, in place of `--data`.
+        valid_data: samples of your own for evaluation, with `train_data`.
+
+    Raises:
+        UserError: a request cannot be met; raised on every rank.
+    """
+    with ExitStack() as around:
+        around.enter_context(_log_and_group())
+        if cfg.train.deterministic:
+            around.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            only_deterministic_kernels()
+        grid = Grid.of(world_size(), cfg.parallel.tp, cfg.parallel.pp)
+        device = pick_device(cfg.parallel.device, cfg.parallel.tp, cfg.parallel.zero)
+        init_process_group(device)
+        rank = dist.get_rank() if grid.world > 1 else env_rank()
+        memory = around.enter_context(diagnosing_memory(cfg, grid, device, rank))
+        run = open_run(cfg, ParallelContext.create(grid, device), train_data, valid_data)
+        memory.cfg = run.engine.cfg
+        run.around = around.pop_all()
+        return run
+
+
+@contextmanager
+def _log_and_group() -> Iterator[None]:
+    """End what a run began around itself: the log's file, and the process group unless it was there before.
+
+    After a failure both stay: its message is still to be logged, and leaving a process group could wait for peers that
+    are gone.
+    """
+    own_group = not dist.is_initialized()
+    rank = env_rank() if own_group else dist.get_rank()
+    setup_logging(rank)
+    yield
+    setup_logging(rank)
+    if own_group:
+        shutdown()

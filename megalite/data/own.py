@@ -1,0 +1,89 @@
+"""Samples that a user's own code provides, instead of token files."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol
+
+import numpy as np
+
+from megalite.data.samples import Tokens, epoch_order
+from megalite.errors import UserError
+
+
+class Samples(Protocol):
+    """What a user's data must offer. It is read in a background thread.
+
+    `sample` must return the same for the same i on every rank: the ranks of one model copy read the same samples, and a
+    resumed run reads on where it was. A `content_hash()` is used if there is one (see `OwnDataset`).
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def sample(self, i: int) -> Any:
+        """Return the token ids of sample i, seq_len + 1 of them: an array, a tensor or a list.
+
+        Inputs are [:-1], targets [1:]. -1 pads a short sample at its end: it does not count in the loss.
+        """
+
+
+class OwnDataset:
+    """Give a user's samples an order without end, and check them.
+
+    Position p is sample p % n of epoch p // n: in order without `shuffle`, else by `epoch_order`.
+
+    Args:
+        samples: the user's.
+        seq_len: tokens per sample.
+        vocab_size: ids must be below it.
+        seed: of the shuffled order.
+        shuffle: shuffle samples within each epoch.
+
+    Raises:
+        UserError: there are no samples, or the first one is not right.
+    """
+
+    def __init__(self, samples: Samples, seq_len: int, vocab_size: int, seed: int = 0, shuffle: bool = True) -> None:
+        self.samples, self.seq_len, self.vocab_size = samples, seq_len, vocab_size
+        self.seed, self.shuffle = seed, shuffle
+        self.name = type(samples).__name__
+        if len(samples) == 0:
+            raise UserError(f"{self.name} of length 0", "there is nothing to train on", "give at least one sample")
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self._read(0)
+
+    def sample(self, position: int) -> Tokens:
+        """Return int64 [seq_len + 1] at a position.
+
+        Raises:
+            UserError: the sample has another length, is not of whole numbers, or has an id outside the vocabulary.
+        """
+        epoch, within = divmod(position, len(self.samples))
+        if not self.shuffle:
+            return self._read(within)
+        if epoch != self._epoch:
+            self._order, self._epoch = epoch_order(len(self.samples), self.seed, epoch), epoch
+        return self._read(int(self._order[within]))
+
+    def _read(self, i: int) -> Tokens:
+        tokens, where = np.asarray(self.samples.sample(i)), f"sample {i} of {self.name}"
+        if tokens.shape != (self.seq_len + 1,):
+            rule = f"must have seq_len + 1 = {self.seq_len + 1} token ids"
+            raise UserError(f"{where} of shape {list(tokens.shape)}", rule, "cut it so, or change --seq-len")
+        if tokens.dtype.kind not in "iu":
+            raise UserError(f"{where} of {tokens.dtype}", "token ids are whole numbers", "convert it to int64")
+        if int(tokens.max()) >= self.vocab_size:
+            rule = f"ids must be below --vocab-size {self.vocab_size}"
+            raise UserError(f"token id {int(tokens.max())} in {where}", rule, "correct the data or raise --vocab-size")
+        return tokens.astype(np.int64)
+
+    def content_hash(self) -> str:
+        """Return the samples' own hash, or hash their number and the first, middle and last of them."""
+        if hasattr(self.samples, "content_hash"):
+            return str(self.samples.content_hash())
+        n = len(self.samples)
+        digest = hashlib.sha256(f"{n} {self.seq_len}".encode())
+        for i in sorted({0, n // 2, n - 1}):
+            digest.update(self._read(i).tobytes())
+        return digest.hexdigest()

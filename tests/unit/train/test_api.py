@@ -1,0 +1,144 @@
+"""`import megalite` in a notebook's process and over ranks: the command line's figures, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megalite
+from megalite.config import cli
+from megalite.train.metrics import read_metrics
+from megalite.train.watch.watchdog import children
+from tests.workers import WorkerPool
+
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "seq_len": 8,
+    "vocab_size": 31,
+    "global_batch_size": 4,
+    "device": "cpu",
+    "train_steps": 3,
+}
+
+
+class Mine:
+    """Samples of a user: tensors, lists and arrays."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def sample(self, i: int) -> Any:
+        ids = [(3 * i + k) % 31 for k in range(9)]
+        return (torch.tensor(ids), ids, np.array(ids, np.int16))[i % 3]
+
+
+def train(rank: int, run_dir: str, options: dict[str, Any]) -> Any:
+    """Two steps of a loop, left and taken up again, with a hook; (loss, gradient norm) by step and who was called."""
+
+    import torch
+
+    import megalite
+    from tests.unit.train.test_api import SIZES, Mine
+
+    before = children(os.getpid())
+    called: list[str] = []
+    figures = []
+    cfg = megalite.configure(**{**SIZES, **options, "run_dir": run_dir})
+    with megalite.start(cfg, train_data=Mine()) as run:
+        for name, module in run.modules.items():
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+        for step in megalite.steps(run):
+            figures.append((step["loss"], step["grad_norm"]))
+            if run.step == 2:
+                break
+        megalite.fit(run, [lambda run, step: figures.append((step["loss"], step["grad_norm"]))])
+        busy = children(os.getpid())
+    files = [h for h in megalite.train.loop.logger.handlers if isinstance(h, logging.FileHandler)]
+    assert set(before) < set(busy)
+    assert children(os.getpid()) == before
+    assert not files
+    assert torch.distributed.is_initialized() == (run.engine.ctx.world.size > 1)
+    return figures, sorted(set(called))
+
+
+def test_the_same_in_a_layout_as_in_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+    alone, modules = train(0, str(tmp_path / "one"), {})
+    assert len(alone) == 3
+    assert {"layers.0", "layers.1.mlp.down_proj", "lm_head", "embed_tokens"} <= set(modules)
+    ranks = pool.run(4, train, str(tmp_path / "four"), {"tp": 2, "pp": 2})
+    for figures, _ in ranks:
+        np.testing.assert_allclose(figures, alone, rtol=1e-5)
+    assert {name for _, called in ranks for name in called} == set(modules)
+
+
+def test_the_command_line_runs_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options, its figures to the bit, and its run resumed."""
+    import pretrain_gpt
+
+    options = {**SIZES, "mock_data": True, "shuffle": False, "data": None, "lr": 1e-3}
+    words = [w for name, v in SIZES.items() for w in (f"--{name.replace('_', '-')}", str(v))]
+    words += ["--mock-data", "--no-shuffle", "--lr", "0.001", "--run-dir", str(tmp_path / "line")]
+    assert megalite.configure(**options, run_dir=tmp_path / "line") == cli.parse(words).config
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+    pretrain_gpt.main()
+    with megalite.start(megalite.configure(**options, run_dir=tmp_path / "api")) as run:
+        mine = [step["loss"] for step in megalite.steps(run)]
+    assert mine == [step["loss"] for step in read_metrics(tmp_path / "line")[0]]
+    longer = megalite.configure(**{**options, "train_steps": 4}, run_dir=tmp_path / "line")
+    with megalite.start(longer) as run:
+        assert [step["step"] for step in megalite.steps(run)] == [4]
+
+
+BAD_SAMPLES = [
+    (lambda i: list(range(8)), {}, r"sample 0 of .* of shape \[8\].*seq_len \+ 1 = 9"),
+    (lambda i: np.ones(9), {}, "of float64.*whole numbers"),
+    (lambda i: [31] * 9, {}, "token id 31 .*below --vocab-size 31"),
+    (lambda i: [1] * 9, {"mock_data": True}, "--mock-data with train_data"),
+    (lambda i: [1] * 9, {"vocab_size": None}, "no vocab_size"),
+    (lambda i: [1] * 9, {"eval_every": 1}, "--eval-every 1 with no valid_data"),
+]
+
+
+@pytest.mark.parametrize(("sample", "options", "words"), BAD_SAMPLES)
+def test_mistakes_in_data_of_ones_own(sample: Any, options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    mine = type("Bad", (), {"__len__": lambda self: 3, "sample": lambda self, i: sample(i)})()
+    with pytest.raises(megalite.UserError, match=words):
+        megalite.start(megalite.configure(**{**SIZES, **options}, run_dir=tmp_path), train_data=mine)
+
+
+def test_options_are_those_of_the_command_line() -> None:
+    with pytest.raises(megalite.UserError, match="--tensor-parallel: is an unknown flag"):
+        megalite.configure(tensor_parallel=2)
+    with pytest.raises(megalite.UserError, match="dry_run=True"):
+        megalite.configure(dry_run=True)
+    assert megalite.configure(tensor_model_parallel_size=2, num_heads=4).parallel.tp == 2
+    assert megalite.configure(rope_scaling={"factor": 4.0}).model.rope_scaling.factor == 4.0  # type: ignore[union-attr]
+
+
+def test_a_step_takes_arrays_and_tensors(tmp_path: Path) -> None:
+    from megalite.train.step import eval_step
+
+    with megalite.start(megalite.configure(**SIZES, mock_data=True, run_dir=tmp_path)) as run:
+        ids = np.arange(36).reshape(4, 9) % 31
+        first = [eval_step(run.engine, batch) for batch in (ids, ids.astype(np.int32), torch.from_numpy(ids))]
+        assert len(set(first)) == 1
+        for batch in (ids[:3], ids[:, :8], ids.astype(float), torch.ones(4, 9)):
+            with pytest.raises(megalite.UserError, match=r"must be token ids .* = \[4, 9\]"):
+                eval_step(run.engine, batch)
+
+
+def test_importing_costs_nothing() -> None:
+    code = "import sys, megalite; print(sorted({'torch', 'numpy', 'yaml'} & set(sys.modules)), dir(megalite)[-3:])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "[] ['start', 'steps']\n" or said.startswith("[] ")
+    assert all(callable(getattr(megalite, name)) for name in megalite.__all__)
