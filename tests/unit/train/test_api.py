@@ -117,7 +117,7 @@ def test_mistakes_in_data_of_ones_own(sample: Any, options: dict[str, Any], word
 
 
 def test_options_are_those_of_the_command_line() -> None:
-    with pytest.raises(megalite.UserError, match="--tensor-parallel: is an unknown flag"):
+    with pytest.raises(megalite.UserError, match="--tensor-parallel 2: is an unknown flag"):
         megalite.configure(tensor_parallel=2)
     with pytest.raises(megalite.UserError, match="dry_run=True"):
         megalite.configure(dry_run=True)
