@@ -109,8 +109,12 @@ class WriterProcess:
 
     def start_job(self, job: dict[str, Any], boxes: Sequence[dict[str, Any]]) -> None:
         """Copy the sources of the boxes, which may change afterwards, and send the copy and `job` to the writer."""
-        if self._snapshot.take(boxes):
-            self._mapped = False
+        try:
+            if self._snapshot.take(boxes):
+                self._mapped = False
+        except OSError as e:
+            self._answer = {"error": f"no room for the snapshot ({e})"}
+            return
         job |= {
             "num_bytes": self._snapshot.num_bytes,
             "capacity": self._snapshot.capacity,

@@ -18,7 +18,7 @@ import torch
 from megalite.checkpoint import folder
 from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.save import Checkpointer
+from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from tests.faults import checkpoint_states as cs
@@ -141,6 +141,18 @@ def test_cleaning_up_while_a_writer_without_its_rank_commits(
     assert find_good(tmp_path, CTX) == tmp_path / steps[-1]
 
 
+def test_a_snapshot_without_room_fails_the_save_and_leaves_the_next_one(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.write_text("in the way")
+    checkpointer = Checkpointer(tmp_path / "run", CTX, scratch=scratch)
+    with pytest.raises(SaveError, match=r"not saved: rank 0: no room for the snapshot \(.*File exists: '.*scratch'"):
+        checkpointer.save(3, cs.states_at(3), {"step": 3})
+    scratch.unlink()
+    assert checkpointer.save(4, cs.states_at(4), {"step": 4}) == tmp_path / "run" / "step_00000004"
+    checkpointer.close()
+    assert names(tmp_path / "run") == ["step_00000004"]
+
+
 def test_weights_alone(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, CTX)
     full = checkpointer.save(3, cs.states_at(3), {"step": 3}, background=True)
@@ -199,7 +211,7 @@ def test_loading_needs_little_memory(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import Checkpointer
+from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 specs = [cs.ParamSpec("w", (16384, 1024))]
