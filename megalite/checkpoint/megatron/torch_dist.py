@@ -18,7 +18,7 @@ from megalite.slices import Slice, box_index
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.*)")
 _ROLES = {"param": "master", "fp32_param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 # Real ones have some kilobytes per tensor and rank.
-_MAX_METADATA = 8 << 30
+_MAX_METADATA = 1 << 30
 
 
 class TorchDistSource:

@@ -67,6 +67,12 @@ _RECORDS = frozenset(
 _RECORD_PREFIX = "megatron."
 
 
+# Opcodes that no checkpoint uses: the registry of extensions, buffers, and bytes allocated before they are read.
+_UNUSED = b"".join(
+    (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+)
+
+
 class _Sealed(type):
     """Class of the record types: a pickle cannot set attributes on them."""
 
@@ -106,7 +112,13 @@ class Storage:
     numel: int
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):
+    """Python's own implementation: its memo is a dictionary, while that in C allocates whatever a file asks for."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code not in _UNUSED
+    }
+
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data))
         self._where = where

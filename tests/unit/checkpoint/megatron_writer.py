@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # here once, not in the first update of every rank
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
@@ -192,7 +193,7 @@ def write(rank: int, out: Path, name: str) -> None:
     for kind in formats:
         folder = out / f"{name}_{kind}"
         state = {"args": argparse.Namespace(**args, params_dtype=dtype), "checkpoint_version": 3.0}
-        _save(folder, kind, {**state, "iteration": ITERATION}, model, optimizer, sharded)
+        _save(folder, kind, {**state, "iteration": ITERATION}, model, optimizer, sharded, name == "qwen")
         (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
         if kind in ("fully_reshardable", "torch_dist"):
             plain = dc.load_plain_tensors(str(folder / f"iter_{ITERATION:07d}"))
@@ -206,7 +207,9 @@ def write(rank: int, out: Path, name: str) -> None:
         torch.save({"ids": ids, "logits": logits}, out / f"{name}_logits.pt")
 
 
-def _save(folder: Path, kind: str, state: dict[str, Any], model: Any, optimizer: Any, sharded: bool) -> None:
+def _save(
+    folder: Path, kind: str, state: dict[str, Any], model: Any, optimizer: Any, sharded: bool, by_layer: bool
+) -> None:
     iteration = folder / f"iter_{ITERATION:07d}"
     if kind == "torch":
         tp, pp = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank()
@@ -222,6 +225,8 @@ def _save(folder: Path, kind: str, state: dict[str, Any], model: Any, optimizer:
             "distrib_optim_sharding_type": kind,
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
+            # Layers under names of their own, or stacked.
+            "non_homogeneous_layers": by_layer,
         }
         state["model"] = model.sharded_state_dict(metadata=meta)
         state["optimizer"] = optimizer.sharded_state_dict(state, metadata=meta)

@@ -70,7 +70,9 @@ def _theirs_of(ours: str, plain: dict[str, torch.Tensor], prefix: str, cfg: Mode
         "mlp.up_proj": "mlp.linear_fc1.",
         "mlp.down_proj": "mlp.linear_fc2.",
     }
-    tensor = plain[f"{prefix}decoder.layers.{names[found[2]]}{found[3]}"][int(found[1])]
+    leaf, layer = f"{names[found[2]]}{found[3]}", int(found[1])
+    stacked = plain.get(f"{prefix}decoder.layers.{leaf}")
+    tensor = plain[f"{prefix}decoder.layers.{layer}.{leaf}"] if stacked is None else stacked[layer]
     if found[2] != "self_attn.qkv_proj":
         return tensor
     # One block of rows per head: of each group its queries, its key and its value.

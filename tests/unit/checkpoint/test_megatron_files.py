@@ -217,7 +217,16 @@ def test_records_cannot_be_changed_or_called() -> None:
         unpickle(namespace + b"(N(dS'__new__'\n" + namespace + b"stb.", "file")
     made = unpickle(b"cmegatron.core.utils\nrun_anything\n(S'rm -rf'\ntR.", "file")
     assert (made.name, made.args) == ("megatron.core.utils.run_anything", ("rm -rf",))
-    for garbage in (b"", b"\x80\x04", b"(((((", b"\x80\x02]\xff.", b"I1\nb."):
+    # Neither an index nor a length allocates gigabytes.
+    assert unpickle(b"\x80\x02]r\xff\xff\xff\x7f.", "file") == []
+    for garbage in (
+        b"\x80\x05\x96" + (1 << 42).to_bytes(8, "little") + b".",
+        b"",
+        b"\x80\x04",
+        b"(((((",
+        b"\x80\x02]\xff.",
+        b"I1\nb.",
+    ):
         with pytest.raises(UserError, match="is not a pickle of a checkpoint"):
             unpickle(garbage, "file")
 
