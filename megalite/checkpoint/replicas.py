@@ -39,7 +39,8 @@ def check_replicas(copies: Copies, ctx: ParallelContext) -> None:
 def _differing(held: Sequence[tuple[str, torch.Tensor]], axis: Axis, ctx: ParallelContext) -> str:
     """Describe the first difference over an axis; return "" when there is none."""
     bits = {4: torch.int32, 2: torch.int16}
-    sums = torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64) for _, x in held]).to(ctx.device)
+    # Shares that are offloaded are on the host.
+    sums = torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64).to(ctx.device) for _, x in held])
     gathered = torch.empty(axis.size * len(sums), dtype=torch.int64, device=ctx.device)
     all_gather(gathered, sums, axis).wait()
     table = gathered.view(axis.size, -1).cpu()

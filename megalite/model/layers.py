@@ -39,6 +39,7 @@ class Layers:
         ops: the kernels in use.
         rng: dropout streams.
         queue: weight-gradient queue of the stage.
+        hollow: make parameters without memory, because buckets will hold their weights.
     """
 
     cfg: ModelConfig
@@ -51,11 +52,16 @@ class Layers:
     ops: Ops
     rng: RngStreams
     queue: WgradQueue
+    hollow: bool = False
     _rotary: dict[object, Rotary] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
         """Make this rank's (uninitialized) shard of a declared parameter."""
-        return ShardedParameter.empty(Shard(self.specs[name], self.layout), self.dtype, self.device, adds_to_main_grad)
+        shard = Shard(self.specs[name], self.layout)
+        param = ShardedParameter.empty(shard, self.dtype, self.device, adds_to_main_grad)
+        if self.hollow:
+            param.untyped_storage().resize_(0)
+        return param
 
     def column(self, name: str) -> ColumnParallelLinear:
         """Make a column-parallel linear layer with the declared weight and bias."""

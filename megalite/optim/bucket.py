@@ -163,11 +163,14 @@ class Bucket:
             return
         if self._reducing is not None:
             self._settle()
-        while len(self._in_flight) > _IN_FLIGHT[self.grad.device.type]:
-            self._in_flight[0]._settle()
+        self._settle_others()
         _resize(self.grad, self.numel)
         self.grad.zero_()
         self._filling = True
+
+    def _settle_others(self) -> None:
+        while len(self._in_flight) > _IN_FLIGHT[self.grad.device.type]:
+            self._in_flight[0]._settle()
 
     def _added(self, param: ShardedParameter) -> None:
         self._missing[param.shard.spec.name] -= 1
@@ -186,6 +189,7 @@ class Bucket:
             self.codec.start(self.grad, self.owned, self._scale)
             self._reducing = self.codec
             return
+        self._settle_others()
         self._sent = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
         if self.sharded.state:
             self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.shards)

@@ -64,7 +64,8 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
 
 def _table(ranks: list[RankMemory], worst: int, unit: str, placement: Placement, layers: list[range]) -> str:
     """Format one line per pipeline rank; * marks the one with the most memory."""
-    columns = ("weights", "main_grad", "optimizer", "activations", "logits", "total")
+    temporary = ("temporary",) if any(rank.temporary for rank in ranks) else ()
+    columns = ("weights", "main_grad", "optimizer", "activations", "logits", *temporary, "total")
     where = [" + ".join(_span(layers[s]) for s in placement.stages_of(rank)) for rank in range(len(ranks))]
     width = max(len("layers"), *(len(text) for text in where))
     title = f"{'pp rank':<9}{'layers':<{width}}{'parameters':>16}" + "".join(f"{c:>12}" for c in columns)

@@ -11,14 +11,9 @@ parallelism, else 1.
 
 from __future__ import annotations
 
-import math
-import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
@@ -26,6 +21,7 @@ from megalite.model.partition import layer_split
 from megalite.ops.choose import parse_spec
 from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes
 from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
+from megalite.plan.zero_memory import states_of, units_of
 from megalite.sharding import Layout, Shard
 
 # Temporary fp32 copies of the logits in the torch reference of the loss, bytes per logit; kernels work in place.
@@ -45,6 +41,7 @@ class RankMemory:
         activations: kept for backward at the peak, plus the one layer being recomputed.
         logits: of the output layer at that moment, with the workspace of the loss.
         host: offloaded to the host, or to disk; not in `total`.
+        temporary: weights that ZeRO gathers and gradients that it has not reduced yet.
     """
 
     parameters: int
@@ -54,10 +51,11 @@ class RankMemory:
     activations: int
     logits: int
     host: int = 0
+    temporary: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.main_grad + self.optimizer + self.activations + self.logits
+        return self.weights + self.main_grad + self.optimizer + self.activations + self.logits + self.temporary
 
 
 def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) -> list[RankMemory]:
@@ -77,16 +75,23 @@ def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) ->
     out = []
     for rank in range(topology["pp"]):
         parameters = parameters_on_rank(cfg, topology["tp"], placement, layers, rank)
-        weights, main_grad, optimizer = state_bytes(cfg, parameters, topology["dp"])
+        units = units_of(cfg, topology["tp"], layers, placement.stages_of(rank))
+        split = any(op.kind == "W" for op in samples[0][rank])
+        states = states_of(cfg, units, topology["dp"], element_size(cfg), split)
         peaks = zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples))
         activations, logits, host = (round(extend(m, sizes, peak)) for peak in peaks)
-        if cfg.train.offload.startswith("optimizer"):
-            # On the host, masters are never the weights themselves.
-            kept = 4 * (1 + cfg.optim.num_moments)
-            if cfg.train.offload == "optimizer+params":
-                kept += element_size(cfg)
-            host, optimizer = kept * _share(cfg, parameters, topology["dp"]), 0
-        out.append(RankMemory(parameters, weights, main_grad, optimizer, activations, logits, host))
+        out.append(
+            RankMemory(
+                parameters,
+                states.weights,
+                states.main_grad,
+                states.optimizer,
+                activations,
+                logits,
+                host + states.host,
+                states.temporary,
+            )
+        )
     return out
 
 
@@ -106,49 +111,14 @@ def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: list[
     Args:
         layers: of each stage.
     """
-    stages = placement.stages_of(rank)
-    held = _local_elements(cfg.model, tp, cfg.parallel.vocab_divisible_by)
-    total = sum(held[f"layers.{i}"] for stage in stages for i in layers[stage])
-    if 0 in stages:
-        total += held["embed"]
-    if placement.num_stages - 1 in stages:
-        # Both uses of a tied embedding on one rank are one parameter.
-        total += held["norm"] + (0 if cfg.model.tie_embeddings and 0 in stages else held["lm_head"])
-    return total
-
-
-@lru_cache(maxsize=16)
-def _local_elements(model: ModelConfig, tp: int, vocab_divisible_by: int) -> Mapping[str, int]:
-    """Count elements on one tensor-parallel rank: of each layer ("layers.3"), "embed", "norm" and "lm_head"."""
-    layout = Layout(Grid.of(tp, tp), multiple=vocab_divisible_by)
-    held: dict[str, int] = defaultdict(int)
-    for name, spec in param_map(model).items():
-        unit = re.match(r"layers\.\d+|embed|norm|lm_head", name)
-        assert unit is not None, name
-        held[unit[0]] += math.prod(Shard(spec, layout).shape)
-    return dict(held)
+    stages = units_of(cfg, tp, layers, placement.stages_of(rank))
+    return sum(sum(unit) for units in stages for unit in units)
 
 
 def vocab_rows(cfg: Config) -> int:
     """Count the rows of the vocabulary on one tensor-parallel rank, padding included."""
     layout = Layout(Grid.of(cfg.parallel.tp, cfg.parallel.tp), multiple=cfg.parallel.vocab_divisible_by)
     return Shard(param_map(cfg.model)["lm_head.weight"], layout).shape[0]
-
-
-def state_bytes(cfg: Config, parameters: int, dp: int) -> tuple[int, int, int]:
-    """Compute (weights, main_grad, optimizer) bytes of local elements: 6 + 12 / dp bytes each for bf16 with ZeRO-1."""
-    size = element_size(cfg)
-    sent = 2 if cfg.train.grad_reduce_dtype == "bf16" else 0
-    master = 0 if cfg.train.precision == "fp32" else 4
-    moments = 4 * cfg.optim.num_moments
-    left = 8 if dp > 1 and cfg.train.compress.startswith(("topk", "powersgd")) else 0
-    optimizer = (master + moments) * _share(cfg, parameters, dp)
-    return size * parameters, (4 + sent + left) * parameters, optimizer
-
-
-def _share(cfg: Config, parameters: int, dp: int) -> int:
-    """Count the elements whose optimizer state a dp rank holds."""
-    return -(-parameters // dp) if cfg.parallel.zero else parameters
 
 
 def element_size(cfg: Config) -> int:

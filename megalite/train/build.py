@@ -120,6 +120,7 @@ def build_stages(
             ops=ops,
             rng=rng,
             queue=WgradQueue(cfg.parallel.overlap_tp_reduce),
+            hollow=cfg.parallel.zero == 3,
         )
         last = index == placement.num_stages - 1
         # A tied embedding that is used twice on one rank is one parameter.

@@ -1,0 +1,136 @@
+"""Memory of weights, gradients and optimizer states under each ZeRO stage: between steps, and what a step adds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.dist.context import local_world_size
+from megalite.dist.grid import Grid
+from megalite.model.parameters import param_map
+from megalite.optim.shares import plan_buckets
+from megalite.sharding import Layout, Shard
+
+Unit = tuple[int, ...]
+"""Elements of each kind of parameter of an embedding, a block, a norm or an output layer, on one rank."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on a rank.
+
+    Attributes:
+        weights, main_grad, optimizer: between steps.
+        host: offloaded to the host, or to disk.
+        temporary: at most at one time within a step: weights that are gathered, gradients that are not reduced yet.
+    """
+
+    weights: int
+    main_grad: int
+    optimizer: int
+    host: int
+    temporary: int
+
+
+def states_of(cfg: Config, stages: Sequence[Sequence[Unit]], dp: int, element: int, split: bool) -> States:
+    """Compute what a rank holds: 18, 6 + 12 / dp, 2 + 16 / dp and 18 / dp bytes per parameter for bf16 and AdamW.
+
+    Args:
+        stages: the units of each stage of the rank.
+        element: bytes of a weight.
+        split: whether the schedule splits the backward pass.
+    """
+    p, t = cfg.parallel, cfg.train
+    params_away = t.offload == "optimizer+params"
+    zero = p.zero if dp > 1 or params_away else min(p.zero, 1)
+    group = cfg.zero_group_size(dp, local_world_size()) or dp
+    total = sum(sum(unit) for units in stages for unit in units)
+    cut = [[sum(n for n in unit if zero == 3 and n >= p.zero_whole_below) for unit in units] for units in stages]
+    gathered = sum(map(sum, cut))
+    # Copies that are sent: in bf16 if asked for, and what arrives in a reduce-scatter between CPUs.
+    sent = 2 if t.grad_reduce_dtype == "bf16" else 0
+    arriving = (sent or 4) if p.device == "cpu" and zero and dp > 1 else 0
+    left = 8 if dp > 1 and t.compress.startswith(("topk", "powersgd")) else 0
+    state = (0 if t.precision == "fp32" else 4) + 4 * cfg.optim.num_moments
+    shared = total if zero == 2 else gathered
+    share = element * -(-gathered // group)
+    weights = element * (total - gathered) + (0 if params_away else share)
+    main_grad = (4 + sent + left) * (total - shared) + 4 * -(-shared // group)
+    held = -(-total // group) if zero else total
+    optimizer, host = state * held, 0
+    if t.offload.startswith("optimizer"):
+        # On the host, masters are never the weights themselves.
+        optimizer, host = 0, 4 * (1 + cfg.optim.num_moments) * held + (share if params_away else 0)
+    # Of gradients that are whole, all arrive before the step asks for any.
+    temporary = arriving * (total - shared) if p.overlap_grad_reduce else 0
+    if zero == 2:
+        temporary += _gradient(cfg, _largest_bucket(cfg, stages), total, sent + arriving)
+    if zero == 3:
+        temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
+    return States(weights, main_grad, optimizer, host, temporary)
+
+
+def _gradient(cfg: Config, largest: int, total: int, copies: int) -> int:
+    """Bytes of the gradients that are not reduced yet, `largest` elements at a time."""
+    if cfg.parallel.zero_reduce == "step":
+        return 4 * total + copies * largest
+    # On a GPU one is reduced while the next one fills.
+    return (4 + copies + (4 if cfg.parallel.device != "cpu" else 0)) * largest
+
+
+def _of_units(cfg: Config, units: Sequence[int], total: int, element: int, copies: int, split: bool) -> int:
+    """Peak of the weights that are gathered and the gradients beside them, at stage 3."""
+    ahead = [0, *units[:-1]] if cfg.parallel.overlap_param_gather else [0] * len(units)
+    # The next unit's weights are under way while one runs.
+    weights = [element * (n + more) for n, more in zip(units, ahead)]
+    if cfg.parallel.zero_keep != "none":
+        weights = [element * total] * len(units)
+    grads = [_gradient(cfg, n, total, copies) for n in units]
+    # Weight gradients that are split off need no weights.
+    both = [max(w, g) if split and cfg.parallel.zero_keep != "step" else w + g for w, g in zip(weights, grads)]
+    return max(both, default=0)
+
+
+def _largest_bucket(cfg: Config, stages: Sequence[Sequence[Unit]]) -> int:
+    units = [[max(unit, default=0)] for stage in stages for unit in stage]
+    plans = plan_buckets(units, cfg.parallel.bucket_size)
+    largest = max(sum(units[unit][i] for unit, i in bucket) for bucket in plans)
+    return largest if len(plans) == 1 else min(largest, max(cfg.parallel.bucket_size, *(unit[0] for unit in units)))
+
+
+def units_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int]) -> list[list[Unit]]:
+    """List the units of the stages that a rank holds, in forward order.
+
+    Args:
+        tp: tensor-parallel size.
+        layers: blocks of every stage of the model.
+        held: the rank's stages.
+    """
+    sizes = _unit_sizes(cfg.model, tp, cfg.parallel.vocab_divisible_by)
+    out = []
+    for stage in held:
+        names = [f"layers.{i}" for i in layers[stage]]
+        if stage == 0:
+            names = ["embed_tokens", "embed_positions", *names]
+        if stage == len(layers) - 1:
+            # Both uses of a tied embedding on one rank are one parameter.
+            names += ["norm"] if cfg.model.tie_embeddings and 0 in held else ["norm", "lm_head"]
+        out.append([sizes[name] for name in names if name in sizes])
+    return out
+
+
+@lru_cache(maxsize=16)
+def _unit_sizes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> dict[str, Unit]:
+    layout = Layout(Grid.of(tp, tp), multiple=vocab_divisible_by)
+    sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
+    for name, spec in param_map(model).items():
+        unit = re.match(r"layers\.\d+|[^.]+", name)
+        assert unit is not None
+        sizes[unit[0]][spec.weight_decay, spec.partial] += math.prod(Shard(spec, layout).shape)
+    return {name: tuple(kinds.values()) for name, kinds in sizes.items()}
