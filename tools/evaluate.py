@@ -1,47 +1,71 @@
-"""Compute loss and perplexity of a trained model: `python tools/evaluate.py RUN_DIR --data PREFIX` or `--text FILE`."""
+"""Compute loss and perplexity of a model: `python tools/evaluate.py RUN --data PREFIX ...` or `--text PATH ...`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
+from megalite.data import check_tokenizer_matches
+from megalite.data.prepare.documents import expand_inputs
 from megalite.dist.context import pick_device
 from megalite.errors import UserError, run_tool
-from megalite.train.inference import load_model, mean_loss, tokens_of
+from megalite.log import logger, setup_logging
+from megalite.train.inference import Model, encode_text, load_model, mean_loss, tokens_of
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print a JSON line for each source, and one for all of them if there are several."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path, help="run directory, or a checkpoint in it")
+    parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--data", metavar="PREFIX", help="tokens: PREFIX.bin and PREFIX.idx")
-    source.add_argument("--text", metavar="FILE", type=Path, help="a text file; also gives bits per byte")
-    parser.add_argument("--max-tokens", type=int, default=1_000_000, help="most tokens to read (default 1,000,000)")
-    parser.add_argument("--tokenizer", help="tokenizer folder or file for --text (default: the run's)")
+    source.add_argument("--data", metavar="PREFIX", nargs="+", help="tokens: PREFIX.bin and PREFIX.idx")
+    texts = "text files, folders or globs, as for preprocess_data.py; also gives bits per byte"
+    source.add_argument("--text", metavar="PATH", nargs="+", help=texts)
+    parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
+    parser.add_argument("--max-tokens", type=int, default=1_000_000, help="most tokens of a source (default 1,000,000)")
+    parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    setup_logging()
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
-    num_bytes = None
+    if model.tokenizer is None and args.text:
+        raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+    if model.tokenizer is None:
+        logger.warning(f"the tokenizer of {args.path} is unknown: whether it made the data is not checked")
+    elif args.data:
+        check_tokenizer_matches(args.data, model.tokenizer)
+    results = [_evaluate(model, given, args) for given in args.data or args.text]
+    for result in results if len(results) == 1 else [*results, _together(results)]:
+        print(json.dumps(result | {"perplexity": math.exp(result["loss"])}))
+
+
+def _evaluate(model: Model, given: str, args: argparse.Namespace) -> dict[str, Any]:
+    num_bytes = 0
     if args.data:
-        ids = tokens_of(args.data, args.max_tokens)
+        ids = tokens_of(given, args.max_tokens)
     else:
-        if model.tokenizer is None:
-            raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
-        try:
-            text = args.text.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"--text {args.text}", f"must be a readable UTF-8 file ({e})", "check the file") from None
-        ids = np.array(model.tokenizer.encode(text), dtype=np.int64)[: args.max_tokens]
-        num_bytes = len(model.tokenizer.decode(ids.tolist()).encode())
+        assert model.tokenizer is not None
+        ids, num_bytes = encode_text(model.tokenizer, expand_inputs([given], "--text"), args.key, args.max_tokens)
     loss, count = mean_loss(model, ids)
-    result = {"step": model.step, "tokens": count, "loss": loss, "perplexity": math.exp(loss)}
+    return _result(given, model.step, count, loss, num_bytes)
+
+
+def _together(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Weigh each source by its tokens."""
+    count = sum(r["tokens"] for r in results)
+    loss = sum(r["loss"] * r["tokens"] for r in results) / count
+    return _result("all", results[0]["step"], count, loss, sum(r.get("bytes", 0) for r in results))
+
+
+def _result(source: str, step: int | None, count: int, loss: float, num_bytes: int) -> dict[str, Any]:
+    result = {"source": source, "step": step, "tokens": count, "loss": loss}
     if num_bytes:
-        result["bits_per_byte"] = loss * count / num_bytes / math.log(2)
-    print(json.dumps(result))
+        result |= {"bytes": num_bytes, "bits_per_byte": loss * count / num_bytes / math.log(2)}
+    return result
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.dist.context import pick_device
@@ -10,27 +11,42 @@ from megalite.errors import UserError, run_tool
 from megalite.train.inference import generate, load_model
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path, help="run directory, or a checkpoint in it")
+    parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
     parser.add_argument("--prompt", default="", help="text to continue (default: start of a document)")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="most tokens to generate (default 100)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=50, help="sample from the k most likely, 0 = all (default 50)")
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
-    parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's)")
+    top_p = "sample from the most likely that have this probability together (default 1: all)"
+    parser.add_argument("--top-p", type=float, default=1.0, help=top_p)
+    parser.add_argument("--num-samples", type=int, default=1, help="texts to generate (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same text; the n-th sample has seed + n - 1")
+    parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    args = parser.parse_args()
-    if args.temperature < 0 or args.top_k < 0 or args.max_new_tokens < 1:
-        given = f"--temperature {args.temperature} --top-k {args.top_k} --max-new-tokens {args.max_new_tokens}"
-        raise UserError(given, "must not be negative, and at least one token must be generated", "change the value")
+    args = parser.parse_args(argv)
+    if args.temperature < 0 or args.top_k < 0:
+        given = f"--temperature {args.temperature} --top-k {args.top_k}"
+        raise UserError(given, "must not be negative", "change the value")
+    if args.max_new_tokens < 1 or args.num_samples < 1:
+        given = f"--max-new-tokens {args.max_new_tokens} --num-samples {args.num_samples}"
+        raise UserError(given, "at least one token must be generated", "give at least 1")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}", "must be more than 0 and at most 1", "give 0.9, for example")
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None:
         raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
     eos = model.tokenizer.eos_id
     prompt = model.tokenizer.encode(args.prompt) or [eos if eos is not None else 0]
-    new = generate(model, prompt, args.max_new_tokens, args.temperature, args.top_k, args.seed, eos)
-    print(args.prompt + model.tokenizer.decode(new))
+    if max(prompt) >= model.cfg.vocab:
+        rule = f"its token id {max(prompt)} is outside the model's vocabulary of {model.cfg.vocab}"
+        raise UserError(f"--prompt {args.prompt!r}", rule, "use the tokenizer that the model was trained with")
+    for number in range(args.num_samples):
+        seed = args.seed + number
+        new = generate(model, prompt, args.max_new_tokens, args.temperature, args.top_k, seed, args.top_p, eos)
+        if args.num_samples > 1:
+            print(f"--- sample {number + 1}, seed {seed}")
+        print(args.prompt + model.tokenizer.decode(new))
 
 
 if __name__ == "__main__":

@@ -268,6 +268,11 @@ def of_run(meta: dict[str, Any]) -> str | None:
     return name if name and (name == "bytes" or Path(name).exists()) else None
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Check for a file that `load_tokenizer` would take from a folder."""
+    return any(folder.glob("tokenizer.json")) or any(folder.glob("*.model")) or any(folder.glob("*.tiktoken"))
+
+
 def _file_in(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).exists():

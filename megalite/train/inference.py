@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +12,12 @@ import numpy as np
 import torch
 
 from megalite import ops as kernels
+from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.load import load_checkpoint, model_config, read_meta, resolve_checkpoint
 from megalite.config.model import ModelConfig
 from megalite.data import IndexedDataset
-from megalite.data.tokenizer import Tokenizer, load_tokenizer, of_run
+from megalite.data.prepare.documents import BadRecord, parse, read_chunks
+from megalite.data.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer, of_run
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
 from megalite.errors import UserError
@@ -24,6 +28,9 @@ from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.sharding import Layout, ShardedParameter, StateTensor
 from megalite.tensor_parallel.linear import WgradQueue
 
+_HF_WINDOW = 2048
+"""Longest window for a Hugging Face folder, which does not record the length that it was trained with."""
+
 
 @dataclass
 class Model:
@@ -33,13 +40,13 @@ class Model:
         cfg: shape of the model.
         stage: all its layers.
         tokenizer: the tokenizer of its run, if known.
-        step: optimizer steps it was trained for.
+        step: optimizer steps it was trained for; None for a Hugging Face folder.
     """
 
     cfg: ModelConfig
     stage: GPTStage
     tokenizer: Tokenizer | None
-    step: int
+    step: int | None
 
     @torch.no_grad()
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
@@ -55,17 +62,33 @@ class Model:
 
 
 def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
-    """Load the weights of a checkpoint in fp32.
+    """Load the weights of a checkpoint or of a Hugging Face folder in fp32.
 
     Args:
-        path: run directory or checkpoint.
+        path: run directory, checkpoint, or folder with config.json and safetensors.
         device: where to put the model.
-        tokenizer: tokenizer folder or file; default: that of the run, if it still exists.
+        tokenizer: tokenizer folder or file; default: that of the run, if it still exists, or the one in the folder.
     """
+    ctx = ParallelContext.single(device)
+    if (path / "config.json").is_file():
+        cfg = hf_model_config(path)
+        # Its length is the number of positions, which may be far beyond what a window of text needs.
+        cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, _HF_WINDOW))
+        stage = _empty(cfg, device, ctx)
+        load_hf(path, cfg, [_whole(p) for p in stage.parameters()], ctx)
+        name = tokenizer or (str(path) if holds_tokenizer(path) else None)
+        return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, None)
     checkpoint = resolve_checkpoint(path)
     meta = read_meta(checkpoint)
     cfg = model_config(meta, checkpoint)
-    ctx = ParallelContext.single(device)
+    stage = _empty(cfg, device, ctx)
+    load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
+    name = tokenizer or of_run(meta)
+    return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, int(meta["step"]))
+
+
+def _empty(cfg: ModelConfig, device: torch.device, ctx: ParallelContext) -> GPTStage:
+    """Build a whole model whose weights are to be loaded."""
     layers = Layers(
         cfg=cfg,
         specs=param_map(cfg),
@@ -78,10 +101,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
         rng=RngStreams(),
         queue=WgradQueue(),
     )
-    stage = GPTStage(layers, range(cfg.num_layers), first=True, last=True)
-    load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
-    name = tokenizer or of_run(meta)
-    return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, int(meta["step"]))
+    return GPTStage(layers, range(cfg.num_layers), first=True, last=True)
 
 
 def _whole(param: torch.nn.Parameter) -> StateTensor:
@@ -100,6 +120,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    top_p: float = 1.0,
     stop_id: int | None = None,
 ) -> list[int]:
     """Continue a prompt.
@@ -111,6 +132,8 @@ def generate(
         temperature: 0 always takes the most likely token.
         top_k: sample among the k most likely tokens; 0 = all.
         seed: same seed, same text.
+        top_p: sample among the most likely tokens that together have this probability (nucleus sampling, Holtzman et
+            al. 2020); after top_k.
         stop_id: token that ends the text; not returned.
 
     Returns:
@@ -128,7 +151,10 @@ def generate(
         else:
             if 0 < top_k < logits.numel():
                 logits[logits < logits.topk(top_k).values[-1]] = -math.inf
-            new = torch.multinomial((logits / temperature).softmax(0), 1, generator=generator).view(1, 1)
+            probabilities, ids = (logits / temperature).softmax(0).sort(descending=True, stable=True)
+            # The one that reaches top_p is kept.
+            probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0.0
+            new = ids[torch.multinomial(probabilities, 1, generator=generator)].view(1, 1)
         if stop_id is not None and int(new) == stop_id:
             break
         tokens = torch.cat((tokens, new), dim=1)
@@ -162,6 +188,28 @@ def mean_loss(model: Model, ids: np.ndarray, batch: int = 8) -> tuple[float, int
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         total += loss.item()
     return total / count, count
+
+
+def encode_text(tokenizer: Tokenizer, paths: Sequence[Path], key: str, limit: int) -> tuple[np.ndarray, int]:
+    """Encode the documents of text files, an end-of-text id between them, up to `limit` ids.
+
+    Returns:
+        (ids [at most limit], bytes of UTF-8 text that they encode)
+    """
+    ids: list[int] = []
+    num_bytes = 0
+    for text in (text for path in paths for chunk in read_chunks(path, key) for text in parse(chunk, key)):
+        if isinstance(text, BadRecord):
+            raise text.error()
+        if ids and tokenizer.eos_id is not None:
+            ids.append(tokenizer.eos_id)
+        document = tokenizer.encode(text)
+        cut = document[: max(limit - len(ids), 0)]
+        num_bytes += len((text if len(cut) == len(document) else tokenizer.decode(cut)).encode())
+        ids += cut
+        if len(ids) >= limit:
+            break
+    return np.array(ids[:limit], dtype=np.int64), num_bytes
 
 
 def tokens_of(prefix: str, limit: int) -> np.ndarray:

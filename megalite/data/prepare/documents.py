@@ -56,7 +56,7 @@ class BadRecord:
         return UserError(f"{self.where}: {self.excerpt!r}", self.reason, remedy)
 
 
-def expand_inputs(inputs: Iterable[str]) -> list[Path]:
+def expand_inputs(inputs: Iterable[str], flag: str = "--input") -> list[Path]:
     """List the files of paths, folders and globs, in the order given; what a folder or glob holds is sorted.
 
     Of a folder, hidden files and those that are not UTF-8 text are left out, and the latter counted in the log.
@@ -68,13 +68,15 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path]:
     for given in inputs:
         found = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
         if not found:
-            raise UserError(f"--input {given}", "no such file", "check the path, or quote the pattern")
+            raise UserError(f"{flag} {given}", "no such file", "check the path, or quote the pattern")
         # A folder and its files may both match a glob.
-        files = dict.fromkeys(file for f in found for file in (_files_in(Path(f)) if Path(f).is_dir() else [Path(f)]))
+        files = dict.fromkeys(
+            file for f in found for file in (_files_in(Path(f), flag) if Path(f).is_dir() else [Path(f)])
+        )
         for path in files:
             if _kind(path) in _TABLES:
                 remedy = "convert it to .jsonl (an object a line), or rename it to .txt to take it as one document"
-                raise UserError(f"--input {path}", f"where a {_kind(path)} file's documents are is not known", remedy)
+                raise UserError(f"{flag} {path}", f"where a {_kind(path)} file's documents are is not known", remedy)
         paths += files
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
@@ -82,7 +84,7 @@ def expand_inputs(inputs: Iterable[str]) -> list[Path]:
     return paths
 
 
-def _files_in(folder: Path) -> list[Path]:
+def _files_in(folder: Path, flag: str) -> list[Path]:
     """List the text files of a folder and the folders in it."""
     text: list[Path] = []
     others: list[Path] = []
@@ -91,7 +93,7 @@ def _files_in(folder: Path) -> list[Path]:
         for path in (Path(root, name) for name in sorted(names) if not name.startswith(".")):
             (text if _is_text(path) else others).append(path)
     if not text:
-        raise UserError(f"--input {folder}", f"holds no text ({len(others)} other files)", "give another folder")
+        raise UserError(f"{flag} {folder}", f"holds no text ({len(others)} other files)", "give another folder")
     if others:
         kinds = f"not UTF-8 text, or {', '.join(_TABLES)}"
         logger.info(f"{folder}: {len(text)} files; {len(others)} skipped ({kinds}), the first {others[0]}")
