@@ -216,6 +216,25 @@ def test_a_run_in_a_notebook_may_rest_for_hours(watched: tuple[Watchdog, int], m
         dog.run()
 
 
+@pytest.mark.parametrize(("state", "named"), [(WAITING, "ranks [0, 2], which do not report"), (STOPPED, "rank 1 (")])
+def test_a_rank_that_only_waits_names_those_that_do_not_report(
+    watched: tuple[Watchdog, int], capfd: pytest.CaptureFixture[str], state: str, named: str
+) -> None:
+    """Their hosts or watchdogs are gone; it used to name itself."""
+    dog, pid = watched
+    dog.rank, dog.world = 1, 3
+    # The rank's end is closed when it is killed; here the test holds it.
+    dog.alive, theirs = os.pipe()
+    os.close(theirs)
+    with pytest.raises(SystemExit):
+        dog.end({1: report(1, state)})
+    os.close(dog.alive)
+    assert f"[rank 1] watchdog: all ranks are waiting for {named}" in capfd.readouterr().err
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    assert ended.si_status == signal.SIGKILL
+
+
 def test_a_process_that_ends_while_it_is_looked_at_has_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     def vanished(_: object) -> None:
         raise ProcessLookupError
