@@ -26,7 +26,7 @@ from megalite.sharding import ShardedParameter
 
 # Reductions under way while the next gradient fills, where gradients are cut. On a GPU each costs memory for a gradient
 # and hides behind the backward pass; on a CPU sending and computing share the cores.
-_IN_FLIGHT = {"cuda": 1, "cpu": 0}
+_IN_FLIGHT = {"cpu": 0}
 
 
 class Bucket:
@@ -169,7 +169,7 @@ class Bucket:
         self._filling = True
 
     def _settle_others(self) -> None:
-        while len(self._in_flight) > _IN_FLIGHT[self.grad.device.type]:
+        while len(self._in_flight) > _IN_FLIGHT.get(self.grad.device.type, 1):
             self._in_flight[0]._settle()
 
     def _added(self, param: ShardedParameter) -> None:

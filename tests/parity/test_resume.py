@@ -28,6 +28,8 @@ LAYOUTS = {
     "tp2-pp2": (4, ["--tp", "2", "--pp", "2"]),
     "dp2-zero0-bf16": (2, ["--zero", "0", "--precision", "bf16"]),
     "pp2-vp2": (2, ["--pp", "2", "--vp", "2"]),
+    "dp4-zero3-hybrid": (4, ["--zero", "3", "--zero-group", "2", "--zero-whole-below", "500", "--eval-every", "2"]),
+    "dp2-pp2-zero2": (4, ["--zero", "2", "--pp", "2"]),
     "dp2-tp2-powersgd": (4, ["--tp", "2", "--compress", "powersgd:2"]),
     "dp2-pp2-tied-topk-fp16": (
         4,
@@ -75,7 +77,10 @@ def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -
     assert losses(tmp_path / "b") == losses(tmp_path / "a")
 
 
-@pytest.mark.parametrize(("first", "second"), [("one", "tp2-pp2"), ("tp2-pp2", "dp2"), ("pp2-vp2", "one")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("one", "tp2-pp2"), ("tp2-pp2", "dp2"), ("pp2-vp2", "one"), ("dp4-zero3-hybrid", "dp2-pp2-zero2")],
+)
 def test_another_layout_to_1e_5(pool: WorkerPool, tmp_path: Path, first: str, second: str) -> None:
     # Dropout masks are a layout's own, so this comparison goes without.
     model = [*MODEL, "--hidden-dropout", "0"]
