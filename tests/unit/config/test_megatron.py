@@ -416,7 +416,7 @@ def test_the_two_commands_of_the_document_are_the_same_run() -> None:
     blocks = [
         block.split("```")[0].replace("\\\n", " ") for block in DOCS.read_text(encoding="utf-8").split("```bash\n")[1:]
     ]
-    theirs, ours = [shlex.split(block.split("pretrain_gpt.py ")[1]) for block in blocks]
+    theirs, ours = [shlex.split(block.split("pretrain_gpt.py ")[1]) for block in blocks[:2]]
     assert "--tp" in ours
     assert "--tp" not in theirs
     assert config(*theirs) == config(*ours)

@@ -43,10 +43,9 @@ def count(m: ModelConfig) -> int:
     return sum(spec.numel for spec in param_map(m).values() if spec.tied_to is None)
 
 
-def test_every_preset_is_counted_in_some_way() -> None:
+def test_presets_are_those_of_the_families() -> None:
+    """A published model has its number; None is for a shape of our own."""
     assert set(PRESETS) == set(PUBLISHED)
-    alone = [name for name, number in PUBLISHED.items() if number is None]
-    assert all(PRESETS[name]["arch"] in COUNTED_TWICE for name in alone)
     assert {"gpt2-124m", "llama-3-8b"} <= set(EXACT)
 
 
