@@ -101,17 +101,34 @@ def config(folder: Path | None = None) -> Config:
     return jobs.make_config(jobs.llama(), offload="optimizer", offload_dir=where)
 
 
-def test_a_step_that_is_not_finite_changes_no_state_on_disk(tmp_path: Path) -> None:
-    engine = build_engine(config(tmp_path), ParallelContext.single())
-    engine.optimizer.init_parameters(1)
-    jobs.run_steps(engine, 1)
-    before = [s.flat.clone() for s in engine.optimizer.states()]
-    assert all(x.any() for x in before)
-    weight = engine.optimizer.buckets[0].params[0]
-    with torch.no_grad():
-        weight.view(-1)[0] = torch.nan
-    assert train_step(engine, jobs.batches(1)[0], 2).skipped
-    assert all(torch.equal(x, s.flat) for x, s in zip(before, engine.optimizer.states()))
+def skipped(rank: int, cfgs: list[Config]) -> list[bool]:
+    """Whether a step with NaN gradients on rank 1 alone is skipped and leaves all states as they were, by config."""
+    ctx = ParallelContext.create(Grid.of(2), torch.device("cpu"))
+    out = []
+    for cfg in cfgs:
+        engine = build_engine(cfg, ctx)
+        engine.optimizer.init_parameters(1)
+        jobs.run_steps(engine, 1)
+        engine.optimizer.wait_weights()
+        before = [s.flat.clone() for s in engine.optimizer.states()]
+        assert all(x.any() for x in before if x.numel())
+        # A norm's weight that rank 0 owns and rank 1 has a copy of.
+        norms = next(b for b in engine.optimizer.buckets if not b.sharded.weights)
+        if rank == 1:
+            norms.weights[0] = torch.nan
+        result = train_step(engine, np.split(jobs.batches(1)[0], 2)[rank], 2)
+        out.append(result.skipped and all(torch.equal(x, s.flat) for x, s in zip(before, engine.optimizer.states())))
+    return out
+
+
+def test_a_step_that_is_not_finite_changes_no_state(pool: WorkerPool, tmp_path: Path) -> None:
+    shape = {"zero": 3, "zero_whole_below": 1000}
+    cfgs = [
+        jobs.make_config(jobs.llama(1), shape),
+        jobs.make_config(jobs.llama(1), shape, offload="optimizer+params"),
+        jobs.make_config(jobs.llama(1), shape, offload="optimizer", offload_dir=str(tmp_path)),
+    ]
+    assert pool.run(2, skipped, cfgs) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize(
