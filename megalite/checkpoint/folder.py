@@ -8,13 +8,15 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.manifest import Manifest, commit_text
 from megalite.checkpoint.safetensors_io import sync_folder, write_file
 from megalite.errors import UserError
+from megalite.log import logger
 
 _STEP = re.compile(r"step_(\d{8,})")
 # Megatron-LM's folders of one iteration, and of one rank in it.
@@ -78,10 +80,32 @@ def commit(root: Path, temporary: Path, name: str, manifest: Manifest, aside: Se
         The folders that were set aside, each as "old -> new".
     """
     commit_in_place(temporary, manifest)
-    moved = [set_aside(root, other) for other in dict.fromkeys([*aside, name]) if (root / other).exists()]
+    moved = [set_aside(root, other) for other in dict.fromkeys([*aside, name]) if os.path.lexists(root / other)]
     os.rename(temporary, root / name)
-    sync_folder(root)
     return moved
+
+
+def tidy(root: Path, name: str, keep_last: int, keep: Sequence[str]) -> list[str]:
+    """Finish after a commit: flush the rename to the disk, point `latest` at the checkpoint, prune older ones.
+
+    The checkpoint exists by now, so nothing that fails here undoes it.
+
+    Returns:
+        What failed, one line each.
+    """
+    problems = []
+    steps: list[tuple[str, Callable[[], None]]] = [
+        (f"{root / name} may not survive a power failure", lambda: sync_folder(root)),
+        (f"{root / 'latest'} does not point at {name}", lambda: point_latest(root, name)),
+    ]
+    old = [path for _, path in step_folders(root)[keep_last:] if path.name not in keep]
+    steps += [(f"{path} was not pruned", partial(prune, path)) for path in old]
+    for what, step in steps:
+        try:
+            step()
+        except OSError as e:
+            problems.append(f"{what} ({e.strerror or e})")
+    return problems
 
 
 def commit_in_place(folder: Path, manifest: Manifest) -> None:
@@ -108,18 +132,26 @@ def point_latest(root: Path, name: str) -> None:
     hint = root / f"{TEMPORARY}latest"
     hint.unlink(missing_ok=True)
     hint.symlink_to(name)
-    os.replace(hint, root / "latest")
+    try:
+        os.replace(hint, root / "latest")
+    except OSError:
+        hint.unlink()
+        raise
 
 
-def prune(root: Path, keep_last: int, keep: Sequence[str]) -> None:
-    """Delete all but the newest `keep_last` full checkpoints and those named in `keep`."""
-    for _, path in step_folders(root)[keep_last:]:
-        if path.name in keep:
-            continue
-        # A partly deleted folder must not look like a checkpoint.
-        doomed = root / f"{TEMPORARY}prune_{path.name}"
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+def prune(path: Path) -> None:
+    """Delete a checkpoint; of one that was moved elsewhere and linked here, the link."""
+    # A partly deleted folder must not look like a checkpoint.
+    doomed = path.with_name(f"{TEMPORARY}prune_{path.name}_{secrets.token_hex(4)}")
+    os.rename(path, doomed)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def clean_up(root: Path) -> list[str]:
@@ -136,12 +168,13 @@ def clean_up(root: Path) -> list[str]:
         except FileNotFoundError:
             continue
         left.append(path.name)
-        if dead.is_symlink() or not dead.is_dir():
-            dead.unlink()
-        while dead.exists():
-            # The writer may be deleting the same files.
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(dead)
+        try:
+            while os.path.lexists(dead):
+                # The writer may be deleting the same files.
+                with contextlib.suppress(FileNotFoundError):
+                    _delete(dead)
+        except OSError as e:
+            logger.warning(f"{dead} cannot be deleted ({e.strerror}): delete it by hand")
     return left
 
 

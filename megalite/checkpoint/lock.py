@@ -1,11 +1,18 @@
-"""One job per run directory: a file names its owner. Clocks are not used."""
+"""One job per run directory: a file names its owner. Clocks are not used.
+
+What a lock proves: its owner is gone where its pid is not running in the PID namespace and boot that the lock names,
+and these are ours; or where the lock is of this machine before it was booted again. Of anything else (another host,
+another container, a machine of the same name) nothing can be known, and a person decides.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import secrets
 import socket
 from pathlib import Path
 from typing import Any
@@ -19,8 +26,8 @@ from megalite.log import logger
 class RunLock:
     """Own a folder, from `acquire` to `release` or the end of the process.
 
-    The lock file holds run ID, host, pid, and what distinguishes this process from a later one with the same pid. The
-    lock of a dead process is taken over on the same host; on another host that cannot be known, so a person decides.
+    The lock file holds run ID, host, a random token, the pid, and what distinguishes this process from another one with
+    the same pid: start time, PID namespace, boot and machine.
 
     Args:
         folder: the folder to own; must exist.
@@ -29,8 +36,19 @@ class RunLock:
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self.path = folder / "lock"
-        self._mine = {"run_id": run_id, "host": socket.gethostname(), **_process(os.getpid())}
+        self._mine = {
+            "run_id": run_id,
+            "host": socket.gethostname(),
+            "token": secrets.token_hex(8),
+            **_place(),
+            **_process(os.getpid()),
+        }
         self._held = False
+
+    @property
+    def text(self) -> str:
+        """Content of the lock file while this process owns the folder."""
+        return json.dumps(self._mine)
 
     def acquire(self) -> None:
         """Take the lock.
@@ -48,21 +66,51 @@ class RunLock:
                 self._held = True
                 return
 
+    def confirm(self) -> str:
+        """Check that the lock is still this process's, and restore one that was deleted.
+
+        Returns:
+            Who else has taken the folder; "" if nobody has.
+
+        Raises:
+            OSError: the folder cannot be read or written.
+        """
+        other = taken_by(self.path, self.text)
+        if other is not None:
+            return other
+        with contextlib.suppress(FileExistsError):
+            self._create(self.path)
+            logger.warning(f"{self.path} had been deleted while this run was using the folder; restored it")
+        return taken_by(self.path, self.text) or ""
+
     def release(self) -> None:
-        """Release the lock."""
-        if self._held:
-            self.path.unlink(missing_ok=True)
-            self._held = False
+        """Release the lock, unless another job has taken the folder."""
+        if not self._held:
+            return
+        self._held = False
+        try:
+            if not taken_by(self.path, self.text):
+                self.path.unlink(missing_ok=True)
+        except OSError as e:
+            logger.warning(f"{self.path} cannot be deleted ({e.strerror}): the next run on this host will take it over")
 
     def _create(self, path: Path) -> None:
         """Create the file with its content in one step."""
-        part = path.with_name(f"lock_{self._mine['host']}_{os.getpid()}")
-        part.unlink(missing_ok=True)
-        write_file(part, [json.dumps(self._mine).encode()])
+        part = self._write_part()
         try:
             os.link(part, path)
+        except OSError as e:
+            if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            # A file system without hard links: the name is taken in one step, the content follows.
+            write_file(path, [self.text.encode()])
         finally:
             part.unlink()
+
+    def _write_part(self) -> Path:
+        part = self.path.with_name(f"lock_{self._mine['token']}")
+        write_file(part, [self.text.encode()])
+        return part
 
     def _take_over(self) -> bool:
         """Replace the lock of a dead process of this host; return False if it changed meanwhile."""
@@ -83,33 +131,55 @@ class RunLock:
                     f"use another --run-dir, wait for that job, or, if it is certainly gone, delete {self.path}",
                 )
             logger.warning(f"taking over {self.path} of {_describe(owner)}, which is no longer running")
-            part = self.path.with_name(f"lock_{self._mine['host']}_{os.getpid()}")
-            part.unlink(missing_ok=True)
-            write_file(part, [json.dumps(self._mine).encode()])
-            os.replace(part, self.path)
+            os.replace(self._write_part(), self.path)
             return True
         finally:
             os.close(fd)
 
     def _alive(self, owner: dict[str, Any]) -> bool:
-        """Return whether the owner may still be running; on another host, always."""
-        if owner["host"] != self._mine["host"]:
+        """Return whether the owner may still be running; where that cannot be known, it may."""
+        mine = self._mine
+        if owner["host"] != mine["host"]:
             return True
-        if not (owner["started"] and self._mine["started"]):
+        if owner["boot"] != mine["boot"]:
+            return not mine["machine"] or owner["machine"] != mine["machine"]
+        if owner["namespace"] != mine["namespace"]:
+            return True
+        if not (owner["started"] and mine["started"]):
             # Without /proc, there or here, a later process of the same pid cannot be distinguished from the owner.
             return _exists(owner["pid"])
-        return _process(owner["pid"]) == {k: owner[k] for k in ("pid", "boot", "started")}
+        return _process(owner["pid"]) == {k: owner[k] for k in ("pid", "started")}
+
+
+def taken_by(path: Path, text: str) -> str | None:
+    """Describe the owner that a lock file names, if it is not the one of `text`.
+
+    Returns:
+        The other owner; "" if it is this one; None if there is no lock.
+    """
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return "" if found == text.encode() else _describe(_parse(found))
+
+
+def _place() -> dict[str, str]:
+    """Identify where this process runs: machine, boot and PID namespace, "" for what cannot be read."""
+    machine = boot = namespace = ""
+    with contextlib.suppress(OSError):
+        machine = Path("/etc/machine-id").read_text().strip()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return {"machine": machine, "boot": boot, "namespace": namespace}
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """Identify a process on its host: pid, boot and start time in ticks since boot ("" when it is gone)."""
-    boot = started = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Identify a process: pid and start time in ticks since boot ("" when it is gone)."""
     fields = stat_of(pid)
-    if fields and fields[0] != "Z":
-        started = fields[19]
-    return {"pid": pid, "boot": boot, "started": started}
+    return {"pid": pid, "started": fields[19] if fields and fields[0] != "Z" else ""}
 
 
 def _exists(pid: int) -> bool:
@@ -124,11 +194,11 @@ def _exists(pid: int) -> bool:
 
 def _parse(data: bytes) -> dict[str, Any] | None:
     try:
-        owner = json.loads(data)
-        ok = isinstance(owner["pid"], int) and all(
-            isinstance(owner[k], str) for k in ("run_id", "host", "boot", "started")
-        )
-    except (ValueError, KeyError, TypeError):
+        # A lock of an earlier version has no machine and no namespace: it proves nothing.
+        owner = {"machine": "", "namespace": "unknown", **json.loads(data)}
+        strings = ("run_id", "host", "machine", "boot", "namespace", "started")
+        ok = isinstance(owner["pid"], int) and all(isinstance(owner[k], str) for k in strings)
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return owner if ok else None
 

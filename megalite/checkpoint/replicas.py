@@ -1,6 +1,7 @@
-"""Copies that must be equal: weights that several dp or tp ranks hold. They are compared before a save.
+"""What is checked before a save: the state is finite, and copies are equal.
 
-A flipped bit in one copy, or copies that drift apart, do not show in the loss; a save would make them permanent.
+Copies are weights over dp, over tp those that are not cut, and the two ends of a tied embedding. A flipped bit in one
+copy, or copies that drift apart, do not show in the loss; a save would make them permanent, as it would a NaN.
 """
 
 from __future__ import annotations
@@ -12,9 +13,25 @@ import torch
 from megalite.checkpoint.save import SaveError
 from megalite.dist.collectives import all_gather, gather_texts
 from megalite.dist.context import Axis, ParallelContext
+from megalite.sharding import StateTensor
 
 Copies = Sequence[tuple[Axis, Sequence[tuple[str, torch.Tensor]]]]
 """Names and weights that the ranks on an axis hold the same of, by axis."""
+
+
+@torch.no_grad()
+def check_finite(states: Sequence[StateTensor], ctx: ParallelContext) -> None:
+    """Check that masters and moments are finite; every rank calls it.
+
+    Raises:
+        SaveError: one is not; raised on every rank, naming the tensor and the rank.
+    """
+    extremes = [torch.stack(torch.aminmax(s.flat)) for s in states if s.flat.numel()]
+    problem = ""
+    if extremes and not torch.stack(extremes).isfinite().all():
+        bad = next(s for s in states if not s.flat.isfinite().all())
+        problem = f"{bad.role} of {bad.name} on rank {ctx.rank} is not finite"
+    _raise_first(problem, ctx, "resume from the last checkpoint, with a lower --lr if it recurs")
 
 
 @torch.no_grad()
@@ -29,11 +46,13 @@ def check_replicas(copies: Copies, ctx: ParallelContext) -> None:
     # All comparisons run on every rank, whatever the first finds: they are collectives.
     found = [_differing(held, axis, ctx) for axis, held in copies]
     problem = next(filter(None, found), "")
+    _raise_first(problem, ctx, "resume from the last checkpoint, on other hardware if it recurs")
+
+
+def _raise_first(problem: str, ctx: ParallelContext, remedy: str) -> None:
     problems = [text for text in gather_texts(problem, ctx.world, ctx.device) if text]
     if problems:
-        raise SaveError(
-            f"nothing saved: {problems[0]}; resume from the last checkpoint, on other hardware if it recurs"
-        )
+        raise SaveError(f"nothing saved: {problems[0]}; {remedy}")
 
 
 def _differing(held: Sequence[tuple[str, torch.Tensor]], axis: Axis, ctx: ParallelContext) -> str:
@@ -46,9 +65,13 @@ def _differing(held: Sequence[tuple[str, torch.Tensor]], axis: Axis, ctx: Parall
     table = gathered.view(axis.size, -1).cpu()
     for column, (name, _) in zip(table.t(), held):
         if (column != column[0]).any():
+            values, counts = column.unique(return_counts=True)
+            if int(counts.max()) <= axis.size // 2:
+                ranks = ", ".join(map(str, axis.ranks))
+                return f"the copies of {name} on ranks {ranks} differ ({axis.name}); which is wrong cannot be known"
             # The value of most ranks counts as the right one.
-            usual = column.mode().values
-            ranks = [axis.ranks[i] for i in range(axis.size) if column[i] != usual]
-            others = [rank for rank in axis.ranks if rank not in ranks]
-            return f"{name} of rank {ranks} differs from its copies on rank {others} ({axis.name})"
+            usual = values[counts.argmax()]
+            bad = [axis.ranks[i] for i in range(axis.size) if column[i] != usual]
+            others = [rank for rank in axis.ranks if rank not in bad]
+            return f"{name} of rank {bad} differs from its copies on rank {others} ({axis.name})"
     return ""

@@ -131,10 +131,13 @@ def open_inside(folder: Path, name: str) -> int:
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-    """Fill `buffer` from byte `offset` on; raise `BadCheckpoint` if the file ends too early."""
+    """Fill `buffer` from byte `offset` on; raise `BadCheckpoint` if the file ends too early or cannot be read."""
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as e:
+            raise BadCheckpoint(str(path), f"cannot be read at byte {offset + done} ({e.strerror})") from None
         if count == 0:
             raise BadCheckpoint(str(path), f"ends at byte {offset + done}, {len(buffer) - done} bytes too early")
         done += count

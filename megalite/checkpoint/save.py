@@ -114,10 +114,13 @@ class Checkpointer:
         It is never pruned. The first commit sets aside only the later checkpoints of the folder: they belong to a
         history that this run does not continue.
         """
-        path = Path(path).resolve()
-        if path.parent == self.root.resolve():
-            self._resumed_from = path.name
-            self._base = next((step for step, p in folder.step_folders(self.root) if p.name == path.name), -1)
+        path = Path(path)
+        # The checkpoint may lie elsewhere and be linked here; `latest` is a link to one that lies here.
+        for place in (path.parent.resolve() / path.name, path.resolve()):
+            steps = {p.name: step for step, p in folder.step_folders(self.root)}
+            if place.parent == self.root.resolve() and place.name in steps:
+                self._resumed_from, self._base = place.name, steps[place.name]
+                return
 
     def save(
         self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
@@ -160,6 +163,8 @@ class Checkpointer:
         json.dumps(meta, allow_nan=False)
         started = time.perf_counter()
         save_id = self._make_folder(name)
+        if save_id is None:
+            return None
         save = _Save(name, self._temporary(name, save_id), started)
         self._writer.start_job(self._make_job(save, save_id, step, meta), boxes)
         save.stalled = time.perf_counter() - started
@@ -167,21 +172,35 @@ class Checkpointer:
         path = self.root / name
         return path if background or self.finish() else None
 
-    def _make_folder(self, name: str) -> str:
-        """Make the folder on rank 0; return the random ID of the save, by which all ranks recognize its parts."""
+    def _make_folder(self, name: str) -> str | None:
+        """Make the folder on rank 0.
+
+        Returns:
+            The random ID of the save, by which all ranks recognize its parts; None if that failed and `on_error` is
+            "warn".
+
+        Raises:
+            SaveError: it failed, or another job has taken the run directory.
+        """
         text = ""
         if self.ctx.rank == 0:
             save_id = secrets.token_hex(8)
             temporary = self._temporary(name, save_id)
             try:
-                os.mkdir(temporary)
-                text = f"ok {save_id}"
+                other = self._lock.confirm()
+                if not other:
+                    os.mkdir(temporary)
+                text = f"taken {other}" if other else f"ok {save_id}"
             except OSError as e:
-                text = f"{temporary}: {e.strerror or e}"
-        answer = gather_texts(text, self.ctx.world, self.ctx.device)[0]
-        if not answer.startswith("ok "):
-            raise SaveError(f"checkpoint not saved: {answer}")
-        return answer[3:]
+                text = f"failed {temporary}: {e.strerror or e}"
+        outcome, _, answer = gather_texts(text, self.ctx.world, self.ctx.device)[0].partition(" ")
+        if outcome == "ok":
+            return answer
+        if outcome == "taken":
+            # Two jobs in one run directory: to continue with a warning would mix their files.
+            raise SaveError(f"checkpoint not saved: {self.root} has been taken by {answer}; this run must end")
+        self._fail(answer)
+        return None
 
     def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any]) -> dict[str, Any]:
         """Describe the job of this rank's writer; the writer of rank 0 also commits."""
@@ -205,6 +224,7 @@ class Checkpointer:
                 "aside": self._not_continued(),
                 "keep_last": self.keep_last,
                 "keep": [self._resumed_from] if self._resumed_from else [],
+                "lock": {"path": str(self._lock.path), "text": self._lock.text},
             }
         return job
 
@@ -274,8 +294,10 @@ class Checkpointer:
         path = self.root / save.name
         whole = time.perf_counter() - save.started
         logger.info(f"saved {path} in {whole:.2f} s, training paused for {save.stalled:.2f} s")
-        for moved in self._writer.moved:
+        for moved in self._writer.answer("moved"):
             logger.warning(f"set aside, because this run does not continue it: {moved}")
+        for problem in self._writer.answer("problems"):
+            logger.warning(f"the checkpoint is saved, but {problem}")
         return path
 
     def _fail(self, problem: str) -> None:

@@ -94,7 +94,6 @@ class WriterProcess:
     Attributes:
         process: the writer; it is replaced if it dies.
         error: why the job failed; "" otherwise.
-        moved: folders that the commit set aside, each as "old -> new".
     """
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
@@ -155,9 +154,9 @@ class WriterProcess:
     def error(self) -> str:
         return self._answer.get("error", "") if self._answer else ""
 
-    @property
-    def moved(self) -> list[str]:
-        return self._answer.get("moved", []) if self._answer else []
+    def answer(self, key: str) -> list[str]:
+        """Return a list of the writer's answer: "moved", "problems"."""
+        return self._answer.get(key, []) if self._answer else []
 
     def abandon(self) -> None:
         """Ask the writer to abandon the job."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import folder
+from megalite.checkpoint.lock import taken_by
 from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
 from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_file
 from megalite.slices import Slice
@@ -131,7 +132,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
-    """Wait for the fragments of all ranks, commit, update `latest`, and prune."""
+    """Wait for the fragments of all ranks, commit, then update `latest` and prune."""
     root, temporary = Path(job["root"]), Path(job["temporary"])
     fragments: list[dict[str, Any]] = []
     while len(fragments) < job["world"]:
@@ -147,11 +148,11 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
     manifest = _assemble(job["manifest"], fragments)
     for rank in range(job["world"]):
         (temporary / f"rank_{rank:05d}.json").unlink()
+    if other := taken_by(Path(job["lock"]["path"]), job["lock"]["text"]):
+        raise RuntimeError(f"the folder has been taken by {other}")
     moved = folder.commit(root, temporary, job["name"], manifest, job["aside"])
-    if job["full"]:
-        folder.point_latest(root, job["name"])
-        folder.prune(root, job["keep_last"], job["keep"])
-    return {"ok": True, "moved": moved}
+    problems = folder.tidy(root, job["name"], job["keep_last"], job["keep"]) if job["full"] else []
+    return {"ok": True, "moved": moved, "problems": problems}
 
 
 def _assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:

@@ -205,10 +205,12 @@ class DistributedOptimizer:
                 shard = segment.param.shard
                 axes = [self.ctx.axis(name) for name in shard.copies if not (cut and name in shard.layout.batch)]
                 own = share[segment.at : segment.at + segment.numel]
-                for axis in (*axes, bucket.replicas) if cut else axes:
+                tied = [self.ctx.axis("ends")] if "ends" in shard.reduce else []
+                for axis in (*axes, *([bucket.replicas] if cut else []), *tied):
                     _, held = table.setdefault(axis.name, (axis, []))
-                    held.append((shard.spec.name, own if cut else segment.param.detach()))
-        return list(table.values())
+                    held.append((shard.spec.tied_to or shard.spec.name, own if cut else segment.param.detach()))
+        # The ends of a pipeline last: only they compare over it.
+        return sorted(table.values(), key=lambda entry: entry[0].name == "ends")
 
     def wait_weights(self) -> None:
         """Wait until all weights that stay whole are."""

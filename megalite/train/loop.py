@@ -102,6 +102,12 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             save(run, weights_only=True)
         run.heartbeat.beat("between steps", run.step, IDLE)
         yield record
+    if progress.bad_steps and result.skipped:
+        run.checkpointer.finish()
+        raise Diverged(
+            f"stopped after step {run.step}, whose update was skipped; nothing was saved after step "
+            f"{progress.saved_at}: the same command resumes from there"
+        )
     if progress.saved_at != run.step:
         save_now(run, progress)
     run.heartbeat.beat("last save", run.step, CHILDREN)

@@ -193,7 +193,7 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
 
 def install(fault: dict[str, Any]) -> None:
     """Make a fault happen: in step `at` ("step", "nan", "every_step"), in the evaluation or the save after it ("eval",
-    "save", "writer", "flip"), reading the batch that ends at sample `at` ("data", "spike").
+    "save", "writer", "flip", "moment"), reading the batch that ends at sample `at` ("data", "spike").
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
     """
@@ -260,6 +260,14 @@ def install(fault: dict[str, Any]) -> None:
                 weight.data.view(torch.int32)[1] ^= 1 << 12
 
         before(loop, "save", flip)
+    elif place == "moment":
+
+        def spoil(run: Any, **_: Any) -> None:
+            if run.step == at:
+                moments = [s.flat for s in run.engine.optimizer.states() if s.role == "exp_avg_sq" and len(s.flat)]
+                moments[0][0] = torch.nan
+
+        before(loop, "save", spoil)
     elif place == "data":
         before(BatchLoader, "_read", lambda self, start: act() if start + self.global_batch_size == at else None)
     elif place == "spike":

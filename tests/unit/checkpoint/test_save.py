@@ -233,9 +233,11 @@ print(peak() - before)
 @pytest.mark.parametrize(
     ("options", "victim", "name", "words"),
     [
-        ({"dp": 2}, 1, "layers.1.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight of rank"),
-        ({"tp": 2, "dp": 2}, 1, "norm.weight", "norm.weight of rank"),
-        ({"tp": 2}, 0, "layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight of rank"),
+        ({"dp": 2}, 1, "layers.1.mlp.down_proj.weight", "copies of layers.1.mlp.down_proj.weight on ranks 0, 1 differ"),
+        ({"tp": 2, "dp": 2}, 1, "norm.weight", "copies of norm.weight on ranks"),
+        ({"tp": 2}, 0, "layers.0.input_layernorm.weight", "copies of layers.0.input_layernorm.weight on ranks 0, 1"),
+        ({"pp": 2}, 0, "embed_tokens.weight", "copies of embed_tokens.weight on ranks 0, 1 differ"),
+        ({"tp": 2, "pp": 2}, 3, "lm_head.weight", "copies of embed_tokens.weight on ranks 1, 3 differ"),
         ({"tp": 2}, 0, "layers.0.mlp.down_proj.weight", ""),
         (
             {"dp": 4},
@@ -249,9 +251,9 @@ print(peak() - before)
 def test_a_flipped_bit_in_a_copy(
     pool: WorkerPool, tmp_path: Path, options: dict[str, int], victim: int, name: str, words: str, precision: str
 ) -> None:
-    """Copies over dp, and over tp of what is not cut; a cut weight has no copy over tp."""
+    """Copies over dp, over tp of what is not cut, and of a tied embedding; a cut weight has no copy over tp."""
     parallel, world = layout(**options)
-    cfg = make_config(llama(2), parallel, precision=precision)
+    cfg = make_config(llama(2, tie_embeddings=True), parallel, precision=precision)
     texts = pool.run(world, bit_flip, cfg, world, victim, name)
     assert len(set(texts)) == 1, "all ranks say the same"
     assert words in texts[0]
