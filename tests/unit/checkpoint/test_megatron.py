@@ -18,6 +18,7 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.megatron.convert import import_megatron
 from megalite.config.model import ModelConfig
 from megalite.errors import UserError
+from megalite.log import logger
 from megalite.model.parameters import param_map
 from megalite.train.inference import load_model
 from tests.parity.test_resume import train
@@ -150,16 +151,27 @@ def test_training_continues_at_its_iteration(theirs: Path, tmp_path: Path) -> No
     assert saved.meta["scalars"]["num_steps"] == 2 + 2
 
 
-def test_masters_that_are_not_the_weights_are_refused(theirs: Path, tmp_path: Path) -> None:
-    """A buffer of the optimizer in an unexpected order shows in the weights that it holds."""
-    for rank in ("00_000", "00_001"):
-        files = theirs / "gpt16_torch" / "iter_0000007" / f"mp_rank_{rank}" / "model_optim_rng.pt"
-        content = torch.load(files, weights_only=False)
-        groups = content["optimizer"]["fp32_from_fp16_params"]
-        if rank == "00_000":
-            groups[0][1].add_(1)
-        (tmp_path / "theirs" / f"mp_rank_{rank}").mkdir(parents=True)
-        torch.save(content, tmp_path / "theirs" / f"mp_rank_{rank}" / "model_optim_rng.pt")
+def test_loss_scale_and_copies_that_differ(
+    theirs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss scale is imported; masters that are not the weights are refused, a tied head that drifted is logged."""
+    files = {rank: f"mp_rank_{rank}/model_optim_rng.pt" for rank in ("00_000", "00_001")}
+    source = theirs / "gpt16_torch" / "iter_0000007"
+    contents = {rank: torch.load(source / file, weights_only=False) for rank, file in files.items()}
+
+    def save() -> Path:
+        for rank, file in files.items():
+            (tmp_path / "theirs" / file).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(contents[rank], tmp_path / "theirs" / file)
+        return tmp_path / "theirs"
+
+    contents["00_000"]["optimizer"]["grad_scaler"] = {"scale": torch.tensor([1024.0]), "growth_tracker": 5}
+    scalars = import_megatron(save(), tmp_path / "one").meta["scalars"]
+    assert scalars == {"num_steps": 2, "loss_scale": 1024.0, "loss_scale_good_steps": 5}
+    contents["00_000"]["optimizer"]["fp32_from_fp16_params"][0][1].add_(1)
+    contents["00_001"]["model"]["output_layer.weight"].add_(1)
     with pytest.raises(UserError, match="differ from its weights.*--weights-only"):
-        import_megatron(tmp_path / "theirs", tmp_path / "ckpt")
-    assert set(import_megatron(tmp_path / "theirs", tmp_path / "ckpt", weights_only=True).tensors) == {"master"}
+        import_megatron(save(), tmp_path / "two")
+    monkeypatch.setattr(logger, "propagate", True)
+    assert set(import_megatron(save(), tmp_path / "two", weights_only=True).tensors) == {"master"}
+    assert "output_layer.weight differs from embedding.word_embeddings.weight" in caplog.text
