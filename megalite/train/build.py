@@ -174,14 +174,27 @@ def _build_optimizer(
         compress=cfg.train.compress,
         whole_below=p.zero_whole_below,
     )
-    if cfg.train.compress != "none" and ctx.dp.size == 1:
-        logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
-    if p.zero > 1 and ctx.dp.size == 1 and cfg.train.offload != "optimizer+params":
-        logger.info(f"--zero {p.zero}: dp is 1, so there is nothing to shard")
+    _log_sharding(cfg, ctx, buckets)
     optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
     optimizer.wait_before(modules)
     weights = UnitWeights(by_stage, buckets, keep=p.zero_keep, prefetch=p.overlap_param_gather, debug=p.debug_zero)
     return optimizer, weights
+
+
+def _log_sharding(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> None:
+    """Log where the options for data-parallel ranks do less than they say."""
+    p, alone = cfg.parallel, ctx.dp.size == 1
+    if cfg.train.compress != "none" and alone:
+        logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
+    if p.zero > 1 and alone and cfg.train.offload != "optimizer+params":
+        logger.info(f"--zero {p.zero}: dp is 1, so there is nothing to shard")
+    if p.zero == 3 and not alone:
+        whole = sum(param.numel() for b in buckets if not b.sharded.weights for param in b.params)
+        total, ranks = sum(param.numel() for b in buckets for param in b.params), buckets[0].shards.size
+        logger.info(
+            f"ZeRO-3: {total - whole:,} weights of this rank are sharded over {ranks} ranks; {whole:,} of small layers "
+            f"stay whole (--zero-whole-below {p.zero_whole_below:,})"
+        )
 
 
 def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[Offload | None, Ops | None]:
