@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.load import ShardReader, resolve_checkpoint
+from megalite.checkpoint.load import resolve_checkpoint
 from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import num_bytes
 from megalite.errors import run_tool
 

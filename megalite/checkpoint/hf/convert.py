@@ -14,8 +14,9 @@ from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.tokenizer import export_tokenizer
-from megalite.checkpoint.load import ShardReader, model_config, resolve_checkpoint, weights_of
+from megalite.checkpoint.load import model_config, resolve_checkpoint, weights_of
 from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
 from megalite.checkpoint.stream import (
     SHARD_BYTES,

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from megalite.checkpoint.load import ReadStats, load_checkpoint
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.reader import ReadStats
 from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from tests.parity.jobs import run_steps, start
