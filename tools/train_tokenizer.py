@@ -20,9 +20,11 @@ def main() -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
     parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
     parser.add_argument("--max-mb", type=float, default=1000.0, help="maximum amount of text to read (default: 1000)")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
     args = parser.parse_args()
     setup_logging()
-    tokenizer = train_tokenizer(args.input, args.vocab_size, args.out, key=args.key, max_mb=args.max_mb)
+    options = {"key": args.key, "max_mb": args.max_mb, "skip_bad": args.skip_bad}
+    tokenizer = train_tokenizer(args.input, args.vocab_size, args.out, **options)
     print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, SHA-256 {tokenizer.sha256}")
 
 

@@ -200,7 +200,7 @@ def encode_text(tokenizer: Tokenizer, paths: Sequence[Path], key: str, limit: in
     num_bytes = 0
     for text in (text for path in paths for chunk in read_chunks(path, key) for text in parse(chunk, key)):
         if isinstance(text, BadRecord):
-            raise text.error()
+            raise text.error(skippable=False)
         if ids and tokenizer.eos_id is not None:
             ids.append(tokenizer.eos_id)
         document = tokenizer.encode(text)

@@ -51,9 +51,11 @@ class BadRecord:
     reason: str
     excerpt: str
 
-    def error(self) -> UserError:
-        remedy = "correct it, or pass --skip-bad to skip and count such records"
-        return UserError(f"{self.where}: {self.excerpt!r}", self.reason, remedy)
+    def error(self, *, skippable: bool) -> UserError:
+        """Return it as an error; `skippable`: the tool has `--skip-bad`."""
+        remedy = "correct it, or pass --skip-bad to skip and count such records" if skippable else "correct it"
+        given = f"{self.where}: {self.excerpt!r}" if self.excerpt else self.where
+        return UserError(given, self.reason, remedy)
 
 
 def expand_inputs(inputs: Iterable[str], flag: str = "--input") -> list[Path]:
@@ -150,7 +152,7 @@ def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:
         if chunk.unit == "line" and record is not None and not record.strip():
             continue
         if chunk.unit == "file" and b"\0" in (record or b""):
-            text: str | BadRecord = BadRecord("", "holds a zero byte, so that it is no UTF-8 text", "")
+            text: str | BadRecord = BadRecord("", "holds a zero byte, so it is not text", "")
         else:
             text = _text_of(record, key if chunk.unit == "line" else None)
         if isinstance(text, BadRecord):

@@ -233,7 +233,7 @@ def preprocess(
     ):
         for chunk, encoded in all_encoded:
             if encoded.bad and not skip_bad:
-                raise encoded.bad[0].error()
+                raise encoded.bad[0].error(skippable=True)
             writer.add_documents(encoded.tokens, encoded.sizes)
             stats.add(encoded)
             progress.update(chunk.read, stats.documents, stats.tokens)

@@ -36,7 +36,13 @@ _OPTIONS: dict[str, Any] = {
 
 
 def train_tokenizer(
-    inputs: list[str], vocab_size: int, out_dir: str | Path, *, key: str = "text", max_mb: float = 1000.0
+    inputs: list[str],
+    vocab_size: int,
+    out_dir: str | Path,
+    *,
+    key: str = "text",
+    max_mb: float = 1000.0,
+    skip_bad: bool = False,
 ) -> Tokenizer:
     """Train on text files and write `out_dir/tokenizer.model`; every text then decodes to itself.
 
@@ -48,6 +54,7 @@ def train_tokenizer(
         key: JSON key or parquet column of the text.
         max_mb: training reads at most this many MB of text, from the start of the inputs (the trainer holds all of it
             in memory); logged when it cuts.
+        skip_bad: skip and count records that do not parse; otherwise the first one ends the training.
 
     Raises:
         UserError: inputs that cannot be read, a vocabulary that the text cannot fill or too small for its characters.
@@ -55,7 +62,7 @@ def train_tokenizer(
     out = Path(out_dir) / "tokenizer.model"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        model = _train(inputs, vocab_size, key, int(max_mb * 1e6))
+        model = _train(inputs, vocab_size, key, int(max_mb * 1e6), skip_bad)
     except OSError as e:
         raise UserError(f"--out {out_dir}", f"cannot be written ({e.strerror})", "choose another folder") from e
     temporary = out.with_name("tokenizer.model.tmp")
@@ -67,7 +74,7 @@ def train_tokenizer(
     return load_tokenizer(out)
 
 
-def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int) -> bytes:
+def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int, skip_bad: bool) -> bytes:
     """Return the contents of a trained `tokenizer.model`."""
     sentencepiece = optional_import("sentencepiece", "sentencepiece", None)
     model = io.BytesIO()
@@ -75,7 +82,7 @@ def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int) -> byte
 
     def sentences() -> Iterator[str]:
         try:
-            yield from _sentences(expand_inputs(inputs), key, max_bytes)
+            yield from _sentences(expand_inputs(inputs), key, max_bytes, skip_bad)
         except UserError as e:
             unreadable.append(e)  # sentencepiece makes a RuntimeError of whatever its iterator raises
             raise
@@ -88,19 +95,23 @@ def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int) -> byte
         if unreadable:
             raise unreadable[0] from None
         remedy = "choose a vocabulary size that fits the text, or use more text"
-        raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece rejects it ({e})", remedy) from e
+        reason = re.sub(r"^\w+: \S+\(\d+\) \[.*\] ", "", str(e)).rstrip(".")  # without its C++ file, line and condition
+        raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece rejects it ({reason})", remedy) from e
     return model.getvalue()
 
 
-def _sentences(paths: list[Path], key: str, max_bytes: int) -> Iterator[str]:
-    taken = 0
-    for path in paths:
-        for chunk in read_chunks(path, key):
-            for text in parse(chunk, key):
-                if isinstance(text, BadRecord):
-                    raise text.error()
-                taken += len(text.encode())
-                if taken > max_bytes:
-                    logger.warning(f"the tokenizer is trained on the first {max_bytes / 1e6:g} MB of text (--max-mb)")
-                    return
-                yield from (piece for piece in _SENTENCE_END.split(text) if piece)
+def _sentences(paths: list[Path], key: str, max_bytes: int, skip_bad: bool) -> Iterator[str]:
+    taken = skipped = 0
+    for text in (text for path in paths for chunk in read_chunks(path, key) for text in parse(chunk, key)):
+        if isinstance(text, BadRecord):
+            if not skip_bad:
+                raise text.error(skippable=True)
+            skipped += 1
+            continue
+        taken += len(text.encode())
+        if taken > max_bytes:
+            logger.warning(f"the tokenizer is trained on the first {max_bytes / 1e6:g} MB of text (--max-mb)")
+            break
+        yield from (piece for piece in _SENTENCE_END.split(text) if piece)
+    if skipped:
+        logger.warning(f"bad records skipped: {skipped}")

@@ -85,7 +85,7 @@ def test_training_is_reproducible(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "message"), [(100000, "too high"), (100, "smaller than required_chars")])
 def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path: Path, size: int, message: str) -> None:
     (tmp_path / "t.txt").write_text("some text\n")
-    with pytest.raises(UserError, match=f"--vocab-size {size}: sentencepiece rejects it .*{message}"):
+    with pytest.raises(UserError, match=f"--vocab-size {size}: sentencepiece rejects it .Vocabulary size .*{message}"):
         train_tokenizer([str(tmp_path / "t.txt")], size, tmp_path / "out")
     assert not (tmp_path / "out" / "tokenizer.model").exists()
 
@@ -94,6 +94,9 @@ def test_a_bad_line_in_training_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(UserError, match=r"^[^ ]*t\.jsonl line 2: "):
         train_tokenizer([str(tmp_path / "t.jsonl")], 300, tmp_path / "out")
+    # What preprocessing can skip, training the tokenizer of the same text can skip, too.
+    tokenizer = train_tokenizer([str(tmp_path / "t.jsonl")], 268, tmp_path / "out", skip_bad=True)
+    assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
 
 
 @given(st.text())
