@@ -31,11 +31,12 @@ def measured(rank: int, cfgs: Sequence[Config]) -> list[Measured]:
     from megalite.dist.context import ParallelContext
 
     ctx = ParallelContext.create(Grid.of(4), torch.device("cpu"))
-    out = []
-    for cfg in cfgs:
-        out.append(measure(cfg, ctx))
-        gc.collect()
-    return out
+    gc.collect()
+    gc.freeze()  # what torch itself consists of need not be searched each time
+    try:
+        return [measure(cfg, ctx) for cfg in cfgs]
+    finally:
+        gc.unfreeze()
 
 
 def measure(cfg: Config, ctx: Any) -> Measured:
@@ -93,7 +94,6 @@ def config(zero: int, num_microbatches: int = 2, **parallel: Any) -> Config:
 
 
 CONFIGS = {
-    "0": config(0),
     "1": config(1),
     "2": config(2),
     "2-step": config(2, zero_reduce="step"),
@@ -112,7 +112,7 @@ def results(pool: WorkerPool) -> dict[str, Measured]:
 
 
 def test_bytes_per_parameter_between_steps(results: dict[str, Measured]) -> None:
-    expected = {"0": 18, "1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4}
+    expected = {"1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4}
     assert {zero: results[zero][0] / PARAMETERS for zero in expected} == pytest.approx(expected, rel=0.01)
 
 
