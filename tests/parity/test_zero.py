@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -91,9 +91,13 @@ LLAMA, GPT2 = jobs.llama(), jobs.gpt2()
 
 def config(model: ModelConfig, zero: int, parallel: dict[str, Any], **train: Any) -> Config:
     # Norms and biases stay whole, and everything else is cut.
-    return jobs.make_config(
-        model, {"zero": zero, "zero_whole_below": 500, "debug_zero": zero == 3, **parallel}, **train
-    )
+    cut = {"zero": zero, "zero_whole_below": 500, "debug_zero": zero == 3}
+    return scaled(jobs.make_config(model, {**cut, **parallel}, **train))
+
+
+def scaled(cfg: Config) -> Config:
+    """The config with a loss scale that no step overflows at."""
+    return replace(cfg, optim=replace(cfg.optim, initial_loss_scale=512.0))
 
 
 # (tp, pp) -> rows that share the start of their ranks: (model, further layout, training options)
@@ -105,6 +109,7 @@ GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
         (LLAMA, {}, {"recompute": "full"}),
         (LLAMA, {}, {"recompute": "selective", "loss_chunk": 5}),
         (LLAMA, {"zero_reduce": "step"}, {"precision": "bf16"}),
+        (GPT2, {}, {"precision": "fp16"}),
     ],
     (1, 2): [
         (LLAMA, {}, {}),
@@ -115,8 +120,9 @@ GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
     ],
     (2, 1): [
         (LLAMA, {}, {}),
-        (GPT2, {"sequence_parallel": False}, {"grad_reduce_dtype": "fp32"}),
+        (GPT2, {"sequence_parallel": False}, {}),
     ],
+    (2, 2): [(LLAMA, {"schedule": "zb-h1"}, {}), (GPT2, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"})],
 }
 
 
@@ -125,6 +131,7 @@ KEEP: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
     (1, 1): [(GPT2, {"zero_keep": "backward"}, {}), (LLAMA, {"zero_keep": "step"}, {"recompute": "full"})],
     (1, 2): [(LLAMA, {"zero_keep": "backward"}, {}), (GPT2, {"zero_keep": "step", "schedule": "zb-v", "vp": 2}, {})],
     (2, 1): [],
+    (2, 2): [],
 }
 
 
@@ -134,22 +141,23 @@ def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple
     rows = GRID[grid] + (KEEP[grid] if zero == 3 else [])
     tp, pp = grid
     cfgs = [config(model, zero, {"tp": tp, "pp": pp, **parallel}, **train) for model, parallel, train in rows]
-    ranks = pool.run(4, trained, cfgs, 4)
+    world = max(4, 2 * tp * pp)
+    ranks = pool.run(world, trained, cfgs, world)
     for i, (model, parallel, train) in enumerate(rows):
-        single = jobs.make_config(model, precision=train.get("precision", "fp32"))
+        single = scaled(jobs.make_config(model, precision=train.get("precision", "fp32")))
         assert_same([rank[i] for rank in ranks], single, f"zero {zero} {parallel} {train}")
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "lars", "sgd"])
 def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     """Trust ratios are norms over the shares of a group, once per group of a hybrid."""
-    cfgs = [
-        dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, optimizer=optimizer, lr=1e-3))
-        for cfg in (config(GPT2, 1, {}), config(GPT2, 3, {}), config(GPT2, 3, {"zero_group": "2"}))
-    ]
-    for one, three, hybrid in pool.run(4, trained, cfgs, 4):
-        np.testing.assert_allclose(three[0], one[0], rtol=1e-6)
-        np.testing.assert_allclose(hybrid[0], one[0], rtol=1e-6)
+    layouts = {1: [(1, {}), (3, {}), (3, {"zero_group": "2"})], 2: [(1, {}), (3, {})]}
+    for tp, rows in layouts.items():
+        cfgs = [config(GPT2, zero, {"tp": tp, **parallel}, micro_batch_size=2) for zero, parallel in rows]
+        cfgs = [replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, lr=1e-3)) for cfg in cfgs]
+        for one, *others in pool.run(4, trained, cfgs, 4):
+            for other in others:
+                np.testing.assert_allclose(other[0], one[0], rtol=1e-6)
 
 
 def accidents(rank: int, cfg: Config) -> dict[str, Any]:
