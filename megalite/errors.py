@@ -5,12 +5,24 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+# Control characters (C0 without tab, DEL, C1), what breaks or turns a line around, and halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 # Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Return text that may come from anywhere (names, file contents, library errors) as one harmless line.
+
+    Characters that a terminal or a log would act on are escaped as in Python, an ESC as \x1b. Those in `keep` stay.
+    """
+    return _UNPRINTABLE.sub(lambda m: m[0] if m[0] in keep else m[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
@@ -24,13 +36,13 @@ class UserError(Exception):
 
     def __init__(self, given: str, rule: str, remedy: str) -> None:
         # Always one line: messages quote file contents and library errors, which may contain newlines.
-        super().__init__(" ".join(f"{given}: {rule}; {remedy}".split()))
+        super().__init__(printable(" ".join(f"{given}: {rule}; {remedy}".split())))
 
     @classmethod
     def from_message(cls, message: str) -> UserError:
         """Make the error from a complete message, for instance another rank's."""
         error = cls.__new__(cls)
-        Exception.__init__(error, message)
+        Exception.__init__(error, printable(message))
         return error
 
 
@@ -61,7 +73,10 @@ def run_tool(main: Callable[[], int | None]) -> None:
         if e.errno not in _DISK_ERRORS:
             raise
         where = f"{e.filename}: " if e.filename else ""
-        print(f"error: {where}{e.strerror}: nothing was finished; make room or choose another place", file=sys.stderr)
+        print(
+            f"error: {printable(where)}{e.strerror}: nothing was finished; make room or choose another place",
+            file=sys.stderr,
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from megalite.console import may_block, write_or_drop
-from megalite.errors import LocalUserError
+from megalite.errors import LocalUserError, printable
 
 logger = logging.getLogger("megalite")
 
@@ -72,6 +72,13 @@ class _Console(logging.StreamHandler):
             self.handleError(record)
 
 
+class _OneLine(logging.Formatter):
+    """One line a record, whatever names and contents of files its message quotes."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
 def warn_on_rank_0(text: str) -> None:
     """Log a warning of which every rank would repeat the same."""
     if env_rank() == 0:
@@ -90,11 +97,11 @@ def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None
     prefix = "" if rank == 0 else f"[rank {rank}] "
     console = _Console(sys.stderr)
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    console.setFormatter(logging.Formatter(prefix + "%(message)s"))
+    console.setFormatter(_OneLine(prefix + "%(message)s"))
     logger.addHandler(console)
     if log_file is not None:
         to_file = logging.FileHandler(log_file)
-        to_file.setFormatter(logging.Formatter(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s"))
+        to_file.setFormatter(_OneLine(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s"))
         logger.addHandler(to_file)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.dist.context import pick_device
-from megalite.errors import UserError, run_tool
+from megalite.errors import UserError, printable, run_tool
 from megalite.train.inference import generate, load_model
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         new = generate(model, prompt, args.max_new_tokens, args.temperature, args.top_k, seed, args.top_p, eos)
         if args.num_samples > 1:
             print(f"--- sample {number + 1}, seed {seed}")
-        print(args.prompt + model.tokenizer.decode(new))
+        print(args.prompt + printable(model.tokenizer.decode(new), keep="\n\r"))
 
 
 if __name__ == "__main__":

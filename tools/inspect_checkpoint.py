@@ -11,7 +11,7 @@ from megalite.checkpoint.load import resolve_checkpoint
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import num_bytes
-from megalite.errors import run_tool
+from megalite.errors import printable, run_tool
 
 
 def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> list[str]:
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--tensors", action="store_true", help="list all tensors and where their parts are")
     args = parser.parse_args()
     for line in describe(args.checkpoint, args.tensors, args.verify):
-        print(line)
+        print(printable(line))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.meta import MAX_COUNT, BadMeta, check_meta
 from megalite.checkpoint.safetensors_io import (
     BLOCK,
-    ITEM_SIZE,
     MAX_BYTES,
     BadCheckpoint,
     num_bytes,
@@ -31,7 +31,9 @@ FORMAT, VERSION = "megalite-checkpoint", 1
 # Real manifests stay far below this per shard; a larger one is refused before it is parsed.
 _MAX_PER_FILE = 4 << 20
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,1000}")
+# Types that a state is read from.
+_TYPES = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,22 @@ class Manifest:
             raise BadCheckpoint(where, f"is not JSON ({type(e).__name__}: {str(e)[:200]})") from None
         try:
             return cls._parse(content)
-        except (_Rule, KeyError, TypeError, ValueError, AttributeError) as e:
-            what = str(e) if isinstance(e, _Rule) else f"an entry is missing or of the wrong type ({e!r:.200})"
+        except (_Rule, BadMeta, KeyError, TypeError, ValueError, AttributeError) as e:
+            what = (
+                str(e) if isinstance(e, _Rule | BadMeta) else f"an entry is missing or of the wrong type ({e!r:.200})"
+            )
             raise BadCheckpoint(where, what) from None
 
     @classmethod
     def _parse(cls, content: Any) -> Manifest:
         _require(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
         _require(content["version"] == VERSION, f"has format version {content['version']!r:.20}, not {VERSION}")
-        _require(isinstance(content["meta"], dict) and isinstance(content["run_id"], str), "meta or run_id is missing")
-        topology = {str(k): _whole(v, "topology") for k, v in content["topology"].items()}
+        step = _whole(content["step"], "step", high=MAX_COUNT)
         manifest = cls(
-            content["run_id"],
-            _whole(content["step"], "step"),
-            topology,
-            content["meta"],
+            _name(content["run_id"]),
+            step,
+            {_name(k): _whole(v, "topology") for k, v in content["topology"].items()},
+            check_meta(content["meta"], step),
             tuple(_parse_file(f) for f in content["files"]),
             {
                 _name(kind): {_name(name): _parse_tensor(name, t) for name, t in tensors.items()}
@@ -199,7 +202,7 @@ def _parse_file(entry: Mapping[str, Any]) -> FileEntry:
 def _parse_tensor(name: str, entry: Mapping[str, Any]) -> TensorEntry:
     what = f"tensor {name}"
     dtype = entry["dtype"]
-    _require(isinstance(dtype, str) and dtype in ITEM_SIZE, f"{what}: unknown type {dtype!r:.20}")
+    _require(isinstance(dtype, str) and dtype in _TYPES, f"{what}: type {dtype!r:.20} is not {', '.join(_TYPES)}")
     shape = _extents(entry["shape"], what, 1)
     _require(num_bytes(dtype, shape) <= MAX_BYTES, f"{what}: is too large")
     boxes = []

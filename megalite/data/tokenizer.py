@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, read_json, read_regular
 from megalite.errors import UserError
-from megalite.log import logger
 
-# Key in an export's tokenizer_config.json: SHA-256 of the tokenizer that it came from, and of its tokenizer.json.
-EXPORTED_FROM = "megalite_exported_from"
-
+_T = TypeVar("_T")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -116,20 +113,17 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         tokenizers = optional_import("tokenizers", "tokenizers", None)
         self.path, own = str(path), file_sha256(path)
-        try:
-            self._model = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as e:  # the library raises plain Exception
-            raise UserError(f"tokenizer {path}", f"is not a tokenizer.json ({e})", "give another file") from e
+        self._model = self._call(lambda: tokenizers.Tokenizer.from_file(str(path)), "is not a tokenizer.json")
         # A saved truncation or padding setting would silently cut or fill documents.
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
-        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        config = _read_json(path.with_name("tokenizer_config.json"))
-        exported = config.get(EXPORTED_FROM)
-        # Only for the file that the export wrote: another one gives other ids.
-        written = isinstance(exported, dict) and (exported.get("tokenizer_json"), exported.get("sha256"))
-        self.sha256 = str(written[1]) if written and written[0] == own and written[1] else own
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"tokenizer {path}", "has an empty vocabulary", "give another file")
+        self.vocab_size = max(vocabulary.values()) + 1
+        config = read_json(path.with_name("tokenizer_config.json"))
+        self.sha256 = exported_from(config, own) or own
         self.bos_id = self._special(config.get("bos_token"), "bos_token")
         self.eos_id = self._special(config.get("eos_token"), "eos_token")
         if self.eos_id is None:
@@ -137,18 +131,28 @@ class HuggingFaceTokenizer(Tokenizer):
             self.eos_id = self._model.token_to_id(known[0]) if len(known) == 1 else None
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+        encoding = self._call(lambda: self._model.encode(text, add_special_tokens=False), "cannot encode a text")
+        return encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids), skip_special_tokens=False)
+        return self._call(lambda: self._model.decode(list(ids), skip_special_tokens=False), "cannot decode ids")
+
+    def _call(self, function: Callable[[], _T], rule: str) -> _T:
+        """Call the library, which raises plain Exception, and PanicException (a BaseException) for its own defects."""
+        try:
+            return function()
+        except BaseException as e:
+            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+                raise
+            raise UserError(f"tokenizer {self.path}", f"{rule} ({e!s:.300})", "give another file") from None
 
     def _special(self, entry: Any, name: str) -> int | None:
         token = entry.get("content") if isinstance(entry, dict) else entry
         if token is None:
             return None
-        token_id = self._model.token_to_id(token)
+        token_id = self._model.token_to_id(token) if isinstance(token, str) else None
         if token_id is None:
-            rule = f"tokenizer_config.json names {name} {token!r}, which tokenizer.json does not have"
+            rule = f"tokenizer_config.json names {name} {token!r:.100}, which tokenizer.json does not have"
             raise UserError(f"tokenizer {self.path}", rule, "use files of the same tokenizer")
         return token_id
 
@@ -212,7 +216,7 @@ class TiktokenTokenizer(Tokenizer):
         except Exception as e:  # a cut line raises ValueError, IndexError or binascii.Error
             raise UserError(f"tokenizer {path}", f"is not a tiktoken rank file ({e})", "give another file") from e
         extra_path = Path(f"{path}.json")
-        extra = _read_json(extra_path) or _KNOWN_RANKS.get(len(ranks))
+        extra = read_json(extra_path) or _KNOWN_RANKS.get(len(ranks))
         if extra is None:
             rule = "the splitting pattern of a tiktoken file of this size is unknown"
             remedy = f'write {extra_path} with "pattern", "special_tokens" and "eos"'
@@ -248,55 +252,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if str(path) == "bytes" and not file.exists():
         return ByteTokenizer()
     if file.is_dir():
-        file = _file_in(file)
-    try:
-        with file.open("rb") as f:
-            head = f.read(4096)
-    except OSError as e:
-        remedy = "give a folder or file: *.model, tokenizer.json, a tiktoken rank file, or the word bytes"
-        raise UserError(f"tokenizer {path}", f"cannot be read ({e.strerror})", remedy) from e
+        file = file_in(file)
+    head = read_regular(file)[:4096]
     if _RANK_LINE.match(head):
         return TiktokenTokenizer(file)
     if head.lstrip().startswith(b"{"):
         return HuggingFaceTokenizer(file)
     return SentencePieceTokenizer(file)
-
-
-def of_run(meta: dict[str, Any]) -> str | None:
-    """Name the tokenizer that a checkpoint's meta records; None when the run had none or the file no longer exists."""
-    name = meta.get("config", {}).get("data", {}).get("tokenizer")
-    return name if name and (name == "bytes" or Path(name).exists()) else None
-
-
-def holds_tokenizer(folder: Path) -> bool:
-    """Check for a file that `load_tokenizer` would take from a folder."""
-    return any(folder.glob("tokenizer.json")) or any(folder.glob("*.model")) or any(folder.glob("*.tiktoken"))
-
-
-def _file_in(folder: Path) -> Path:
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).exists():
-            logger.info(f"tokenizer: {folder / name}")
-            return folder / name
-    found = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
-    if len(found) != 1:
-        rule = f"one tokenizer.json, *.model or *.tiktoken is needed, found {[p.name for p in found]}"
-        raise UserError(f"tokenizer folder {folder}", rule, "give the file itself")
-    return found[0]
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as e:
-        raise UserError(str(path), f"is not JSON ({e})", "correct or remove it") from e
-    if not isinstance(content, dict):
-        raise UserError(str(path), "must hold a JSON object", "correct or remove it")
-    return content

@@ -271,7 +271,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def require_green(report: PreflightReport) -> None:
     """Show the table and the notes. Raises UserError naming host and cure when a cell is bad."""
-    logger.info(f"preflight\n{table(report.rows)}")
+    for line in ("preflight", *table(report.rows).splitlines()):
+        logger.info(line)
     for note in report.notes:
         logger.warning(f"preflight: {note}")
     if not report.problems:

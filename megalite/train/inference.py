@@ -13,11 +13,13 @@ import torch
 
 from megalite import ops as kernels
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.checkpoint.load import load_checkpoint, model_config, read_meta, resolve_checkpoint
+from megalite.checkpoint.load import load_checkpoint, model_config, resolve_checkpoint
+from megalite.checkpoint.manifest import read_manifest
 from megalite.config.model import ModelConfig
 from megalite.data import IndexedDataset
 from megalite.data.prepare.documents import BadRecord, parse, read_chunks
-from megalite.data.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer, of_run
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokenizer_files import holds_tokenizer, of_run
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
 from megalite.errors import UserError
@@ -79,12 +81,13 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
         name = tokenizer or (str(path) if holds_tokenizer(path) else None)
         return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, None)
     checkpoint = resolve_checkpoint(path)
-    meta = read_meta(checkpoint)
+    manifest = read_manifest(checkpoint)
+    meta = manifest.meta
     cfg = model_config(meta, checkpoint)
     stage = _empty(cfg, device, ctx)
     load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
     name = tokenizer or of_run(meta)
-    return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, int(meta["step"]))
+    return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, manifest.step)
 
 
 def _empty(cfg: ModelConfig, device: torch.device, ctx: ParallelContext) -> GPTStage:

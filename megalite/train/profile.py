@@ -136,7 +136,9 @@ class StepProfiler:
         with _warn_on_error(trace):
             prof.export_chrome_trace(str(trace))
             (self.folder / f"rank_{self.ctx.rank}.txt").write_text(text + "\n")
-            logger.info(f"profile of {self._done} steps: {trace} (https://ui.perfetto.dev)\n{text}")
+            logger.info(f"profile of {self._done} steps: {trace} (https://ui.perfetto.dev)")
+            for line in text.splitlines():
+                logger.info(line)
 
 
 @contextmanager

@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.load import find_good, load_checkpoint, model_config, verify_together
 from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.meta import require_parts
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.options import GROUPS
 from megalite.config.run import Config, OptimConfig
@@ -21,7 +21,7 @@ from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.schedules.lr import Rates, learning_rate
+from megalite.schedules.lr import learning_rate
 from megalite.train.build import Engine
 
 # Data options that determine the order of samples.
@@ -32,6 +32,10 @@ _RUN = ("on_spike", "spike_threshold")
 
 # Model options that a new stage of training may change: they rotate queries and keys, and have no weights.
 _ROTARY = ("rope_theta", "rope_scaling", "rope_linear_factor", "rope_theta_local")
+
+# Parts of a manifest's meta that a run continues from; those of the optimizer only together with its moments.
+_PARTS = ("step", "consumed_samples", "config.model")
+_SCALARS = ("scalars.num_steps", "scalars.loss_scale", "scalars.loss_scale_good_steps")
 
 _RESETS = "--reset-data (with it, --reset-optimizer and --reset-step are possible)"
 
@@ -102,7 +106,7 @@ def _saved_by(cfg: Config, root: Path, ctx: ParallelContext) -> bool:
     ours, theirs = json.loads(json.dumps(dataclasses.asdict(cfg))), None
     for _, path in step_folders(root) if ctx.rank == 0 else ():
         with contextlib.suppress(BadCheckpoint):
-            theirs = {**read_manifest(path).meta["config"], "parallel": ours["parallel"]}
+            theirs = {**read_manifest(path).meta.get("config", {}), "parallel": ours["parallel"]}
             break
     return gather_texts("same" if theirs == ours else "", ctx.world, ctx.device)[0] == "same"
 
@@ -115,11 +119,12 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
     path, optimizer = source.path, engine.optimizer
     manifest = agree(engine.ctx, lambda: read_manifest(path))
     saved, ours = manifest.meta, json.loads(json.dumps(meta))
+    whole = keeps_moments(engine.cfg.optim, source, manifest)
+    agree(engine.ctx, lambda: require_parts(saved, [*_PARTS, *(_SCALARS if whole else ())], path))
     agree(engine.ctx, lambda: _check_model(engine.cfg, source, saved))
     _check_tokenizer(path, saved, ours)
     if not source.reset_data:
         _check_data(path, saved, ours)
-    whole = keeps_moments(engine.cfg.optim, source, manifest)
     load_checkpoint(path, optimizer.states(), engine.ctx, verify=False, moments=whole)
     if whole:
         optimizer.load_scalars(saved["scalars"])
@@ -168,8 +173,11 @@ def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
     """Log both rates if the next step's is above those at which the checkpoint's run ended and would have continued."""
     if "optim" not in saved["config"]:
         return
-    theirs = cast(Rates, SimpleNamespace(**_recorded(saved, "optim")))
-    step, steps = int(saved["step"]), int(_recorded(saved, "train")["train_steps"])
+    optim, step, steps = _recorded(saved, "optim"), saved["step"], max(1, _recorded(saved, "train")["train_steps"])
+    try:
+        theirs = OptimConfig(**{f.name: optim[f.name] for f in dataclasses.fields(OptimConfig)})
+    except UserError:  # options that this version refuses: nothing to compare with
+        return
     last, following = (learning_rate(at, theirs, steps) for at in (step, step + 1))
     ours = learning_rate(start + 1, cfg.optim, cfg.train.train_steps)
     if ours > max(last, following):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megalite.errors import UserError
+from megalite.log import logger, setup_logging
 from tests.ranks import ROOT
 
 
@@ -19,6 +22,28 @@ def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
 def test_user_error_is_one_line_and_2() -> None:
     done = run("raise UserError('--x 3', 'must be\\neven', 'use 4')")
     assert (done.returncode, done.stderr) == (2, "error: --x 3: must be even; use 4\n")
+
+
+HOSTILE = "a\x1b[2J\x07\x7f\x9b31m\nb\u202ec\ud800é\U0001f642"
+SAFE = r"a\x1b[2J\x07\x7f\x9b31m\nb\u202ec\ud800é🙂"
+
+
+def test_foreign_text_cannot_act_on_a_terminal_or_forge_a_log_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = UserError(HOSTILE, "rule", "remedy")
+    assert str(error) == SAFE.replace(r"\n", " ") + ": rule; remedy"
+    assert str(UserError.from_message(HOSTILE)) == SAFE
+    before = logger.handlers[:]
+    try:
+        setup_logging(rank=0, log_file=tmp_path / "log")
+        logger.warning(f"file {HOSTILE}")
+        assert capsys.readouterr().err == f"file {SAFE}\n"
+        assert (tmp_path / "log").read_text().endswith(f" [rank 0] WARNING file {SAFE}\n")
+    finally:
+        for handler in logger.handlers:
+            handler.close()
+        logger.handlers[:] = before
 
 
 @pytest.mark.parametrize(("body", "code"), [("return 3", 3), ("pass", 0)])

@@ -28,7 +28,7 @@ from megalite.checkpoint.stream import (
     write_checkpoint,
 )
 from megalite.config.model import ModelConfig
-from megalite.data.tokenizer import of_run
+from megalite.data.tokenizer_files import of_run
 from megalite.dist.dtypes import DTYPES, stored_name, torch_name
 from megalite.errors import UserError
 from megalite.families import FAMILIES
@@ -118,7 +118,11 @@ def _export_dtype(meta: dict[str, Any], given: str | None) -> torch.dtype:
             raise UserError(f"--dtype {given}", f"must be one of {', '.join(DTYPES)}", "choose one of these")
         return DTYPES[given]
     imported = {torch_name(dtype): dtype for dtype in DTYPES.values()}.get(meta.get("hf", {}).get("dtype"))
-    return imported or DTYPES[meta.get("config", {}).get("train", {}).get("precision", "fp32")]
+    precision = meta.get("config", {}).get("train", {}).get("precision", "fp32")
+    if imported is None and precision not in DTYPES:
+        rule = f"is none of {', '.join(DTYPES)}"
+        raise UserError(f"--precision {precision} of the checkpoint", rule, "choose the export's type with --dtype")
+    return imported or DTYPES[precision]
 
 
 def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, folder: Path, shard_bytes: int) -> None:

@@ -121,7 +121,7 @@ class HFSource:
 
     def _list(self, name: str) -> dict[str, _Tensor]:
         """List the tensors of a file, whose header the library checks."""
-        path = _resolve(self.folder, name)
+        path = resolve_inside(self.folder, name)
         with _opened(path) as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (not a dict)
             return {t: _Tensor(path, t, tuple(s.get_shape()), s.get_dtype()) for t, s in slices.items()}
@@ -188,7 +188,7 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _resolve(folder: Path, name: str) -> Path:
+def resolve_inside(folder: Path, name: str) -> Path:
     """Resolve a file of a folder; a link may lead to another file of it, or into the `blobs` of the hub cache."""
     path = folder / name
     if path.is_symlink() and re.fullmatch(r"[A-Za-z0-9_.-]+", name):
@@ -204,7 +204,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     where = str(folder / name)
     if not folder.is_dir():
         raise BadCheckpoint(str(folder), "is not a directory", "pass the directory of a model")
-    path = _resolve(folder, name)
+    path = resolve_inside(folder, name)
     size = path.stat().st_size
     if size > _MAX_JSON:
         raise BadCheckpoint(where, f"has {size} bytes, too many for this file", "complete the download")

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from megalite.checkpoint.hf.source import resolve_inside
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer import (
-    EXPORTED_FROM,
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
-    file_sha256,
     load_tokenizer,
 )
+from megalite.data.tokenizer_files import EXPORTED_FROM, file_sha256, read_json
 from megalite.errors import UserError
 
 # Digits, code, indents, runs of spaces, line ends, other scripts, accents in two forms, emoji, and a raw control byte.
@@ -119,9 +119,9 @@ def _copy_hf(path: Path, folder: Path) -> dict[str, Any]:
     shutil.copyfile(path, folder / "tokenizer.json")
     for name in ("chat_template.jinja", "tokenizer.model"):
         if path.with_name(name).exists():
-            shutil.copyfile(path.with_name(name), folder / name)
-    config = path.with_name("tokenizer_config.json")
-    return json.loads(config.read_bytes()) if config.exists() else {}
+            # A link in a stranger's folder could publish any file of this machine.
+            shutil.copyfile(resolve_inside(path.parent, name), folder / name)
+    return read_json(path.with_name("tokenizer_config.json"))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

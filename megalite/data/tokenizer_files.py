@@ -1,0 +1,110 @@
+"""Finding, checking and reading the files of a tokenizer, which may come from a stranger."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import UserError
+from megalite.log import logger
+
+# Key in an export's tokenizer_config.json: SHA-256 of the tokenizer that it came from, and of its tokenizer.json.
+EXPORTED_FROM = "megalite_exported_from"
+# Real tokenizers have at most some ten MB.
+_MAX_BYTES = 256 << 20
+
+
+def of_run(meta: dict[str, Any]) -> str | None:
+    """Name the tokenizer that a checkpoint's meta records; None when the run had none or the file no longer exists.
+
+    A stranger may have written the name: it may lead to any file of this machine. So nothing is done with that file
+    before its SHA-256 is the one that the run recorded.
+
+    Raises:
+        UserError: it is another file.
+    """
+    name = meta.get("config", {}).get("data", {}).get("tokenizer")
+    if not name or "\0" in name or (name != "bytes" and not Path(name).exists()):
+        return None
+    file = Path(name)
+    if name == "bytes" and not file.exists():
+        return name
+    file = file_in(file) if file.is_dir() else file
+    own, recorded = file_sha256(file), meta.get("tokenizer_sha256")
+    if own != recorded:
+        # An export counts as the tokenizer that it came from.
+        own = exported_from(read_json(file.with_name("tokenizer_config.json")), own) or own
+    if own != recorded:
+        rule = f"is not the one of SHA-256 {recorded} with which the checkpoint that names it was trained"
+        raise UserError(f"tokenizer {file}", rule, "give the tokenizer of the training with --tokenizer")
+    return name
+
+
+def exported_from(config: dict[str, Any], own: str) -> str | None:
+    """Return the SHA-256 of the tokenizer from which the tokenizer.json of SHA-256 `own` was exported, if it was."""
+    exported = config.get(EXPORTED_FROM)
+    # Only for the file that the export wrote: another one gives other ids.
+    if not isinstance(exported, dict) or exported.get("tokenizer_json") != own or not exported.get("sha256"):
+        return None
+    return str(exported["sha256"])
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Check for a file that `load_tokenizer` would take from a folder."""
+    return any(folder.glob("tokenizer.json")) or any(folder.glob("*.model")) or any(folder.glob("*.tiktoken"))
+
+
+def file_in(folder: Path) -> Path:
+    """Choose the tokenizer's file in a folder; raises `UserError` where there is none, or several."""
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).exists():
+            logger.info(f"tokenizer: {folder / name}")
+            return folder / name
+    found = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
+    if len(found) != 1:
+        rule = f"one tokenizer.json, *.model or *.tiktoken is needed, found {[p.name for p in found]}"
+        raise UserError(f"tokenizer folder {folder}", rule, "give the file itself")
+    return found[0]
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file of a tokenizer; raises `UserError` as `read_regular`."""
+    return hashlib.sha256(read_regular(path)).hexdigest()
+
+
+def read_regular(path: Path) -> bytes:
+    """Read a file of a tokenizer.
+
+    Raises:
+        UserError: it cannot be read, is no regular file (a pipe would wait, a device has no end), or is too large.
+    """
+    what = f"tokenizer {path}"
+    try:
+        # Looked at before it is opened: devices act on that. Should it become a pipe in between, nothing waits.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(what, "is not a regular file", "give the tokenizer's own file")
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
+            data = f.read(_MAX_BYTES + 1)
+    except OSError as e:
+        remedy = "give a folder or file: *.model, tokenizer.json, a tiktoken rank file, or the word bytes"
+        raise UserError(what, f"cannot be read ({e.strerror})", remedy) from e
+    if len(data) > _MAX_BYTES:
+        raise UserError(what, f"has more than {_MAX_BYTES >> 20} MB", "give the tokenizer's own file")
+    return data
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object that belongs to a tokenizer, {} where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(read_regular(path))
+    except (ValueError, RecursionError) as e:
+        raise UserError(str(path), f"is not JSON ({e!s:.200})", "correct or remove it") from e
+    if not isinstance(content, dict):
+        raise UserError(str(path), "must hold a JSON object", "correct or remove it")
+    return content

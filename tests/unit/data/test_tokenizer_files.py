@@ -1,0 +1,99 @@
+"""Files of a tokenizer that a stranger made, or that a stranger's checkpoint names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint.hf.tokenizer import export_tokenizer
+from megalite.config.model import ModelConfig
+from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizer_files import of_run
+from megalite.errors import UserError
+
+BPE: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+
+
+def write(path: Path, **content: Any) -> Path:
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": BPE, **content}))
+    return path
+
+
+def meta(name: Path | str, sha256: str | None) -> dict[str, Any]:
+    return {"config": {"data": {"tokenizer": str(name)}}, "tokenizer_sha256": sha256}
+
+
+def test_a_file_that_a_checkpoint_names_is_used_only_when_its_hash_matches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "tokenizer.json")
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    for name in (file, tmp_path):
+        assert of_run(meta(name, sha256)) == str(name)
+        for other in ("0" * 64, "", None):
+            with pytest.raises(UserError, match="is not the one of SHA-256 .* give the tokenizer of the training"):
+                of_run(meta(name, other))
+    assert of_run(meta("bytes", None)) == "bytes"
+    for absent in (tmp_path / "gone", "a\0b"):
+        assert of_run(meta(absent, sha256)) is None
+    assert of_run({}) is None
+
+
+@pytest.mark.parametrize("use", [load_tokenizer, lambda path: of_run(meta(path, "0" * 64))])
+def test_pipes_and_devices_are_not_opened(use: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(UserError, match="is not a regular file"):
+            use(path)
+    write(tmp_path / "tokenizer.json")
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: is not a regular file"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_export_does_not_follow_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    write(source / "tokenizer.json", model={**BPE, "unk_token": "a"})
+    (source / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    cfg = ModelConfig(vocab_size=8)
+    with pytest.raises(UserError, match=r"chat_template\.jinja: is a link"):
+        export_tokenizer(source, out, cfg, None)
+    assert not (out / "chat_template.jinja").exists()
+    (source / "chat_template.jinja").unlink()
+    (source / "chat_template.jinja").write_text("own")
+    export_tokenizer(source, out, cfg, None)
+    assert (out / "chat_template.jinja").read_text() == "own"
+
+
+@pytest.mark.parametrize(
+    ("content", "config", "message"),
+    [
+        ({"model": {**BPE, "vocab": {}}}, "{}", "has an empty vocabulary"),
+        # The library panics: an exception that `except Exception` does not see.
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "{}", "is not a tokenizer.json"),
+        ({}, '{"eos_token": 5}', "names eos_token 5, which"),
+        ({}, '{"eos_token": {"content": ["a"]}}', r"names eos_token \['a'\], which"),
+        ({}, '{"a":' * 100_000, "is not JSON"),
+        ({}, "[]", "must hold a JSON object"),
+    ],
+)
+def test_odd_files_are_refused(tmp_path: Path, content: dict[str, Any], config: str, message: str) -> None:
+    write(tmp_path / "tokenizer.json", **content)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_a_panic_while_encoding_is_one_line(tmp_path: Path) -> None:
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AwAAAGFiYw=="}
+    tokenizer = load_tokenizer(write(tmp_path / "tokenizer.json", normalizer=charsmap))
+    with pytest.raises(UserError, match="cannot encode a text"):
+        tokenizer.encode("hello")
