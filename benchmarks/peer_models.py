@@ -1,8 +1,8 @@
 """The peers of benchmarks/peers.py: one tiny Llama in plain torch, Hugging Face transformers, DDP, DTensor and
-torch.distributed.pipelining, as their own documentation and torchtitan put them together, and in megalite.
+torch.distributed.pipelining, as their own documentation and torchtitan put them together.
 
 Every peer starts from megalite's initial weights, runs AdamW (fused) with gradients clipped at 1, and gives the loss of
-the global batch. `PEERS[layout]` names those that can run a layout.
+the global batch. peer_sharded.py adds those that shard their states, peer_layouts.py lists who runs which layout.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -31,14 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megalite.config import cli
 from megalite.config.model import ModelConfig
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.model.layers import Rotary
 from megalite.model.parameters import param_map
 from megalite.model.partition import split_layers
 from megalite.sharding import Shard as Cut
-from megalite.train.build import build_engine
-from megalite.train.step import train_step
 
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQ = 8, 256, 8, 704, 4096, 128
 MICRO_BATCH, GLOBAL_BATCH = 2, 16
@@ -173,10 +170,18 @@ def update(optimizer: torch.optim.Optimizer, pipeline: dist.ProcessGroup | None 
     optimizer.zero_grad(set_to_none=True)
 
 
+def mean_over_ranks(loss: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
+
+
 def accumulating(
-    model: nn.Module, logits_of: Callable[[torch.Tensor], torch.Tensor], context: Any = nullcontext
+    model: nn.Module,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    context: Any = nullcontext,
+    gather_once: bool = False,
 ) -> Step:
-    """A step that adds up the gradients of the micro-batches."""
+    """A step that adds up the gradients of the micro-batches; with `gather_once` FSDP2 gathers for the first only."""
     optimizer = make_optimizer([model])
 
     def step(batch: np.ndarray) -> float:
@@ -184,15 +189,17 @@ def accumulating(
         parts = tokens.split(MICRO_BATCH)
         total = torch.zeros(())
         for i, part in enumerate(parts):
-            quiet = isinstance(model, DistributedDataParallel) and i < len(parts) - 1
+            last = i == len(parts) - 1
+            quiet = isinstance(model, DistributedDataParallel) and not last
+            if isinstance(model, FSDPModule):
+                model.set_reshard_after_backward(last or not gather_once)
             with model.no_sync() if quiet else nullcontext(), context():  # type: ignore[operator]
                 loss = cross_entropy(logits_of(part[:, :-1]), part[:, 1:]) / len(parts)
                 loss.backward()
             loss = loss.detach()
             total += loss.full_tensor() if isinstance(loss, DTensor) else loss
-        if isinstance(model, DistributedDataParallel):
-            dist.all_reduce(total, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
-            total /= dist.get_world_size()
+        if isinstance(model, (DistributedDataParallel, FSDPModule)):
+            total = mean_over_ranks(total)
         update(optimizer)
         return total.item()
 
@@ -325,68 +332,3 @@ def torch_pipeline(schedule_name: str, sharder: Sharder | None = None) -> Callab
         return step
 
     return make
-
-
-# --------------------------------------------------------------------------------------------------------- megalite
-
-
-def megalite(*flags: str) -> Callable[[int, int, int], Step]:
-    def make(tp: int, pp: int, vp: int) -> Step:
-        cfg = cli.parse([*MODEL_FLAGS, "--tp", str(tp), "--pp", str(pp), "--vp", str(vp), *flags]).config
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        engine = build_engine(cfg, ParallelContext.create(Grid.of(world, tp, pp), torch.device("cpu")))
-        engine.optimizer.init_parameters(SEED)
-        count = 0
-
-        def step(batch: np.ndarray) -> float:
-            nonlocal count
-            count += 1
-            result = train_step(engine, batch, count)
-            # What overlaps with the next step would run beside the next peer's.
-            engine.optimizer.wait_weights()
-            return result.loss
-
-        return step
-
-    return make
-
-
-# Layout -> ((world, tp, pp, vp), {peer: its maker}); megalite comes last and all others are compared with it.
-LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Callable[[int, int, int], Step]]]] = {
-    "single": ((1, 1, 1, 1), {"torch": plain_torch, "transformers": hf_transformers, "megalite": megalite()}),
-    "dp2": ((2, 1, 1, 1), {"DDP": plain_torch, "transformers + DDP": hf_transformers, "megalite": megalite()}),
-    "tp2": (
-        (2, 2, 1, 1),
-        {
-            "DTensor": dtensor(shard_plainly),
-            "DTensor, sequence": dtensor(shard_sequence),
-            "megalite, no sequence": megalite("--no-sequence-parallel"),
-            "megalite": megalite(),
-        },
-    ),
-    "pp2": (
-        (2, 1, 2, 1),
-        {
-            "pipelining 1F1B": torch_pipeline("Schedule1F1B"),
-            "pipelining zero bubble": torch_pipeline("ScheduleInterleavedZeroBubble"),
-            "megalite": megalite(),
-        },
-    ),
-    "pp2 vp2": (
-        (2, 1, 2, 2),
-        {
-            "pipelining interleaved": torch_pipeline("ScheduleInterleaved1F1B"),
-            "pipelining ZBV": torch_pipeline("ScheduleZBVZeroBubble"),
-            "megalite": megalite(),
-        },
-    ),
-    "tp2 pp2": (
-        (4, 2, 2, 1),
-        {
-            "DTensor + 1F1B": torch_pipeline("Schedule1F1B", shard_plainly),
-            "DTensor, sequence + 1F1B": torch_pipeline("Schedule1F1B", shard_sequence),
-            "megalite, no sequence": megalite("--no-sequence-parallel"),
-            "megalite": megalite(),
-        },
-    ),
-}
