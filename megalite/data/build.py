@@ -39,10 +39,13 @@ def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
         return [(1.0, data[0])]
     if not data or len(data) % 2:
         raise UserError(given, _DATA_RULE, _DATA_REMEDY)
-    try:
-        return [(float(weight), prefix) for weight, prefix in zip(data[::2], data[1::2])]
-    except ValueError as e:
-        raise UserError(given, f"{_DATA_RULE} ({e})", _DATA_REMEDY) from None
+    blend = []
+    for weight, prefix in zip(data[::2], data[1::2]):
+        try:
+            blend.append((float(weight), prefix))
+        except ValueError:
+            raise UserError(given, f"{_DATA_RULE}, and {weight!r} is not a number", _DATA_REMEDY) from None
+    return blend
 
 
 def prefixes_of(data: Sequence[str]) -> list[str]:

@@ -89,6 +89,8 @@ def import_megatron(
 
 def find_iteration(folder: Path, iteration: int | None) -> Path:
     """Return the folder of a checkpoint: `folder` itself, or the one of an iteration in it."""
+    if not folder.is_dir():
+        raise BadCheckpoint(str(folder), "is not a folder", "pass the folder of a Megatron-LM checkpoint")
     if _is_checkpoint(folder):
         return folder
     if iteration is None:

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import pickle
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,9 @@ def test_damage_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     refused("iter_0000009.*holds neither", iteration=9)
     (folder / "latest_checkpointed_iteration.txt").write_text("../../etc")
     refused("neither a number nor release")
+    shutil.rmtree(folder)
+    folder.touch()
+    refused("is not a folder")
 
 
 class _Call:

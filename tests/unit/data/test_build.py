@@ -67,6 +67,11 @@ def test_a_malformed_data_argument_is_refused(data: list[str]) -> None:
         build_datasets(data, **ARGS)
 
 
+def test_a_weight_that_is_not_a_number_is_quoted_without_pythons_message() -> None:
+    with pytest.raises(UserError, match=r"PREFIX pairs, and 'x' is not a number; use"):
+        build_datasets(["0.5", "A", "x", "B"], **ARGS)
+
+
 def test_data_of_a_larger_vocabulary_is_refused_before_a_batch_is_read(make_dataset: Make) -> None:
     prefix = make_dataset([100] * 10).prefix
     Path(f"{prefix}.json").write_text(json.dumps({"vocab_size": 32001, "tokenizer_sha256": "0"}))
