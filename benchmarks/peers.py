@@ -24,6 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib import metadata
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -193,6 +195,7 @@ def machine() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "deepspeed": metadata.version("deepspeed") if find_spec("deepspeed") else None,
         "megalite": megalite.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -217,8 +220,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"{m['date']}, {m['cores']} cores of {m['cpu']}, load average {m['load_average']:.1f} at the start, torch "
-        f"{m['torch']}, transformers {m['transformers']}, megalite {m['megalite']}; medians of {report['rounds']} "
-        "rounds.",
+        f"{m['torch']}, transformers {m['transformers']}, DeepSpeed {m['deepspeed'] or 'not installed'}, megalite "
+        f"{m['megalite']}; medians of {report['rounds']} rounds.",
     ]
     return "\n".join(lines)
 
