@@ -197,8 +197,9 @@ def init_weights(engine: Engine) -> dict[str, Any]:
         engine.optimizer.init_parameters(engine.cfg.train.seed)
         logger.info(f"new run: random weights of --seed {engine.cfg.train.seed}")
     else:
-        load_hf(folder, engine.cfg.model, engine.optimizer.states(), engine.ctx)
+        dtype = load_hf(folder, engine.cfg.model, engine.optimizer.states(), engine.ctx)
         engine.optimizer.finish_load()
+        logger.info(f"weights from {folder} ({dtype}); the optimizer starts at zero")
     return {"step": 0, "consumed_samples": 0}
 
 

@@ -11,7 +11,6 @@ from megalite.config.model import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
-from megalite.log import logger
 from megalite.sharding import StateTensor
 
 
@@ -24,7 +23,7 @@ def hf_model_config(folder: str | Path) -> ModelConfig:
     return HFSource(folder).config
 
 
-def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
+def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> str:
     """Fill the masters of all ranks from a Hugging Face folder; moments become zero. Every rank calls this.
 
     Each rank reads only the parts that it holds.
@@ -34,6 +33,9 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
         cfg: the run's model; its sequence length and dropout may differ from the folder's.
         states: what this rank holds; filled in place.
         ctx: this rank's axes.
+
+    Returns:
+        The type of the weights in the folder ("bfloat16").
 
     Raises:
         UserError: see `HFSource`; or the run's model differs. Raised on every rank.
@@ -48,7 +50,7 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
                 source.read(*places[state.name], box.offset, flat[box.at : box.at + box.numel].view(box.shape))
 
     agree(ctx, fill)
-    logger.info(f"weights from {folder} ({source.dtype}); the optimizer starts at zero")
+    return source.dtype
 
 
 def _open(folder: str | Path, cfg: ModelConfig) -> HFSource:
