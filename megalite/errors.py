@@ -40,9 +40,9 @@ class UserError(Exception):
 
     @classmethod
     def from_message(cls, message: str) -> UserError:
-        """Make the error from a complete message, for instance another rank's."""
+        """Make the error from a complete message: another rank's, or several mistakes, a line each."""
         error = cls.__new__(cls)
-        Exception.__init__(error, printable(message))
+        Exception.__init__(error, printable(message, keep="\n"))
         return error
 
 

@@ -41,14 +41,14 @@ def check_meta(meta: Any, step: int) -> dict[str, Any]:
             f"at most {_MAX_ITEMS} items, {_MAX_TEXT} characters and {_MAX_DEPTH} levels, integers within 2^64, no NaN"
         )
         raise BadMeta(f"meta holds a value that no run writes ({rule})")
-    for key, (fits, rule) in _ENTRIES.items():
-        if key in meta and not fits(meta[key]):
+    for key, (good, rule) in _ENTRIES.items():
+        if key in meta and not good(meta[key]):
             raise BadMeta(f"meta.{key} {meta[key]!r:.60} must be {rule}")
     if meta.get("step", step) != step:
         raise BadMeta(f"meta.step {meta['step']} differs from the manifest's step {step}")
     for section, options in meta.get("config", {}).items():
         for name, value in options.items():
-            if section in GROUPS and name in TYPES and not _fits(TYPES[name], value):
+            if section in GROUPS and name in TYPES and not fits(TYPES[name], value):
                 raise BadMeta(f"meta.config.{section}.{name} {value!r:.60} is not a value of that option")
     return meta
 
@@ -117,17 +117,17 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _fits(hint: Any, value: Any) -> bool:
-    """Whether a JSON value has the type of an option; choices that are no longer offered do."""
+def fits(hint: Any, value: Any) -> bool:
+    """Check whether a JSON value has the type of an option; choices that are no longer offered do."""
     if type(None) in get_args(hint):
-        return value is None or _fits(get_args(hint)[0], value)
+        return value is None or fits(get_args(hint)[0], value)
     if hasattr(hint, "__metadata__"):
-        return _fits(get_args(hint)[0], value)
+        return fits(get_args(hint)[0], value)
     if get_origin(hint) is Literal:
         return type(value) in {type(choice) for choice in get_args(hint)}
     if get_origin(hint) is tuple:
-        return isinstance(value, list) and all(_fits(get_args(hint)[0], item) for item in value)
+        return isinstance(value, list) and all(fits(get_args(hint)[0], item) for item in value)
     if dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
-        return isinstance(value, dict) and all(key in hints and _fits(hints[key], v) for key, v in value.items())
+        return isinstance(value, dict) and all(key in hints and fits(hints[key], v) for key, v in value.items())
     return type(value) is hint or (hint is float and type(value) is int)

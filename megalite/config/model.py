@@ -12,6 +12,9 @@ from megalite.errors import in_range, require
 from megalite.families import FAMILIES
 from megalite.families.parts import ACTIVATIONS, NORMS, Activation, Norm
 
+# Lists of parameters are made by layer: a number without a limit would take all memory before anything is looked at.
+_MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -112,7 +115,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        in_range(self, "num_layers hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_len", 1)
+        in_range(self, "num_layers", 1, _MAX_LAYERS + 1)
+        in_range(self, "hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_len", 1)
         in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1)
         in_range(self, "window_pattern", 0)
         in_range(self, "vocab_size", 2)

@@ -92,7 +92,8 @@ def leaving_together() -> Iterator[None]:
     except UserError as e:
         if not isinstance(e, LocalUserError):
             _exit_after_rank_0(rank, 2)
-        logger.error(f"error: {e}")
+        for line in f"error: {e}".splitlines():
+            logger.error(line)
         _exit(2)
     except KeyboardInterrupt:
         # Another one must not cut the message short.

@@ -7,8 +7,9 @@ transformers 5 writes `rope_parameters` and `dtype`; 4.57, vLLM and llama.cpp re
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
+from megalite.checkpoint.meta import fits
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.errors import UserError
@@ -18,6 +19,7 @@ from megalite.families.parts import ACTIVATIONS
 
 _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
 _SCALING_KEYS = {"default": (), "llama3": tuple(f.name for f in dataclasses.fields(RopeScaling)), "linear": ("factor",)}
+_NUMBERS = ("rope_theta", "rope_theta_local", "partial_rotary_factor", "factor", *_SCALING_KEYS["llama3"])
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What a run may change without changing the meaning of the weights.
 TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std")
@@ -47,6 +49,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     """
     family = family_of(config, where)
     values = {**family.defaults, **config}
+    _check_types(values, family, where)
 
     def refuse(key: str, rule: str) -> BadCheckpoint:
         return BadCheckpoint(f"{where}: {key} {values.get(key)!r:.80}", rule, "convert another model")
@@ -89,6 +92,31 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         raise BadCheckpoint(where, f"holds a value of the wrong type ({e})", "correct it") from None
 
 
+def _check_types(values: dict[str, Any], family: Family, where: str) -> None:
+    """Refuse values of another type than their option has; null stands for the default."""
+    hints, old = get_type_hints(ModelConfig), (family.old_theta, family.local_theta, family.partial_rotary)
+    expected: dict[str, Any] = {
+        **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), int),
+        **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
+        **dict.fromkeys((key for key in old if key), float),
+        **{key: hints[name] for key, name in family.fields},
+        "layer_types": list,
+        family.activation: str,
+    }
+    for key, hint in expected.items():
+        if values.get(key) is not None and not fits(hint, values[key]):
+            rule = f"is of the wrong type: must be {getattr(hint, '__name__', hint)}"
+            raise BadCheckpoint(f"{where}: {key} {values[key]!r:.80}", rule, "correct it")
+    nested = [values.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+    nested += [part for rope in nested for part in rope.values() if isinstance(part, dict)]
+    kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(("rope_type", "type"), str)}
+    kinds |= dict.fromkeys(("full_attention", "sliding_attention"), dict)
+    for key, value in (item for rope in nested for item in rope.items()):
+        if key in kinds and not fits(kinds[key], value):
+            rule = f"is of the wrong type: must be {kinds[key].__name__}"
+            raise BadCheckpoint(f"{where}: {key} {value!r:.80}", rule, "correct it")
+
+
 def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -> int:
     """Read `window_pattern`: from `layer_types`, which must follow one, else from the older key or the family."""
     default, types = options.get("window_pattern", 0), config.get("layer_types")
@@ -96,7 +124,7 @@ def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -
     if types is None:
         return int(written)
     first = types.index("full_attention") + 1 if "full_attention" in types else 0
-    for pattern in (written, default, first):
+    for pattern in (written, default, first) if len(types) == options["num_layers"] else ():
         if types == _layer_types(options["num_layers"], options["window"], pattern):
             return int(pattern)
     rule = "must be n sliding_attention and one full_attention, repeated"

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
 from megalite.checkpoint.hf.packing import file_shapes, row_runs
-from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside
+from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, parse_header
 from megalite.config.model import ModelConfig
 from megalite.dist.dtypes import DTYPES, STORED, torch_name
 from megalite.families.common import Family, Packed
@@ -25,6 +25,8 @@ from megalite.sharding import ParamSpec
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_JSON = 64 << 20
+# Some 70,000 tensors in one file. The library takes 20 times the memory, and forever for a shape of many extents.
+_MAX_HEADER, _MAX_DIMS = 8 << 20, 8
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class HFSource:
     def _list(self, name: str) -> dict[str, _Tensor]:
         """List the tensors of a file, whose header the library checks."""
         path = resolve_inside(self.folder, name)
+        _check_header(path)
         with _opened(path) as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (not a dict)
             return {t: _Tensor(path, t, tuple(s.get_shape()), s.get_dtype()) for t, s in slices.items()}
@@ -174,6 +177,22 @@ class HFSource:
 
 def _some(names: list[str]) -> str:
     return f"tensor {names[0]} is" if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])} ...) are"
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a header that would take the library all memory or time; other mistakes are the library's to find."""
+    with path.open("rb") as f:
+        size = f.read(8)
+        length = int.from_bytes(size, "little")
+        if _MAX_HEADER < length <= path.stat().st_size:
+            rule = f"has a header of {length} bytes, more than the limit of {_MAX_HEADER}"
+            raise BadCheckpoint(str(path), rule, "save the model as several files")
+        header = parse_header(size + f.read(min(length, _MAX_HEADER))) or {}
+    for name, entry in header.items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if isinstance(shape, list) and len(shape) > _MAX_DIMS:
+            rule = f"tensor {name:.100} has {len(shape)} dimensions, more than {_MAX_DIMS}"
+            raise BadCheckpoint(str(path), rule, "use the weights of a language model")
 
 
 @contextmanager
