@@ -47,6 +47,14 @@ GROUP_OF: dict[str, str] = {f.name: group for group, cls in GROUPS.items() for f
 class StrictLoader(yaml.SafeLoader):
     """Safe YAML in which duplicate keys are an error, instead of the last one silently winning."""
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse aliases of lists and mappings: a few lines of nested ones stand for billions of values."""
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        if alias is not None and not isinstance(node, yaml.ScalarNode):
+            raise yaml.composer.ComposerError(None, None, "an alias must stand for a single value", alias.start_mark)
+        return node  # type: ignore[no-any-return]
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = [key for i, key in enumerate(keys) if key in keys[:i]]

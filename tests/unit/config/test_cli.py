@@ -302,3 +302,11 @@ def test_any_configuration_reads_back_equal(options: dict[str, Any], switches: d
             field = name.replace("-", "_")
             (group,) = [g for g in dataclasses.asdict(c).values() if field in g]
             assert group[field] == (tuple(value) if isinstance(value, list) else value)
+
+
+def test_yaml_that_would_take_all_memory_is_refused(tmp_path: Path) -> None:
+    lists = ["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
+    for text, words in [("\n".join(lists), "an alias must stand for a single value"), ("[" * 100_000, "recursion")]:
+        (tmp_path / "x.yaml").write_text(text)
+        with pytest.raises(UserError, match=words):
+            parse(["--config", str(tmp_path / "x.yaml")])
