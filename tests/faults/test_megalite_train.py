@@ -30,7 +30,8 @@ def save(*_):
     note("saved")
     os._exit(0)
 if kind != "starting":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if kind in ("stubborn", "slow") else save)
+    handlers = {"stubborn": signal.SIG_IGN, "slow": lambda *_: note("told")}
+    signal.signal(signal.SIGTERM, handlers.get(kind, save))
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 attempt = 1 + (place / f"begun_{rank}").exists()
 note("begun" if attempt == 1 else "again")
@@ -57,6 +58,9 @@ class Started:
         self.process.start()
 
     def run(self, words: list[str]) -> None:
+        # Tests that were themselves started in the background ignore these, and children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.dup2(os.open(self.folder / "err", os.O_WRONLY | os.O_CREAT), 2)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         try:
@@ -147,7 +151,7 @@ def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
     started = start(tmp_path, "slow")
     started.begun()
     started.send(signal.SIGINT)
-    time.sleep(0.1)
+    started.until(lambda: len(list(tmp_path.glob("told_*"))) == 2)
     started.send(signal.SIGINT)
     assert started.end() == 130
 
