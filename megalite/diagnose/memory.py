@@ -87,7 +87,8 @@ def diagnosing_memory(cfg: Config, topology: Grid, device: torch.device, rank: i
                 text += f"\nthis page: {path}"
             except OSError as why:
                 logger.warning(f"{path} cannot be written ({why.strerror})")
-            logger.error(text)
+            for line in text.splitlines():
+                logger.error(line)
         raise
 
 

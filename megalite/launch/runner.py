@@ -233,15 +233,16 @@ class Runner:
         """End the log with the rank that failed first and its last output."""
         if culprit is None:
             return
-        tail = "\n".join(f"    {line}" for line in self._tails[culprit.rank].last_words())
+        tail = self._tails[culprit.rank].last_words() or ["(nothing on its standard error)"]
         others = sorted({f.rank for f in self._failed} - {culprit.rank})
         if others:
             logger.error(f"launch: ranks {', '.join(map(str, others))} ended because of it")
         log = f"{culprit.host}:{self._log_dir}/{culprit.host}/*/attempt_0/{culprit.local_rank}/stderr.log"
         logger.error(
-            f"launch: first failure: rank {culprit.rank} on {culprit.host}, {culprit.cause()} "
-            f"(full output: {log}):\n{tail or '    (nothing on its standard error)'}"
+            f"launch: first failure: rank {culprit.rank} on {culprit.host}, {culprit.cause()} (full output: {log}):"
         )
+        for line in tail:
+            logger.error(f"    {line}")
 
     def _end_leftovers(self) -> None:
         for remote in self._remotes:
