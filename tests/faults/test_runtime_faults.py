@@ -103,6 +103,18 @@ def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any],
         resumes(zygote, tmp_path, world, whole)
 
 
+def test_killed_with_its_state_on_disk(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
+    """Offload changes no bit on a CPU, nor does a kill; scratch files are gone with their rank."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    flags = ["--offload", "optimizer", "--offload-dir", str(scratch)]
+    left = start(zygote, tmp_path, 2, *flags, fault={"rank": 1, "kind": "kill", "place": "step", "at": 6}).end()
+    assert codes(left) == [1, -signal.SIGKILL]
+    assert not list(scratch.rglob("*"))
+    assert codes(start(zygote, tmp_path, 2, *flags).end()) == [0, 0]
+    assert outcome(tmp_path / "run") == whole[2]
+
+
 def test_one_rank_raises(zygote: Zygote, tmp_path: Path) -> None:
     """Row 31: its traceback only."""
     left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "step", "at": 3}).end(within=60)

@@ -148,6 +148,18 @@ def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple
         assert_same([rank[i] for rank in ranks], single, f"zero {zero} {parallel} {train}")
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_gradients_accumulate_over_micro_batches(pool: WorkerPool, zero: int) -> None:
+    """One, two and four micro-batches per step, each reduced by itself."""
+    cfgs = [config(LLAMA, zero, {}, micro_batch_size=size) for size in (4, 2, 1)]
+    for runs in pool.run(2, trained, cfgs, 2):
+        for steps, gradients in runs[1:]:
+            np.testing.assert_allclose(steps, runs[0][0], rtol=1e-6)
+            for name, (_, held) in gradients.items():
+                for (_, part), (_, expected) in zip(held, runs[0][1][name][1]):
+                    np.testing.assert_allclose(part, expected, rtol=0, atol=1e-6 * max(1.0, np.abs(expected).max()))
+
+
 @pytest.mark.parametrize("optimizer", ["lamb", "lars", "sgd"])
 def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
     """Trust ratios are norms over the shares of a group, once per group of a hybrid."""
