@@ -46,6 +46,35 @@ def arguments(common: dict[Any, Any], where: str) -> dict[str, Any]:
     return args
 
 
+class _Arguments:
+    """The arguments of a training, and what to raise about them."""
+
+    def __init__(self, args: dict[str, Any], where: str) -> None:
+        self.args, self.where = args, where
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Return the first of these arguments that is set."""
+        for name in names:
+            if self.args.get(name) is not None:
+                return self.args[name]
+        if default is None:
+            rule = f"has no argument {names[0]}"
+            raise BadCheckpoint(self.where, rule, "use a checkpoint of Megatron-LM's pretrain_gpt.py")
+        return default
+
+    def one_of(self, name: str, default: str, known: dict[str, str]) -> str:
+        """Return our word for the value of an argument."""
+        value = self.get(name, default=default)
+        if value not in known:
+            raise self.refusal(name, f"must be one of {', '.join(known)}")
+        return known[value]
+
+    def refusal(self, name: str, rule: str) -> BadCheckpoint:
+        """Make the error about a value that megalite does not compute."""
+        given = f"{self.where}: {name} {self.args.get(name)!r:.80}"
+        return BadCheckpoint(given, rule, "megalite cannot train this model")
+
+
 def model_of(args: dict[str, Any], where: str) -> ModelConfig:
     """Read the model from the arguments of its training.
 
@@ -54,73 +83,56 @@ def model_of(args: dict[str, Any], where: str) -> ModelConfig:
     Raises:
         BadCheckpoint: an argument is missing, or has a value that megalite does not compute.
     """
-
-    def get(*names: str, default: Any = None) -> Any:
-        for name in names:
-            if args.get(name) is not None:
-                return args[name]
-        if default is None:
-            raise BadCheckpoint(
-                where, f"has no argument {names[0]}", "use a checkpoint of Megatron-LM's pretrain_gpt.py"
-            )
-        return default
-
-    def refuse(name: str, rule: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{where}: {name} {args.get(name)!r:.80}", rule, "megalite cannot train this model")
-
+    theirs = _Arguments(args, where)
     for name, only in _ONLY.items():
         if (args.get(name, only) or None) != (only or None):
-            raise refuse(name, f"is not supported: megalite computes {only!r}")
-    position = (
-        "rope"
-        if args.get("use_rotary_position_embeddings")
-        else get("position_embedding_type", default="learned_absolute")
-    )
-    if position not in _POSITIONS:
-        raise refuse("position_embedding_type", f"must be one of {', '.join(_POSITIONS)}")
-    norm = get("normalization", default="LayerNorm")
-    if norm not in _NORMS:
-        raise refuse("normalization", f"must be one of {', '.join(_NORMS)}")
+            raise theirs.refusal(name, f"is not supported: megalite computes {only!r}")
+    rotary = args.get("use_rotary_position_embeddings")
+    position = "rope" if rotary else theirs.one_of("position_embedding_type", "learned_absolute", _POSITIONS)
+    norm = theirs.one_of("normalization", "LayerNorm", _NORMS)
+    if norm == "layernorm" and args.get("qk_layernorm"):
+        raise theirs.refusal("qk_layernorm", "with LayerNorm is not supported: megalite has RMSNorm there")
     bias = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
-    qkv_bias, learned, layernorm = (
-        bias or bool(args.get("add_qkv_bias")),
-        position == "learned_absolute",
-        norm == "LayerNorm",
-    )
-    if layernorm and args.get("qk_layernorm"):
-        raise refuse("qk_layernorm", "with LayerNorm is not supported: megalite has RMSNorm there")
-    heads = get("num_attention_heads")
-    options: dict[str, Any] = {
-        "num_layers": get("num_layers", "encoder_num_layers"),
-        "hidden_size": get("hidden_size"),
-        "num_heads": heads,
-        "num_kv_heads": get("num_query_groups", default=heads) if args.get("group_query_attention") else heads,
-        "head_dim": get("kv_channels", default=get("hidden_size") // heads),
-        "ffn_hidden_size": get("ffn_hidden_size", default=4 * get("hidden_size")),
-        "vocab_size": get("padded_vocab_size"),
-        "seq_len": get("seq_length", "encoder_seq_length"),
-        "max_position_embeddings": get("max_position_embeddings", default=get("seq_length")),
-        "norm": _NORMS[norm],
-        "norm_eps": get("norm_epsilon", "layernorm_epsilon", default=1e-5),
+    qkv_bias = bias or bool(args.get("add_qkv_bias"))
+    options = {
+        **_sizes(theirs),
+        "norm": norm,
         "zero_centered_norm": bool(args.get("apply_layernorm_1p")),
-        "position": _POSITIONS[position],
+        "position": position,
         "activation": _activation(args, bias),
         "qkv_bias": qkv_bias,
         "o_bias": bias,
         "mlp_bias": bias,
         "qk_norm": "head" if args.get("qk_layernorm") else "none",
         "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
-        "init_std": get("init_method_std", default=0.02),
-        "hidden_dropout": get("hidden_dropout", default=0.0),
-        "attention_dropout": get("attention_dropout", default=0.0),
-        **({} if learned else _rope(args)),
+        **(_rope(args) if position == "rope" else {}),
     }
     kind = "qwen3" if args.get("qk_layernorm") else "qwen2" if qkv_bias and not bias else "llama"
-    arch = "gpt2" if learned else "gpt_neox" if layernorm else kind
+    arch = "gpt2" if position == "learned" else "gpt_neox" if norm == "layernorm" else kind
     try:
         return ModelConfig(arch=arch, **options)
     except TypeError as e:
         raise BadCheckpoint(where, f"has an argument of the wrong type ({e})") from None
+
+
+def _sizes(theirs: _Arguments) -> dict[str, Any]:
+    """Read the sizes and the plain numbers."""
+    get, heads = theirs.get, theirs.get("num_attention_heads")
+    return {
+        "num_layers": get("num_layers", "encoder_num_layers"),
+        "hidden_size": get("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": get("num_query_groups", default=heads) if theirs.args.get("group_query_attention") else heads,
+        "head_dim": get("kv_channels", default=get("hidden_size") // heads),
+        "ffn_hidden_size": get("ffn_hidden_size", default=4 * get("hidden_size")),
+        "vocab_size": get("padded_vocab_size"),
+        "seq_len": get("seq_length", "encoder_seq_length"),
+        "max_position_embeddings": get("max_position_embeddings", default=get("seq_length")),
+        "norm_eps": get("norm_epsilon", "layernorm_epsilon", default=1e-5),
+        "init_std": get("init_method_std", default=0.02),
+        "hidden_dropout": get("hidden_dropout", default=0.0),
+        "attention_dropout": get("attention_dropout", default=0.0),
+    }
 
 
 def _activation(args: dict[str, Any], bias: bool) -> str:
