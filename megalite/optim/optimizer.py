@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalite.config.run import OptimConfig
+from megalite.config.optim import OptimConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.ops import Ops
 from megalite.optim.bucket import Bucket

@@ -14,8 +14,9 @@ from megalite.checkpoint.load import find_good, load_checkpoint, model_config, v
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.meta import require_parts
 from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
-from megalite.config.run import Config, OptimConfig
+from megalite.config.run import Config
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from megalite.config.optim import OptimConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.run import Config
+from megalite.config.train import TrainConfig
 from megalite.families import FAMILIES
 
 SEQ, BATCH, STEPS, VOCAB = 16, 8, 6, 90

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
+from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig, RopeScaling
-from megalite.config.run import (
-    Config,
-    DataConfig,
-    OptimConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from megalite.config.optim import OptimConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.run import Config, RunConfig
+from megalite.config.train import TrainConfig
 from megalite.errors import UserError
 from megalite.families import FAMILIES
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config, ParallelConfig, TrainConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.run import Config
+from megalite.config.train import TrainConfig
 from megalite.errors import UserError
 from megalite.model.partition import head_cost, layer_split, split_layers
 

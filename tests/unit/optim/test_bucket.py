@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite import ops as kernels
-from megalite.config.run import OptimConfig
+from megalite.config.optim import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.optim.bucket import Bucket, make_buckets

@@ -11,7 +11,7 @@ import torch
 
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Checkpointer
-from megalite.config.run import OptimConfig
+from megalite.config.optim import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox

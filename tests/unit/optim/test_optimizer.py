@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite import ops as kernels
-from megalite.config.run import OptimConfig
+from megalite.config.optim import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.optim.bucket import make_buckets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.config.run import OptimConfig
+from megalite.config.optim import OptimConfig
 from megalite.optim.loss_scale import LossScaler
 from megalite.schedules.lr import LR_DECAYS, learning_rate
 

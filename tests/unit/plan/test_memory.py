@@ -11,7 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from megalite import ops as kernels
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config, OptimConfig, ParallelConfig, TrainConfig
+from megalite.config.optim import OptimConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.run import Config
+from megalite.config.train import TrainConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.errors import UserError

@@ -1,0 +1,72 @@
+"""Options of the optimizer and of the learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megalite.config.names import NamedIn, check_names
+from megalite.errors import in_range, require
+from megalite.schedules.lr import LR_DECAYS
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule."""
+
+    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
+    """adamw (decoupled weight decay), lamb or lars (with trust ratios), or sgd (momentum beta1)."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = 0
+    """Steps of linear warmup from init_lr."""
+    init_lr: float = 0.0
+    """Learning rate at step 0 of the warmup."""
+    lr_decay: Annotated[str, NamedIn(LR_DECAYS)] = "cosine"
+    """Shape of the decay after warmup."""
+    lr_decay_steps: int | None = None
+    """Step at which the decay ends. Default: train_steps."""
+    wsd_decay_steps: int | None = None
+    """wsd: steps of the final linear decay. Default: a tenth of the run."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; not applied to norms and biases."""
+    beta1: float = 0.9
+    """Adam's first decay rate (lars, sgd: momentum)."""
+    beta2: float = 0.95
+    """Adam's second decay rate."""
+    eps: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Maximum global gradient norm; 0 disables clipping."""
+    loss_scale: float | None = None
+    """fp16: constant loss scale. Default: dynamic."""
+    initial_loss_scale: float = 65536.0
+    """fp16: first dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """fp16: steps without overflow before the scale doubles."""
+
+    @property
+    def num_moments(self) -> int:
+        """Number of fp32 states per weight: a momentum, or Adam's two moments."""
+        return 1 if self.optimizer in ("lars", "sgd") else 2
+
+    def __post_init__(self) -> None:
+        check_names(self)
+        in_range(self, "lr eps loss_scale initial_loss_scale", 0, above=True)
+        in_range(self, "clip_grad weight_decay warmup_steps init_lr", 0)
+        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window", 1)
+        in_range(self, "beta1 beta2", 0, 1)
+        require(
+            0 <= self.min_lr <= self.lr,
+            f"--min-lr {self.min_lr}",
+            f"must be between 0 and --lr {self.lr}",
+            "lower --min-lr or raise --lr",
+        )
+        require(
+            self.lr_decay_steps is None or self.lr_decay_steps >= self.warmup_steps,
+            f"--lr-decay-steps {self.lr_decay_steps}",
+            f"the decay would end before the --warmup-steps {self.warmup_steps} are over",
+            "raise it (it counts from the start of the run) or lower --warmup-steps",
+        )

@@ -1,0 +1,88 @@
+"""Options of batch, time, precision and memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.errors import in_range, require
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batch, time, precision and memory."""
+
+    micro_batch_size: int = 1
+    """Samples per forward pass, per data-parallel rank."""
+    global_batch_size: int = 8
+    """Samples per optimizer step, across all data-parallel ranks."""
+    train_steps: int = 100
+    """Optimizer steps of the whole run."""
+    seed: int = 1234
+    """Seed for initial weights, data order and dropout."""
+    deterministic: bool = False
+    """Use deterministic kernels only (slower on CUDA)."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Data type of parameters and activations; master weights and main gradients are fp32."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What to recompute in backward: nothing, the attention core, or whole blocks."""
+    ops: str = "auto"
+    """Kernels: a backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs, comma-separated."""
+    compile: bool = False
+    """Compile each block (everything but the parallel linear layers). Requires dropout 0."""
+    loss_chunk: int = 0
+    """Compute output layer and loss for this many tokens at a time, to save memory for logits; 0: all at once."""
+    label_smoothing: float = 0.0
+    """Weight of the uniform distribution in the targets."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type in which gradients are reduced over dp."""
+    compress: str = "none"
+    """Compress gradients over dp: none, int8 (the one to use), topk:F (a fraction F of them) or powersgd:R (rank R)."""
+
+    offload: Literal["none", "optimizer", "optimizer+params", "activations"] = "none"
+    """Keep on the host: nothing; optimizer states, updated there; weights too; or the inputs of recomputed blocks."""
+    offload_dir: str | None = None
+    """With --offload optimizer: keep them on disk instead, in scratch files in this directory."""
+
+    def __post_init__(self) -> None:
+        in_range(self, "micro_batch_size global_batch_size train_steps", 1)
+        in_range(self, "seed", 0, 2**63)
+        in_range(self, "label_smoothing", 0, 1)
+        in_range(self, "loss_chunk", 0)
+        require(
+            not (self.loss_chunk and self.label_smoothing),
+            f"--loss-chunk {self.loss_chunk} with --label-smoothing {self.label_smoothing}",
+            "the chunked loss does not support label smoothing",
+            "drop one of the two",
+        )
+        require(
+            bool(re.fullmatch(r"none|int8|powersgd:[1-9]\d*", self.compress)) or 0 < _fraction(self.compress) <= 1,
+            f"--compress {self.compress}",
+            "must be none, int8, topk:F with F above 0 and at most 1, or powersgd:R with a whole R of at least 1",
+            "use --compress int8",
+        )
+        require(
+            self.offload_dir is None or self.offload.startswith("optimizer"),
+            f"--offload-dir {self.offload_dir} with --offload {self.offload}",
+            "applies to optimizer states",
+            "give --offload optimizer, or drop --offload-dir",
+        )
+        require(
+            self.offload != "activations" or self.recompute == "full",
+            f"--offload activations with --recompute {self.recompute}",
+            "only the inputs of recomputed blocks are worth the way to the host",
+            "give --recompute full, or drop --offload",
+        )
+        require(
+            self.compress == "none" or self.grad_reduce_dtype == "fp32",
+            f"--compress {self.compress} with --grad-reduce-dtype {self.grad_reduce_dtype}",
+            "compressed gradients have a format of their own",
+            "drop one of the two",
+        )
+
+
+def _fraction(compress: str) -> float:
+    """The F of topk:F; 0 where there is none."""
+    found = re.fullmatch(r"topk:(\d*\.?\d+(?:e-?\d+)?)", compress)
+    return float(found[1]) if found else 0.0
