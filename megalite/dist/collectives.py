@@ -109,9 +109,16 @@ class _ReduceScatter:
 
 
 class _AllGather:
-    """Collect `x` of every rank in `out`, stacked along dimension 0; `x` may be its slice of `out`."""
+    """Collect `x` of every rank in `out`, stacked along dimension 0; `x` may be its slice of `out`.
+
+    One that is dropped before it was waited for, with an engine that nobody uses any more, is finished before the next
+    one begins: gloo matches neither a message whose buffer is gone nor any later one of the group.
+    """
 
     def __init__(self, out: torch.Tensor, x: torch.Tensor, axis: Axis) -> None:
+        self._dropped = axis.dropped
+        while self._dropped:
+            self._dropped.pop().wait()
         slices = out.view(axis.size, -1)
         self._works: list[Any] = []
         # Each rank starts with its next neighbor, so that no rank receives all messages first.
@@ -122,9 +129,13 @@ class _AllGather:
         if slices[axis.rank].data_ptr() != x.data_ptr():
             slices[axis.rank].copy_(x.view(-1))
 
+    def __del__(self) -> None:
+        self._dropped.extend(self._works)
+
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        self._works.clear()
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Work:

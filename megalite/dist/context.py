@@ -30,6 +30,7 @@ class Axis:
         rank: this rank's place on it.
         ranks: global ranks on it, in order.
         group: process group; None when size is 1.
+        dropped: messages that nobody waits for any more; the next all-gather on the group does.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Axis:
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
+    dropped: list[dist.Work] = field(default_factory=list, repr=False, compare=False)
 
 
 # The groups of a run and the order in which all ranks make them, each a product of axes of some grid.

@@ -69,7 +69,6 @@ def over_configs(rank: int, cfgs: list[Config], world: int) -> list[tuple[list[t
             assert not bucket.whole
             assert bucket.sharded.host == (cfg.train.offload != "none")
         out.append((jobs.run_steps(engine, 2), [s.flat.numpy().tobytes() for s in engine.optimizer.states()]))
-        engine.optimizer.wait_weights()
     return out
 
 

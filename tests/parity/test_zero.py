@@ -48,8 +48,6 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[tuple[list[tu
                     part = state.flat[box.at : box.at + box.numel].view(box.shape)
                     held.append((box.index, part.numpy().copy()))
         out.append((steps + jobs.run_steps(engine, STEPS - 1, first=2), boxes))
-        # The next engine's messages would meet those that gather the last update.
-        engine.optimizer.wait_weights()
     return out
 
 

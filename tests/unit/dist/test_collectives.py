@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis, ParallelContext
@@ -80,6 +81,24 @@ def several_under_way(rank: int) -> list[float]:
 def test_gathers_under_way_do_not_mix(pool: WorkerPool) -> None:
     expected = [rank + 10.0 * i for i in range(3) for rank in range(4)]
     assert pool.run(4, several_under_way) == [expected] * 4
+
+
+def dropped(rank: int) -> list[float]:
+    """Nobody waits for a gather; rank 0 has forgotten it before the other begins."""
+    ctx = context(2, tp=2)
+    other = dist.new_group([0, 1])
+    if rank == 1:
+        dist.barrier(other)
+    collectives.all_gather(torch.empty(1 << 20), torch.full((1 << 19,), -1.0), ctx.tp)
+    if rank == 0:
+        dist.barrier(other)
+    out = torch.empty(2)
+    collectives.all_gather(out, torch.tensor([rank + 1.0]), ctx.tp).wait()
+    return out.tolist()
+
+
+def test_a_gather_that_nobody_waits_for_is_finished_before_the_next(pool: WorkerPool) -> None:
+    assert pool.run(2, dropped, timeout=30) == [[1.0, 2.0]] * 2
 
 
 def inputs(name: str) -> torch.Tensor:
