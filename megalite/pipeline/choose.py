@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from megalite.config.run import Config
@@ -17,6 +18,8 @@ _SAME_TIME = 1.002
 # A transformer's chunk: the input gradient takes a little longer than forward (attention has no weights), the weight
 # gradient less; a message is small beside them, but not free.
 USUAL_COSTS = Costs(1.0, 1.05, 0.85, transfer=0.05)
+# FLOPs that a GPU computes while one byte travels to a neighbor on tp: 500 TFLOP/s of matrix products, 350 GB/s (H100).
+_FLOPS_PER_BYTE = 1400.0
 
 
 def simulate_all(
@@ -30,20 +33,41 @@ def simulate_all(
     ]
 
 
-def resolve_schedule(name: str, pp: int, vp: int, num_microbatches: int, split_backward: bool = True) -> str:
-    """Resolve `auto` to the schedule of a run, by `USUAL_COSTS`; any other name is returned unchanged.
+def costs_of(cfg: Config) -> Costs:
+    """Return `USUAL_COSTS` with the communication over tp that each operation waits for.
+
+    A layer's forward pass has four collectives (two all-reduces, or as many pairs of gathers and reduce-scatters), and
+    so has its input gradient. A fused backward pass hides all-reduces and reduce-scatters of the input gradient behind
+    the weight gradients; where these are computed apart, only their own gathers can be hidden.
+    """
+    tp, m, usual = cfg.parallel.tp, cfg.model, USUAL_COSTS
+    if tp == 1:
+        return usual
+    # The bytes of one of them, 2 h (t - 1) / t per token, against the layer's 2 W / t FLOPs per token (W / h here).
+    weights = 2 * (m.num_heads + m.kv_heads) * m.head_size + (3 if m.gated else 2) * m.ffn_size
+    collective = (tp - 1) / weights * _FLOPS_PER_BYTE
+    hidden = (2 if cfg.sequence_parallel else 4) * collective if cfg.parallel.overlap_tp_reduce else 0.0
+    waited = 4 * collective
+    return replace(usual, forward=usual.forward + waited, input_grad=usual.input_grad + waited, overlapped=hidden)
+
+
+def resolve_schedule(
+    name: str, pp: int, vp: int, num_microbatches: int, split_backward: bool = True, costs: Costs = USUAL_COSTS
+) -> str:
+    """Resolve `auto` to the schedule of a run; any other name is returned unchanged.
 
     The answer is a function of the arguments alone, so every rank gets the same one.
 
     Args:
         split_backward: see `choose_schedule`.
+        costs: of a rank's whole share of the layers.
 
     Raises:
         UserError: nothing that holds no more than the classic schedule can run these numbers.
     """
     if name != "auto":
         return name
-    return _choose(_candidates(), pp, vp, num_microbatches, USUAL_COSTS.per_chunk(vp), None, "dir", split_backward)
+    return _choose(_candidates(), pp, vp, num_microbatches, costs.per_chunk(vp), None, "dir", split_backward)
 
 
 def schedule_of(cfg: Config, dp: int) -> Schedule:
@@ -62,7 +86,7 @@ def name_of(cfg: Config, dp: int) -> str:
         UserError: as `schedule_of`.
     """
     p, m = cfg.parallel, cfg.num_microbatches(dp)
-    name = resolve_schedule(p.schedule, p.pp, p.vp, m, split_backward=_may_split(cfg))
+    name = resolve_schedule(p.schedule, p.pp, p.vp, m, split_backward=_may_split(cfg), costs=costs_of(cfg))
     check_schedule(name, p.pp, p.vp, m)
     return name
 

@@ -57,6 +57,7 @@ class Costs:
         stage_scale: a factor per global stage (embedding, head, uneven layers); None means 1 for all.
         jitter: each simulated duration is multiplied by a random factor in [1 - jitter, 1 + jitter].
         seed: of the jitter.
+        overlapped: time of the input gradient that a fused backward hides behind the weight gradient.
     """
 
     forward: float = 1.0
@@ -66,12 +67,12 @@ class Costs:
     stage_scale: tuple[float, ...] | None = None
     jitter: float = 0.0
     seed: int = 0
+    overlapped: float = 0.0
 
     def per_chunk(self, vp: int) -> Costs:
         """Divide compute costs given for a rank's whole share over its vp chunks; a message stays as long."""
-        return replace(
-            self, forward=self.forward / vp, input_grad=self.input_grad / vp, weight_grad=self.weight_grad / vp
-        )
+        compute = ("forward", "input_grad", "weight_grad", "overlapped")
+        return replace(self, **{name: getattr(self, name) / vp for name in compute})
 
     def of(self, op: Op) -> float:
         """Return the duration of an op, without jitter."""
@@ -82,7 +83,7 @@ class Costs:
         elif op.kind == "W":
             time = self.weight_grad
         else:
-            time = self.input_grad + (self.weight_grad if op.kind == "B" else 0.0)
+            time = self.input_grad + (self.weight_grad - self.overlapped if op.kind == "B" else 0.0)
         return time * self.stage_scale[op.stage] if self.stage_scale else time
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
 from megalite.sharding import ShardedParameter
+
+# Starts what a weight gradient must receive over tp, and returns the work that waits for it and adds the gradient.
+WgradWork: TypeAlias = Callable[[], Callable[[], None]]
 
 
 class WgradQueue:
@@ -36,18 +39,18 @@ class WgradQueue:
 
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap
-        self._kept: dict[int, list[Callable[[], None]]] = {}
-        self._into: list[Callable[[], None]] | None = None
+        self._kept: dict[int, list[WgradWork]] = {}
+        self._into: list[WgradWork] | None = None
 
     @property
     def deferring(self) -> bool:
         """Whether `put` keeps work for later."""
         return self._into is not None
 
-    def put(self, work: Callable[[], None]) -> None:
+    def put(self, work: WgradWork) -> None:
         """Run `work`, or keep it inside `defer`."""
         if self._into is None:
-            work()
+            work()()
         else:
             self._into.append(work)
 
@@ -67,9 +70,15 @@ class WgradQueue:
 
     @torch.no_grad()
     def run(self, microbatch: int) -> None:
-        """Run the work kept for `microbatch`."""
+        """Run the work kept for `microbatch`: each product while the input of the next one travels over tp."""
+        finish: Callable[[], None] | None = None
         for work in self._kept.pop(microbatch):
-            work()
+            following = work()
+            if finish is not None:
+                finish()
+            finish = following
+        if finish is not None:
+            finish()
 
 
 def accumulate_bias_grad(bias: ShardedParameter | None, dy: torch.Tensor) -> None:
@@ -105,13 +114,18 @@ class _ColumnLinear(torch.autograd.Function):
         dx, work = layer.reduce(dx)
         layer.queue.wait_unless_overlapping(work)
 
-        def add_grads() -> None:
+        def start() -> Callable[[], None]:
             full, gathered = layer.gather(x) if again else (whole, collectives.Done())
-            gathered.wait()
-            layer.add_weight_grad(dy, full)
-            accumulate_bias_grad(layer.bias, dy)
+            layer.queue.wait_unless_overlapping(gathered)
 
-        layer.queue.put(add_grads)
+            def add_grads() -> None:
+                gathered.wait()
+                layer.add_weight_grad(dy, full)
+                accumulate_bias_grad(layer.bias, dy)
+
+            return add_grads
+
+        layer.queue.put(start)
         work.wait()
         return dx, None, None, None
 
@@ -137,14 +151,19 @@ class _RowLinear(torch.autograd.Function):
         # As in the column layer: what is kept until W is this rank's shard.
         kept = dy if layer.queue.deferring else whole
 
-        def add_grads() -> None:
+        def start() -> Callable[[], None]:
             full, gathered = layer.gather(dy) if kept is dy else (kept, collectives.Done())
-            gathered.wait()
-            layer.add_weight_grad(full, x)
-            # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
-            accumulate_bias_grad(layer.bias, dy)
+            layer.queue.wait_unless_overlapping(gathered)
 
-        layer.queue.put(add_grads)
+            def add_grads() -> None:
+                gathered.wait()
+                layer.add_weight_grad(full, x)
+                # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
+                accumulate_bias_grad(layer.bias, dy)
+
+            return add_grads
+
+        layer.queue.put(start)
         return dx, None, None, None
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.cli import parse
 from megalite.errors import UserError
-from megalite.pipeline.choose import choose_schedule, classic_activations, resolve_schedule, simulate_all
+from megalite.pipeline.choose import choose_schedule, classic_activations, name_of, resolve_schedule, simulate_all
 from megalite.pipeline.schedule import Costs, Op, Placement, build_schedule
 from megalite.pipeline.simulate import simulate
 from megalite.schedules.pipeline import RESEARCH_SCHEDULES, SCHEDULES, PipelineSchedule, naive
@@ -251,6 +253,23 @@ def test_auto_in_a_run():
     # Deferred weight gradients would keep what full recomputation brought back.
     assert resolve_schedule("auto", 4, 1, 8, split_backward=False) == "1f1b"
     assert resolve_schedule("auto", 4, 2, 8, split_backward=False) == "interleaved"
+
+
+def test_auto_counts_the_communication_over_tp():
+    """A split backward pass waits for reduce-scatters that a fused one hides behind weight gradients."""
+
+    def chosen(m: int, **flags: Any) -> str:
+        words = [f"--{name} {value}" for name, value in flags.items()]
+        command = f"--preset llama-3-70b --mock-data --pp 8 --global-batch-size {m} {' '.join(words)}"
+        return name_of(parse(command.split()).config, 1)
+
+    assert [chosen(m, tp=8) for m in (32, 256)] == ["zb-h1", "1f1b"]  # the bubble is 6 and 1 % of the step there
+    assert chosen(256, tp=1) == chosen(256, tp=4) == "zb-h1"
+    # One collective as long as a twentieth of a layer's forward pass: what a step waits for, by hand.
+    costs = Costs(1.2, 1.25, 0.85, overlapped=0.1)
+    simulation = simulate(build_schedule("1f1b", 2, 1, 4), costs)
+    assert simulation.makespan == pytest.approx(5 * (1.2 + 1.25 + 0.85 - 0.1))
+    assert costs.per_chunk(2).overlapped == 0.05
 
 
 def test_auto_never_trades_memory_for_numbers_that_interleaved_cannot_run():

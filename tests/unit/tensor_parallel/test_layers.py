@@ -169,16 +169,27 @@ def test_weight_gradients_are_not_rounded_to_bf16() -> None:
     assert torch.equal(layer.bias.main_grad, torch.full((OUT,), 512 * (1 + 2**-7)))
 
 
-def test_kept_work_runs_by_micro_batch_and_once() -> None:
+def test_kept_work_runs_by_micro_batch_and_once_while_the_next_input_travels() -> None:
     queue, done = WgradQueue(), []
+
+    def work(name: str) -> Any:
+        def start() -> Any:
+            done.append(f"gather {name}")
+            return lambda: done.append(f"add {name}")
+
+        return start
+
     for microbatch in (0, 1):
         with queue.defer(microbatch):
-            queue.put(lambda m=microbatch: done.append((m, "a")))  # type: ignore[misc]
-            queue.put(lambda m=microbatch: done.append((m, "b")))  # type: ignore[misc]
-    queue.put(lambda: done.append((-1, "now")))
-    queue.run(1)
-    queue.run(0)
-    assert done == [(-1, "now"), (1, "a"), (1, "b"), (0, "a"), (0, "b")]
+            for name in "abc":
+                queue.put(work(f"{name}{microbatch}"))
+    queue.put(work("now"))
+    assert done == ["gather now", "add now"]
+    for microbatch in (1, 0):
+        done.clear()
+        queue.run(microbatch)
+        order = ["gather a", "gather b", "add a", "gather c", "add b", "add c"]
+        assert done == [f"{event}{microbatch}" for event in order]
     with pytest.raises(KeyError):
         queue.run(0)
 
