@@ -157,6 +157,19 @@ def layer_activations(cfg: Config, recompute: str | None = None) -> int:
     return tokens * residual // sp + tokens * split // t + fixed
 
 
+def deferred_bytes(cfg: Config) -> int:
+    """Compute the bytes that one block keeps per micro-batch for weight gradients that a split backward defers.
+
+    These are the inputs of its linear layers, and the gradients of their outputs.
+    """
+    m, tokens = cfg.model, cfg.train.micro_batch_size * cfg.model.seq_len
+    t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
+    # With a parallel residual, attention and MLP have the same gradient.
+    residual = (3 if m.parallel_residual else 4) * m.hidden_size
+    split = 2 * (m.num_heads + m.kv_heads) * m.head_size + (3 if m.gated else 2) * m.ffn_size
+    return element_size(cfg) * (tokens * residual // sp + tokens * split // t)
+
+
 def _core_bytes(cfg: Config) -> int:
     """Compute the bytes per token (over all tp ranks) that attention keeps besides its packed input and its output."""
     m, e = cfg.model, element_size(cfg)
@@ -213,6 +226,9 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
         # What arrives from another stage stays; two of the others are here while one block is recomputed.
         sent = [(len(held) - (stage > 0)) * per_layer for stage, held in enumerate(layers)]
         recomputed += 2 * per_layer
+    # A split backward frees as much at I as it keeps for W, unless blocks kept their input alone.
+    later = deferred_bytes(cfg) - per_layer if cfg.train.recompute == "full" else 0
+    back = [len(held) * later + gone for held, gone in zip(layers, sent)]
     away = most_away = 0
     alive = logits = most = 0
     peak = (0, 0)
@@ -224,6 +240,7 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
             most_away = max(most_away, away)
         # Workspace of the operation comes on top of what is kept.
         extra = recomputed if kind in "BI" else 0
+        extra += max(0, back[stage] - later) if kind == "I" else 0
         work = loss_work if stage == last and kind != "W" else 0
         if alive + extra + logits + work > most:
             peak = alive + extra, logits + work
@@ -232,4 +249,6 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
             alive, logits = alive - kept[stage] + sent[stage], logits - of_loss
         if kind in "BI":
             away -= sent[stage]
+        if kind in "IW":
+            alive += back[stage] if kind == "I" else -back[stage]
     return *peak, most_away

@@ -27,10 +27,10 @@ SMALL = 9 * 256
 Measured = tuple[int, ...]
 
 
-def measured(rank: int, cfgs: Sequence[Config]) -> list[Measured]:
+def measured(rank: int, cfgs: Sequence[Config], pp: int = 1) -> list[Measured]:
     from megalite.dist.context import ParallelContext
 
-    ctx = ParallelContext.create(Grid.of(4), torch.device("cpu"))
+    ctx = ParallelContext.create(Grid.of(4, 1, pp), torch.device("cpu"))
     gc.collect()
     gc.freeze()  # what torch itself consists of need not be searched each time
     try:
@@ -49,7 +49,8 @@ def measure(cfg: Config, ctx: Any) -> Measured:
     before = live_bytes()
     engine = build_engine(cfg, ctx)
     engine.optimizer.init_parameters(1)
-    batch = np.random.default_rng(1).integers(0, 512, (cfg.train.global_batch_size // 4, 9))
+    samples = cfg.train.global_batch_size // ctx.dp.size
+    batch = np.random.default_rng(1).integers(0, cfg.model.vocab, (samples, cfg.model.seq_len + 1))
     train_step(engine, batch, 1)
     engine.optimizer.wait_weights()
     live = live_bytes() - before
@@ -144,3 +145,13 @@ def test_elements_sent(results: dict[str, Measured]) -> None:
 def padded(elements: int) -> int:
     """Elements of a bucket that is cut into four shares."""
     return -(-elements // 128) * 128
+
+
+def test_the_plan_of_a_split_backward_is_what_was_measured(pool: WorkerPool) -> None:
+    """Recomputed blocks keep inputs and output gradients of their linear layers from I to W."""
+    model = jobs.llama(8, hidden_size=64, ffn_hidden_size=128, vocab_size=64, seq_len=128)
+    layout = {"pp": 2, "schedule": "zb-h1", "device": "cpu"}
+    cfg = jobs.make_config(model, layout, recompute="full", micro_batch_size=4, global_batch_size=32)
+    ranks = [rank[0] for rank in pool.run(4, measured, [cfg], 2)]
+    for plan, (live, peak, *_) in zip(memory_per_rank(cfg, Grid.of(4, 1, 2)), (min(ranks[:2]), min(ranks[2:]))):
+        assert plan.total == pytest.approx(live + peak, rel=0.1)

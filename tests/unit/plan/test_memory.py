@@ -25,7 +25,7 @@ from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.schedule import Placement
 from megalite.plan.dry_run import dry_run_report
-from megalite.plan.memory import layer_activations, memory_per_rank, parameters_on_rank
+from megalite.plan.memory import deferred_bytes, layer_activations, memory_per_rank, parameters_on_rank
 from megalite.sharding import ShardedParameter
 from megalite.train.build import build_engine, build_stages
 from tests.parity import jobs
@@ -186,6 +186,30 @@ def test_a_layer_keeps_what_the_closed_form_says(arch: str, recompute: str, prec
     # The block's input was there before and its output belongs to the next block: the same size.
     # A norm's statistics are 4 to 16 bytes a token, by kind and type; the smallest tensor that counts is 128.
     assert net_bytes(lambda: stage(x, batch, TRAINING)) == pytest.approx(layer_activations(cfg), abs=16 * 64)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "gemma2"])
+def test_a_split_backward_keeps_what_the_closed_form_says(arch: str) -> None:
+    cfg = config(arch, {"num_layers": 2}, recompute="full", precision="bf16", micro_batch_size=2)
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    stage.first = stage.last = False
+    jobs.init_parameters(stage, 1)
+    for param in stage.parameters():
+        param.requires_grad_(param.dim() > 1)  # gradients of vectors are not deferred
+    x = torch.randn(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
+    batch = MicroBatch(torch.zeros(32, 2, dtype=torch.long), None)
+
+    def until_w() -> object:
+        y = stage(x, batch, TRAINING)
+        with stage.queue.defer(0):
+            torch.autograd.backward(y, torch.ones_like(y))
+        x.grad = None
+        return stage.queue._kept.pop(0)
+
+    until_w()
+    # Without norms in front, the first linear layer reads the block's input, which was there before.
+    theirs = x.nbytes if cfg.model.norm_position == "post" else 0
+    assert net_bytes(until_w) == 2 * deferred_bytes(cfg) - theirs
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
