@@ -1,16 +1,13 @@
 """Memory of every pipeline rank, predicted: states from the parameter table, activations in closed form.
 
 States are exact except for the alignment of buckets (at most 128 dp elements each). Activations are what the layers of
-this project keep for backward (after Korthikanti et al. 2022, section 4, with fused attention), times the micro-batches
-that the schedule holds at once. Not counted: the allocator's slack, the device's context, communication buffers,
-kernels' workspace.
-
-Notation: q and kv widths of all queries and of all keys, e bytes of a weight or activation, t tp, sp = t with sequence
-parallelism, else 1.
+this project keep for backward, times the micro-batches that the schedule holds at once. Not counted: the allocator's
+slack, the device's context, communication buffers, kernels' workspace.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +18,7 @@ from megalite.model.partition import layer_split
 from megalite.ops.choose import parse_spec
 from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes
 from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
+from megalite.plan.activations import deferred_bytes, element_size, layer_activations, mask_bytes, recomputed_bytes
 from megalite.plan.zero_memory import states_of, units_of
 from megalite.sharding import Layout, Shard
 
@@ -121,83 +119,6 @@ def vocab_rows(cfg: Config) -> int:
     return Shard(param_map(cfg.model)["lm_head.weight"], layout).shape[0]
 
 
-def element_size(cfg: Config) -> int:
-    """Get the size of a weight or activation in bytes."""
-    return 4 if cfg.train.precision == "fp32" else 2
-
-
-def layer_activations(cfg: Config, recompute: str | None = None) -> int:
-    """Compute the bytes that one block keeps per micro-batch until its backward.
-
-    Args:
-        recompute: overrides the mode of the config.
-    """
-    m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
-    t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
-    recompute = recompute or cfg.train.recompute
-    if recompute == "full":
-        return e * tokens * m.hidden_size // sp
-    q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
-    # Inputs and outputs of both norms (with a parallel residual they share their input), and their statistics. Of norms
-    # on the outputs of sub-layers only the inputs: their outputs are added to the residual and dropped.
-    norms = 4 if m.norm_position == "both" else 2
-    residual = (3 if m.parallel_residual else norms + 2) * e * m.hidden_size
-    residual += norms * 4 * m.norm_kind.statistics
-    if m.hidden_dropout:
-        # Two masks: of bytes on a GPU, of the activations' type on a CPU.
-        residual += 2 * m.hidden_size * (e if cfg.parallel.device == "cpu" else 1)
-    # Input and output of attention; the MLP before and after its activation.
-    split = e * (2 * q + 2 * kv) + e * (3 if m.gated else 2) * m.ffn_size
-    if recompute == "none":
-        split += _core_bytes(cfg)
-    # 1 + weight of every norm, and a mask: a byte per score with a soft cap, else a summand of the scores.
-    fixed = 4 * norms * m.hidden_size if m.zero_centered_norm else 0
-    if recompute == "none" and (m.attention_softcap is not None or (m.window or m.seq_len) < m.seq_len):
-        fixed += m.seq_len**2 * (e if m.attention_softcap is None else 1)
-    return tokens * residual // sp + tokens * split // t + fixed
-
-
-def deferred_bytes(cfg: Config) -> int:
-    """Compute the bytes that one block keeps per micro-batch for weight gradients that a split backward defers.
-
-    These are the inputs of its linear layers, and the gradients of their outputs.
-    """
-    m, tokens = cfg.model, cfg.train.micro_batch_size * cfg.model.seq_len
-    t, sp = cfg.parallel.tp, cfg.parallel.tp if cfg.sequence_parallel else 1
-    # With a parallel residual, attention and MLP have the same gradient.
-    residual = (3 if m.parallel_residual else 4) * m.hidden_size
-    split = 2 * (m.num_heads + m.kv_heads) * m.head_size + (3 if m.gated else 2) * m.ffn_size
-    return element_size(cfg) * (tokens * residual // sp + tokens * split // t)
-
-
-def _core_bytes(cfg: Config) -> int:
-    """Compute the bytes per token (over all tp ranks) that attention keeps besides its packed input and its output."""
-    m, e = cfg.model, element_size(cfg)
-    q, kv = m.num_heads * m.head_size, m.kv_heads * m.head_size
-    log_sum_exp = 4 * m.num_heads
-    if m.attention_softcap is not None:
-        # No fused kernel: bounded scores and probabilities in fp32, and probabilities in the type of v.
-        log_sum_exp = m.num_heads * m.seq_len * (8 if e == 4 else 10)
-    if m.qk_norm == "none":
-        return log_sum_exp
-    packed_again = e * (q + 2 * kv)
-    if m.qk_norm == "head":
-        return log_sum_exp + packed_again + 4 * (m.num_heads + m.kv_heads)
-    # The norm over all heads is plain torch in fp32: its result, and an fp32 copy in place of the packed input.
-    return log_sum_exp + e * (q + kv) + (packed_again if e == 4 else 4 * (q + kv))
-
-
-def _live_bytes(cfg: Config) -> int:
-    """Compute the bytes that recomputing one layer brings back temporarily."""
-    if cfg.train.recompute == "none":
-        return 0
-    if cfg.train.recompute == "full":
-        return layer_activations(cfg, "none")
-    m, tokens = cfg.model, cfg.train.micro_batch_size * cfg.model.seq_len
-    packed = element_size(cfg) * (m.num_heads + 2 * m.kv_heads) * m.head_size
-    return tokens * (packed + _core_bytes(cfg)) // cfg.parallel.tp
-
-
 def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[int, int, int]:
     """Compute (activations, logits) at the peak of their sum, for a rank that runs operations in this order.
 
@@ -207,9 +128,10 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
     sp = cfg.parallel.tp if cfg.sequence_parallel else 1
     vocab = vocab_rows(cfg)
     per_layer, last = layer_activations(cfg), len(layers) - 1
-    # The final norm keeps its input and its output.
-    ends = {last: 2 * e * tokens * m.hidden_size // sp}
-    recomputed = _live_bytes(cfg)
+    # The final norm keeps its input and its output, the embedding the mask of its dropout.
+    ends = defaultdict(int, {0: mask_bytes(cfg)})
+    ends[last] += 2 * e * tokens * m.hidden_size // sp
+    recomputed = recomputed_bytes(cfg)
     # With chunks, no logits are kept, and those of one chunk exist temporarily in both passes.
     rows = min(cfg.train.loss_chunk, tokens) or tokens
     logits_kept = 0 if cfg.train.loss_chunk else e * tokens * vocab
@@ -220,7 +142,7 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
         loss_work += _LOSS_WORK * rows * vocab
     if m.logit_softcap is not None:
         loss_work += e * rows * vocab  # its slope, in backward
-    kept = [len(held) * per_layer + ends.get(stage, 0) for stage, held in enumerate(layers)]
+    kept = [len(held) * per_layer + ends[stage] for stage, held in enumerate(layers)]
     sent = [0] * len(layers)
     if cfg.train.offload == "activations":
         # What arrives from another stage stays; two of the others are here while one block is recomputed.

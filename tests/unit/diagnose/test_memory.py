@@ -84,6 +84,7 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
         return run
 
     flags = ["--preset", "llama-3-70b", "--global-batch-size", "1024", "--mock-data", "--device", "cuda"]
+    flags += ["--precision", "bf16"]
     # Sizes that no other test has left in a cache.
     cfg = parse([*flags, "--pp", "8", "--tp", "4", "--init-std", "0.0203"]).config
     for cache in (schedule._build, schedule._orders, choose._choose, choose._within):
