@@ -5,7 +5,8 @@ torch and every Python. Without a compiler or nvcc the install continues and rep
 missing; `python -m megalite.ops` shows which kernels are available.
 
 MEGALITE_CUDA = auto (default: build if nvcc is found) | 0 (never) | 1 (fail without nvcc).
-MEGALITE_CUDA_ARCHS = "80;90;100;120": architectures of the CUDA library; PTX of the last for newer cards.
+MEGALITE_CUDA_ARCHS = "80;90;100;120" (default, less those that this nvcc does not know): architectures of the CUDA
+library; PTX of the last for newer cards.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1, which can still build in place
+    bdist_wheel = None
 
 ROOT = Path(__file__).parent.resolve()
 # Never -ffast-math: gcc < 13 would set flush-to-zero for the whole process. No contraction: the same bits on every CPU.
@@ -29,13 +34,26 @@ NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-
 NVCC_FLAGS += ["-cudart", "static"]
 
 
+USUAL_ARCHS = ("80", "90", "100", "120")
+
+
 def say(message: str) -> None:
     print(f"megalite: {message}", file=sys.stderr)
 
 
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
-    return shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    if home:
+        return shutil.which("nvcc", path=f"{home}/bin")
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def find_archs(nvcc: str) -> list[str]:
+    """List the architectures asked for, or of the usual ones those that this nvcc knows (120 came with CUDA 12.8)."""
+    if asked := os.environ.get("MEGALITE_CUDA_ARCHS"):
+        return asked.split(";")
+    known = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
+    return [arch for arch in USUAL_ARCHS if f"compute_{arch}" in known]
 
 
 def extensions() -> list[Extension]:
@@ -83,20 +101,24 @@ class BuildNative(build_ext):
             part.replace(target)
 
     def nvcc(self) -> list[str]:
-        archs = os.environ.get("MEGALITE_CUDA_ARCHS", "80;90;100;120").split(";")
-        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-        codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         nvcc = find_nvcc()
         assert nvcc is not None
+        archs = find_archs(nvcc)
+        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+        codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         return [nvcc, *NVCC_FLAGS, *codes]
 
 
-class StableWheel(bdist_wheel):
-    """The libraries bind to no torch and no Python: one wheel for all of them."""
+commands = {"build_ext": BuildNative}
+if bdist_wheel is not None:
 
-    def get_tag(self) -> tuple[str, str, str]:
-        platform = super().get_tag()[2]
-        return "py3", "none", platform
+    class StableWheel(bdist_wheel):
+        """The libraries bind to no torch and no Python: one wheel for all of them."""
 
+        def get_tag(self) -> tuple[str, str, str]:
+            platform = super().get_tag()[2]
+            return "py3", "none", platform
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative, "bdist_wheel": StableWheel})
+    commands["bdist_wheel"] = StableWheel
+
+setup(ext_modules=extensions(), cmdclass=commands)

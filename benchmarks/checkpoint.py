@@ -22,7 +22,8 @@ import torch
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Checkpointer
 from megalite.dist import collectives
-from megalite.dist.context import ParallelContext, init_process_group, pick_device, shutdown, world_size
+from megalite.dist.context import ParallelContext, init_process_group, shutdown, world_size
+from megalite.dist.device import pick_device
 from megalite.dist.grid import Grid
 from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 

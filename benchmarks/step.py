@@ -22,7 +22,8 @@ import torch
 from megalite import __version__
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext, pick_device
+from megalite.dist.context import ParallelContext
+from megalite.dist.device import pick_device
 from megalite.errors import run_tool
 from megalite.plan.flops import flops_per_token, peak_flops
 from megalite.train.build import Engine, build_engine

@@ -19,12 +19,12 @@ from megalite.data import Samples
 from megalite.diagnose.memory import diagnosing_memory
 from megalite.dist.context import (
     ParallelContext,
+    group_timeout,
     init_process_group,
-    only_deterministic_kernels,
-    pick_device,
     shutdown,
     world_size,
 )
+from megalite.dist.device import only_deterministic_kernels, pick_device
 from megalite.dist.grid import Grid
 from megalite.errors import require
 from megalite.log import env_rank, setup_logging
@@ -75,10 +75,11 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
             only_deterministic_kernels()
         grid = Grid.of(world_size(), cfg.parallel.tp, cfg.parallel.pp)
         device = pick_device(cfg.parallel.device, cfg.parallel.tp, cfg.parallel.zero)
-        init_process_group(device)
+        timeout = group_timeout(cfg.run.watchdog_timeout)
+        init_process_group(device, timeout)
         rank = dist.get_rank() if grid.world > 1 else env_rank()
         memory = around.enter_context(diagnosing_memory(cfg, grid, device, rank))
-        run = open_run(cfg, ParallelContext.create(grid, device), train_data, valid_data)
+        run = open_run(cfg, ParallelContext.create(grid, device, timeout=timeout), train_data, valid_data)
         memory.cfg = run.engine.cfg
         run.around = around.pop_all()
         return run

@@ -11,7 +11,7 @@ from typing import Any
 
 from megalite.data import check_tokenizer_matches
 from megalite.data.prepare.documents import expand_inputs
-from megalite.dist.context import pick_device
+from megalite.dist.device import pick_device
 from megalite.errors import UserError, run_tool
 from megalite.log import logger, setup_logging
 from megalite.train.inference import Model, encode_text, load_model, mean_loss, tokens_of

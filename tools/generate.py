@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.dist.context import pick_device
+from megalite.dist.device import pick_device
 from megalite.errors import UserError, printable, run_tool
 from megalite.train.inference import generate, load_model
 

@@ -19,7 +19,8 @@ from megalite.diagnose import measure
 from megalite.diagnose.stuck import StuckWatch
 from megalite.diagnose.verdict import Problem, RankReport, find_problems, groups_of
 from megalite.dist.collectives import gather_texts
-from megalite.dist.context import Axis, ParallelContext, init_process_group, pick_device, shutdown, world_size
+from megalite.dist.context import Axis, ParallelContext, init_process_group, shutdown, world_size
+from megalite.dist.device import pick_device
 from megalite.dist.grid import Grid
 from megalite.errors import require
 from megalite.log import env_rank

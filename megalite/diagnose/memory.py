@@ -65,7 +65,9 @@ def is_out_of_memory(e: BaseException) -> bool:
     """Whether an allocation failed, on the GPU or in the host's memory."""
     if isinstance(e, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(e, RuntimeError) and "allocate memory" in str(e)
+    # Where torch's allocator holds the rest of the memory, it ends in a library: NCCL's and cuBLAS's words.
+    signs = ("allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(e, RuntimeError) and any(sign in str(e) for sign in signs)
 
 
 @contextlib.contextmanager

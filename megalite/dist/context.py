@@ -16,8 +16,16 @@ from megalite.dist.rendezvous import fresh_store
 from megalite.errors import LocalUserError
 from megalite.log import env_int
 
-# A stopped peer is detected after this long; a dead one immediately.
-TIMEOUT = timedelta(minutes=10)
+# For ranks to find each other.
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)
+# A group's operations end the process after the longer of these. The watchdog, which names the culprit, must be first
+# to act, and NCCL's clock starts when an operation is enqueued, well before the host has to wait for it.
+_LEAST_TIMEOUT, _WATCHDOG_TIMEOUTS = timedelta(minutes=30), 2
+
+
+def group_timeout(watchdog_timeout: float) -> timedelta:
+    """Return the time limit of a group's operations, given that of the watchdog in seconds."""
+    return max(_LEAST_TIMEOUT, _WATCHDOG_TIMEOUTS * timedelta(seconds=watchdog_timeout))
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class ParallelContext:
         world: all ranks.
         pp_grad: a second group over pp: activations travel on one, gradients on the other, so that the two directions
             never share a queue (at pp = 2 the previous and the next rank are one peer).
+        timeout: time limit of an operation of any group.
     """
 
     grid: Grid
@@ -66,6 +75,7 @@ class ParallelContext:
     axes: Mapping[tuple[str, ...], Axis]
     world: Axis
     pp_grad: Axis
+    timeout: timedelta = _LEAST_TIMEOUT
     _splits: dict[tuple[str | int, ...], tuple[Axis, Axis]] = field(default_factory=dict, repr=False, compare=False)
 
     def axis(self, *names: str) -> Axis:
@@ -86,7 +96,8 @@ class ParallelContext:
         key: tuple[str | int, ...] = (*names, size)
         if key not in self._splits:
             groups = [axis.ranks[i : i + size] for i in range(0, axis.size, size)]
-            both = _make_axis("shards", self.rank, groups), _make_axis("replicas", self.rank, list(zip(*groups)))
+            shards = _make_axis("shards", self.rank, groups, self.timeout)
+            both = shards, _make_axis("replicas", self.rank, list(zip(*groups)), self.timeout)
             for made in both:
                 _meet(made, self.device)
             self._splits[key] = both
@@ -119,6 +130,7 @@ class ParallelContext:
         device: torch.device,
         *others: Grid,
         groups: Sequence[tuple[str, ...]] = GROUPS,
+        timeout: timedelta = _LEAST_TIMEOUT,
     ) -> ParallelContext:
         """Build the groups of a run. The default process group must exist when the world is larger than one.
 
@@ -127,16 +139,17 @@ class ParallelContext:
             device: this rank's device.
             others: further grids over the same ranks, whose axes `groups` may name too (experts).
             groups: what to build.
+            timeout: time limit of an operation, from `group_timeout`.
         """
         rank = dist.get_rank() if grid.world > 1 else 0
 
         axes = {}
         for names in groups:
             owner = next(g for g in (grid, *others) if set(names) <= set(g.names))
-            axes[names] = _make_axis("x".join(names), rank, owner.groups(*names))
-        pp_grad = _make_axis("pp_grad", rank, grid.groups("pp"))
+            axes[names] = _make_axis("x".join(names), rank, owner.groups(*names), timeout)
+        pp_grad = _make_axis("pp_grad", rank, grid.groups("pp"), timeout)
         ends = [(g[0], g[-1]) for g in grid.groups("pp")] if grid["pp"] > 1 else []
-        axes[("ends",)] = _make_axis("ends", rank, ends)
+        axes[("ends",)] = _make_axis("ends", rank, ends, timeout)
         everyone = tuple(range(grid.world))
         world = Axis("world", grid.world, rank, everyone, dist.group.WORLD if grid.world > 1 else None)
         # NCCL creates a communicator at its first use: do it here, in the same order on all ranks, not during a step.
@@ -144,17 +157,17 @@ class ParallelContext:
             _meet(axis, device)
         for axis in (axes[("pp",)], pp_grad):
             _meet_neighbors(axis, device)
-        return cls(grid, rank, device, axes, world, pp_grad)
+        return cls(grid, rank, device, axes, world, pp_grad, timeout)
 
 
-def _make_axis(name: str, rank: int, candidates: Sequence[tuple[int, ...]]) -> Axis:
+def _make_axis(name: str, rank: int, candidates: Sequence[tuple[int, ...]], timeout: timedelta) -> Axis:
     """Make the one of the groups that this rank is in."""
     # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of one kind
     # are disjoint, and every rank makes the kinds in one order: no rank waits for a later group.
     ranks = next((g for g in candidates if rank in g), (rank,))
     if len(ranks) == 1:
         return Axis(name, ranks=ranks)
-    group = dist.new_group(list(ranks), timeout=TIMEOUT, use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     return Axis(name, len(ranks), ranks.index(rank), ranks, group)
 
 
@@ -164,12 +177,11 @@ def _meet(axis: Axis, device: torch.device) -> None:
 
 
 def _meet_neighbors(axis: Axis, device: torch.device) -> None:
-    """Exchange one element with each pipeline neighbor, pair by pair in one order.
+    """Exchange one element with each pipeline neighbor.
 
     NCCL creates a separate communicator for each pair, at its first message.
     """
-    pairs = {frozenset((i, (i + 1) % axis.size)) for i in range(axis.size)} if axis.size > 1 else set()
-    for pair in sorted(sorted(p) for p in pairs):
+    for pair in neighbor_pairs(axis.size):
         if axis.rank in pair:
             peer = axis.ranks[pair[0] if axis.rank == pair[1] else pair[1]]
             element = torch.zeros(1, device=device)
@@ -178,27 +190,10 @@ def _meet_neighbors(axis: Axis, device: torch.device) -> None:
                 transfer(element, peer, group=axis.group)
 
 
-def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
-    """Choose this rank's device: `auto` takes CUDA where available, one GPU per local rank."""
-    if tp > 1 and zero < 3:  # it would also delay the gathers of ZeRO-3 until the computation before them is done
-        # One hardware queue: a collective that was launched first also starts before the matrix product it overlaps
-        # with. Only read when CUDA starts, which is below.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    local_rank = env_int("LOCAL_RANK", 0)
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        rule = "requires a CUDA device and a CUDA build of torch"
-        raise LocalUserError("--device cuda", rule, "use --device cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise LocalUserError(
-            f"local rank {local_rank}",
-            f"requires its own GPU, and this host has {torch.cuda.device_count()}",
-            "start fewer processes per node, or use --device cpu",
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+def neighbor_pairs(size: int) -> list[tuple[int, int]]:
+    """List the pairs of neighbors on a ring in the order in which they meet: three rounds, whatever the size."""
+    pairs = sorted(((i, i + 1) for i in range(size - 1)), key=lambda pair: pair[0] % 2)
+    return pairs + [(0, size - 1)] * (size > 2)
 
 
 def launched_together() -> bool:
@@ -209,13 +204,6 @@ def launched_together() -> bool:
 def under_torchrun() -> bool:
     """Whether torch elastic (torchrun, `megalite train`) is this rank's parent."""
     return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def only_deterministic_kernels() -> None:
-    """Apply `--deterministic`. Call it before the process group exists: NCCL reads it once, at start-up."""
-    torch.use_deterministic_algorithms(True)
-    # Filling every new tensor with NaN finds bugs, but costs another pass over memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def world_size(otherwise: int = 1) -> int:
@@ -232,8 +220,13 @@ def local_world_size() -> int:
     return int(text) if text.isdecimal() else world_size()
 
 
-def init_process_group(device: torch.device) -> None:
-    """Join the default process group (gloo on CPU, NCCL on GPU) unless there is one; a world of one needs none."""
+def init_process_group(device: torch.device, timeout: timedelta = _LEAST_TIMEOUT) -> None:
+    """Join the default process group (gloo on CPU, NCCL on GPU) unless there is one; a world of one needs none.
+
+    Args:
+        device: of this rank.
+        timeout: time limit of an operation, from `group_timeout`.
+    """
     if world_size() == 1 or dist.is_initialized():
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -246,11 +239,11 @@ def init_process_group(device: torch.device) -> None:
     _check_rendezvous(world_size())
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        store, rank, world = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
-        store = fresh_store(store, rank, world, TIMEOUT)
+        store, rank, world = next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
+        store = fresh_store(store, rank, world, RENDEZVOUS_TIMEOUT)
         # No `device_id`: with it all messages of a group would share one NCCL communicator, and one posted early would
         # delay those to the other neighbor.
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except dist.DistNetworkError as e:
         port = os.environ.get("MASTER_PORT", "")
         raise LocalUserError(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -55,6 +57,11 @@ def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
     if device.type == "cpu" and not knobs.runtime.interpret:
         return "on CPU only under Triton's interpreter (TRITON_INTERPRET=1)"
+    compiler = os.environ.get("CC")
+    if device.type == "cuda" and not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
+        return Missing(
+            f"it compiles its launchers with {compiler or 'gcc or clang'}, which is not on PATH; install gcc"
+        )
     return None
 
 

@@ -156,4 +156,6 @@ def why_no_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
         return "this torch is built without CUDA"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"for fp32, bf16 and fp16, not {dtype}"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return "for compute capability 8.0 and above, not {}.{}".format(*capability)
     return _why_not_loaded(_HERE / "_native_cuda.so")

@@ -131,6 +131,8 @@ def test_which_errors_are_out_of_memory() -> None:
     with pytest.raises(MemoryError) as of_python:
         bytearray(2**62)
     assert is_out_of_memory(of_python.value)
+    for words in ("ncclUnhandledCudaError: Cuda failure 2 'out of memory'", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"):
+        assert is_out_of_memory(RuntimeError(words))
     assert not is_out_of_memory(RuntimeError("Connection reset by peer"))
 
 

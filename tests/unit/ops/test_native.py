@@ -206,3 +206,18 @@ def test_missing_nvcc_is_a_warning(tmp_path: Path) -> None:
     done = build(tmp_path, MEGALITE_CUDA="auto", CUDA_HOME="/nonexistent", CXX="/nonexistent/g++")
     assert done.returncode == 0, done.stderr
     assert "CUDA kernels skipped: no nvcc" in done.stderr
+
+
+def test_an_older_nvcc_builds_for_the_architectures_it_knows(tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --list-gpu-arch ]; then printf "compute_80\\ncompute_89\\ncompute_90\\n"; exit; fi\n'
+        f'echo "$@" > {tmp_path}/asked\nfor last; do :; done; : > "$last"\n'
+    )
+    nvcc.chmod(0o755)
+    done = build(tmp_path, MEGALITE_CUDA="1", CUDA_HOME=str(tmp_path), CXX="/nonexistent/g++")
+    assert done.returncode == 0, done.stderr
+    codes = re.findall(r",code=(\w+)", (tmp_path / "asked").read_text())
+    assert codes == ["sm_80", "sm_90", "compute_90"]

@@ -1,0 +1,62 @@
+"""Choice of the device, and the order and time limits of groups, as far as they can be checked without a GPU."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megalite.dist.device import pick_device
+from megalite.dist.context import group_timeout, neighbor_pairs
+from megalite.errors import UserError
+
+
+def test_neighbors_meet_in_three_rounds() -> None:
+    assert neighbor_pairs(1) == []
+    assert neighbor_pairs(2) == [(0, 1)]
+    for size in (3, 4, 5, 16):
+        pairs = neighbor_pairs(size)
+        assert sorted(map(sorted, pairs)) == sorted(sorted((i, (i + 1) % size)) for i in range(size))
+        # Each pair meets as soon as both of its ranks are free.
+        free = [0] * size
+        for a, b in pairs:
+            free[a] = free[b] = max(free[a], free[b]) + 1
+        assert max(free) <= 3
+
+
+def test_groups_outlast_the_watchdog() -> None:
+    assert group_timeout(600.0) == group_timeout(0.0) == timedelta(minutes=30)
+    assert group_timeout(3600.0) == timedelta(hours=2)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # restored afterward
+    monkeypatch.setenv("LOCAL_RANK", "3")
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_one_gpu_per_task_is_number_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pick_device("cuda") == torch.device("cuda", 0)
+    # torchrun gives all ranks one environment: three of them lack a GPU.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(UserError, match="requires its own GPU, and this host has 1"):
+        pick_device("cuda")
+
+
+@pytest.mark.parametrize(("tp", "zero", "queues"), [(2, 1, "1"), (1, 1, None), (2, 3, None)])
+@pytest.mark.usefixtures("one_gpu")
+def test_what_cuda_reads_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, tp: int, zero: int, queues: str | None
+) -> None:
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    pick_device("cuda", tp, zero)
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
