@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -57,7 +56,7 @@ def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
 
     if device.type == "cpu" and not knobs.runtime.interpret:
         return "on CPU only under Triton's interpreter (TRITON_INTERPRET=1)"
-    compiler = os.environ.get("CC")
+    compiler = knobs.build.cc
     if device.type == "cuda" and not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
         return Missing(
             f"it compiles its launchers with {compiler or 'gcc or clang'}, which is not on PATH; install gcc"
