@@ -76,7 +76,7 @@ class Codec(ABC):
         # makes all ranks skip the step.
         finite = x.isfinite().all()
         self._poison = torch.where(finite, 0.0, torch.nan)
-        self._send(torch.where(finite, x, 0.0))
+        self._send(x.masked_fill_(~finite, 0.0))
 
     def wait(self) -> None:
         """Wait for the sum."""

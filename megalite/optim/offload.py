@@ -20,6 +20,7 @@ from megalite.host import available_memory
 from megalite.log import logger
 from megalite.optim.bucket import Bucket
 from megalite.optim.offload_disk import DiskStates, buffer_bytes
+from megalite.optim.shares import staging_bytes
 
 Update = tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]
 
@@ -67,9 +68,7 @@ class Offload:
         shares = [bucket.weight_share.numel() for bucket in buckets]
         state_bytes = 4 * num_states * sum(shares)
         in_memory = state_bytes if folder is None else buffer_bytes(shares, num_states)
-        # fp32 gradients and weights of two buckets; torch rounds pinned memory up to a power of two.
-        pinned = (max(shares) * size for size in (4, buckets[0].weights.element_size()))
-        staging = 0 if device.type == "cpu" else sum(2 << (size - 1).bit_length() for size in pinned)
+        staging = 0 if device.type == "cpu" else staging_bytes(max(shares), buckets[0].weights.element_size())
         check_host_memory(
             in_memory + staging, "--offload optimizer", "use more hosts or a larger dp, or give --offload-dir"
         )

@@ -113,3 +113,18 @@ def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
         unit = math.lcm(8 * shares, _BUCKET_ALIGN)
         end = -(-end // unit) * unit
     return starts, end
+
+
+def staging_bytes(largest: int, element: int) -> int:
+    """Compute the pinned memory that offloaded states pass through: two buffers each of gradients and of weights.
+
+    Args:
+        largest: elements of the largest share of a bucket.
+        element: bytes of a weight.
+    """
+    return sum(2 * pinned_bytes(size * largest) for size in (4, element))
+
+
+def pinned_bytes(size: int) -> int:
+    """Compute what torch allocates for `size` bytes of pinned memory: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0

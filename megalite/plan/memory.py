@@ -16,10 +16,11 @@ from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.ops.choose import parse_spec
+from megalite.optim.shares import pinned_bytes
 from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes
 from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
 from megalite.plan.activations import deferred_bytes, element_size, layer_activations, mask_bytes, recomputed_bytes
-from megalite.plan.zero_memory import states_of, units_of
+from megalite.plan.zero_memory import sides_of, states_of, units_of
 from megalite.sharding import Layout, Shard
 
 # Temporary fp32 copies of the logits in the torch reference of the loss, bytes per logit; kernels work in place.
@@ -34,12 +35,12 @@ class RankMemory:
         parameters: local elements, vocabulary padding included.
         weights: in the precision of the run.
         main_grad: fp32 gradients; the copy that is sent if gradients are reduced in bf16; what compression has not sent
-            yet, and the next value of that until the update is made.
+            yet.
         optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments; 0 if they are offloaded.
         activations: kept for backward at the peak, plus the one layer being recomputed.
         logits: of the output layer at that moment, with the workspace of the loss.
         host: offloaded to the host, or to disk; not in `total`.
-        temporary: weights that ZeRO gathers and gradients that it has not reduced yet.
+        temporary: weights that ZeRO gathers, gradients that it has not reduced yet or that are being compressed.
     """
 
     parameters: int
@@ -74,8 +75,9 @@ def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) ->
     for rank in range(topology["pp"]):
         parameters = parameters_on_rank(cfg, topology["tp"], placement, layers, rank)
         units = units_of(cfg, topology["tp"], layers, placement.stages_of(rank))
+        sides = sides_of(cfg, topology["tp"], layers, placement.stages_of(rank))
         split = any(op.kind == "W" for op in samples[0][rank])
-        states = states_of(cfg, units, topology["dp"], element_size(cfg), split)
+        states = states_of(cfg, units, topology["dp"], element_size(cfg), split, sides)
         peaks = zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples))
         activations, logits, host = (round(extend(m, sizes, peak)) for peak in peaks)
         out.append(
@@ -173,4 +175,5 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
             away -= sent[stage]
         if kind in "IW":
             alive += back[stage] if kind == "I" else -back[stage]
-    return *peak, most_away
+    buffer = per_layer if cfg.parallel.device == "cpu" else pinned_bytes(per_layer)
+    return *peak, most_away // per_layer * buffer

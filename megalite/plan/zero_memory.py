@@ -14,11 +14,14 @@ from megalite.config.run import Config
 from megalite.dist.context import local_world_size
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
-from megalite.optim.shares import plan_buckets
+from megalite.optim.compress import INT8_BLOCK
+from megalite.optim.shares import pinned_bytes, plan_buckets, staging_bytes
 from megalite.sharding import Layout, Shard
 
 Unit = tuple[int, ...]
 """Elements of each kind of parameter of an embedding, a block, a norm or an output layer, on one rank."""
+Sides = tuple[int, int]
+"""Rows and columns of a rank's matrices, each summed."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,9 @@ class States:
 
     Attributes:
         weights, main_grad, optimizer: between steps.
-        host: offloaded to the host, or to disk.
-        temporary: at most at one time within a step: weights that are gathered, gradients that are not reduced yet.
+        host: offloaded to the host, or to disk, with the buffers that it passes through.
+        temporary: at most at one time within a step: weights that are gathered, gradients that are not reduced yet or
+            are being compressed.
     """
 
     weights: int
@@ -38,13 +42,16 @@ class States:
     temporary: int
 
 
-def states_of(cfg: Config, stages: Sequence[Sequence[Unit]], dp: int, element: int, split: bool) -> States:
+def states_of(
+    cfg: Config, stages: Sequence[Sequence[Unit]], dp: int, element: int, split: bool, sides: Sides = (0, 0)
+) -> States:
     """Compute what a rank holds: 18, 6 + 12 / dp, 2 + 16 / dp and 18 / dp bytes per parameter for bf16 and AdamW.
 
     Args:
         stages: the units of each stage of the rank.
         element: bytes of a weight.
         split: whether the schedule splits the backward pass.
+        sides: of the matrices that PowerSGD compresses, from `sides_of`.
     """
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
@@ -55,25 +62,47 @@ def states_of(cfg: Config, stages: Sequence[Sequence[Unit]], dp: int, element: i
     gathered = sum(map(sum, cut))
     # Copies that are sent: in bf16 if asked for, and what arrives in a reduce-scatter between CPUs.
     sent = 2 if t.grad_reduce_dtype == "bf16" else 0
-    arriving = (sent or 4) if p.device == "cpu" and zero and dp > 1 else 0
-    left = 8 if dp > 1 and t.compress.startswith(("topk", "powersgd")) else 0
+    arriving = (sent or 4) if p.device == "cpu" and zero and dp > 1 and t.compress == "none" else 0
+    left, compressing = _compression(cfg, stages, sides) if dp > 1 and t.compress != "none" else (0, 0)
     state = (0 if t.precision == "fp32" else 4) + 4 * cfg.optim.num_moments
     shared = total if zero == 2 else gathered
     share = element * -(-gathered // group)
     weights = element * (total - gathered) + (0 if params_away else share)
-    main_grad = (4 + sent + left) * (total - shared) + 4 * -(-shared // group)
+    main_grad = (4 + sent) * (total - shared) + left + 4 * -(-shared // group)
     held = -(-total // group) if zero else total
     optimizer, host = state * held, 0
     if t.offload.startswith("optimizer"):
         # On the host, masters are never the weights themselves.
-        optimizer, host = 0, 4 * (1 + cfg.optim.num_moments) * held + (share if params_away else 0)
+        optimizer, host = 0, 4 * (1 + cfg.optim.num_moments) * held
+        if params_away:
+            shares = [element * -(-unit // group) for units in cut for unit in units]
+            host += sum(shares if p.device == "cpu" else map(pinned_bytes, shares))
+        if p.device != "cpu":
+            largest = max(map(max, cut)) if zero == 3 else _largest_bucket(cfg, stages)
+            host += staging_bytes(-(-largest // (group if zero else 1)), element)
     # Of gradients that are whole, all arrive before the step asks for any.
-    temporary = arriving * (total - shared) if p.overlap_grad_reduce else 0
+    temporary = compressing + (arriving * (total - shared) if p.overlap_grad_reduce else 0)
     if zero == 2:
         temporary += _gradient(cfg, _largest_bucket(cfg, stages), total, sent + arriving)
     if zero == 3:
         temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
     return States(weights, main_grad, optimizer, host, temporary)
+
+
+def _compression(cfg: Config, stages: Sequence[Sequence[Unit]], sides: Sides) -> tuple[int, int]:
+    """Compute the bytes that `--compress` keeps between steps, and those that it takes within one."""
+    total, largest = sum(sum(unit) for units in stages for unit in units), _largest_bucket(cfg, stages)
+    codec, _, number = cfg.train.compress.partition(":")
+    # Messages of other buckets wait until all gradients are complete: what is sent, and what arrives.
+    waiting = total - largest if cfg.parallel.overlap_grad_reduce else 0
+    if codec == "int8":
+        # While a bucket is quantized there are three copies of it.
+        return 0, round(2 * (1 + 4 / INT8_BLOCK) * waiting) + 12 * largest
+    if codec == "topk":
+        # The residual, and the next one until the update; sorting needs values twice, and indices.
+        return 4 * total, 4 * total + round(16 * float(number) * waiting) + 16 * largest
+    left, right = (4 * int(number) * side for side in sides)
+    return 4 * total + right, 4 * total + left + right + 8 * largest
 
 
 def _gradient(cfg: Config, largest: int, total: int, copies: int) -> int:
@@ -113,6 +142,21 @@ def units_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int])
         held: the rank's stages.
     """
     sizes = _unit_sizes(cfg.model, tp, cfg.parallel.vocab_divisible_by)
+    return [[sizes[name] for name in names if name in sizes] for names in _names_of(cfg, layers, held)]
+
+
+def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int]) -> Sides:
+    """Sum the sides of the matrices that PowerSGD compresses on a rank; arguments of `units_of`."""
+    codec, _, rank = cfg.train.compress.partition(":")
+    if codec != "powersgd":
+        return 0, 0
+    held_units = {name for names in _names_of(cfg, layers, held) for name in names}
+    shapes = [shape for unit, shape in _shapes(cfg.model, tp, cfg.parallel.vocab_divisible_by) if unit in held_units]
+    matrices = [s for s in shapes if len(s) > 1 and int(rank) * (s[0] + math.prod(s[1:])) < math.prod(s)]
+    return sum(s[0] for s in matrices), sum(math.prod(s[1:]) for s in matrices)
+
+
+def _names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[list[str]]:
     out = []
     for stage in held:
         names = [f"layers.{i}" for i in layers[stage]]
@@ -121,8 +165,20 @@ def units_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int])
         if stage == len(layers) - 1:
             # Both uses of a tied embedding on one rank are one parameter.
             names += ["norm"] if cfg.model.tie_embeddings and 0 in held else ["norm", "lm_head"]
-        out.append([sizes[name] for name in names if name in sizes])
+        out.append(names)
     return out
+
+
+def _shapes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> list[tuple[str, tuple[int, ...]]]:
+    """List the unit and the local shape of every parameter."""
+    layout = Layout(Grid.of(tp, tp), multiple=vocab_divisible_by)
+    return [(_unit_of(name), Shard(spec, layout).shape) for name, spec in param_map(model).items()]
+
+
+def _unit_of(name: str) -> str:
+    unit = re.match(r"layers\.\d+|[^.]+", name)
+    assert unit is not None
+    return unit[0]
 
 
 @lru_cache(maxsize=16)
@@ -130,7 +186,5 @@ def _unit_sizes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> dict[st
     layout = Layout(Grid.of(tp, tp), multiple=vocab_divisible_by)
     sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
     for name, spec in param_map(model).items():
-        unit = re.match(r"layers\.\d+|[^.]+", name)
-        assert unit is not None
-        sizes[unit[0]][spec.weight_decay, spec.partial] += math.prod(Shard(spec, layout).shape)
+        sizes[_unit_of(name)][spec.weight_decay, spec.partial] += math.prod(Shard(spec, layout).shape)
     return {name: tuple(kinds.values()) for name, kinds in sizes.items()}

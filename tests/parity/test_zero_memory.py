@@ -85,21 +85,26 @@ def live_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def config(zero: int, num_microbatches: int = 2, **parallel: Any) -> Config:
+def config(zero: int, num_microbatches: int = 2, compress: str = "none", **parallel: Any) -> Config:
     return jobs.make_config(
         MODEL,
         {"zero": zero, "vocab_divisible_by": 128, "bucket_size": 400_000, "device": "cpu", **parallel},
         precision="bf16",
         global_batch_size=4 * num_microbatches,
+        compress=compress,
     )
 
 
 CONFIGS = {
+    "0": config(0),
+    "0-powersgd": config(0, compress="powersgd:64"),
     "1": config(1),
+    "1-int8": config(1, compress="int8"),
+    "1-topk": config(1, compress="topk:0.1"),
     "2": config(2),
     "2-step": config(2, zero_reduce="step"),
     "3": config(3),
-    "3-m4": config(3, 4),
+    "3-m8": config(3, 8),
     "3-alone": config(3, overlap_param_gather=False),
 }
 
@@ -113,7 +118,7 @@ def results(pool: WorkerPool) -> dict[str, Measured]:
 
 
 def test_bytes_per_parameter_between_steps(results: dict[str, Measured]) -> None:
-    expected = {"1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4}
+    expected = {"0": 18, "1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4}
     assert {zero: results[zero][0] / PARAMETERS for zero in expected} == pytest.approx(expected, rel=0.01)
 
 
@@ -121,7 +126,7 @@ def test_peak_within_a_step(results: dict[str, Measured]) -> None:
     assert results["3"][1] < 9.9e6
     assert results["3-alone"][1] < 8.3e6
     assert results["2"][1] < 6.8e6
-    assert results["3-m4"][1] == pytest.approx(results["3"][1], rel=0.01)
+    assert results["3-m8"][1] == pytest.approx(results["3"][1], rel=0.01)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

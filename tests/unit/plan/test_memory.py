@@ -145,9 +145,18 @@ def test_offloaded_activations_are_counted_on_the_host(schedule: str) -> None:
             assert after.activations - before.activations == 2 * residual - after.host
 
 
-def test_what_compression_keeps_is_counted() -> None:
-    (planned,) = memory_per_rank(config(compress="topk:0.01"), Grid.of(4))
-    assert planned.main_grad == 12 * planned.parameters
+def test_pinned_memory_comes_in_powers_of_two() -> None:
+    # A rank's share of each block is 12,288 weights; 4,864 of the embedding and of the output layer.
+    shape, train = {"zero": 3, "zero_whole_below": 1000}, {"precision": "bf16", "recompute": "full"}
+    hosts = {}
+    for device in ("cpu", "cuda"):
+        for offload in ("optimizer", "optimizer+params", "activations"):
+            cfg = config(model={"seq_len": 33}, parallel={**shape, "device": device}, offload=offload, **train)
+            hosts[device, offload] = memory_per_rank(cfg, Grid.of(4))[0].host
+    assert hosts["cuda", "optimizer"] - hosts["cpu", "optimizer"] == 2 * (65_536 + 32_768)  # of 49,152 and 24,576 bytes
+    for device, shares in (("cpu", 6 * 24_576 + 2 * 9_728), ("cuda", 6 * 32_768 + 2 * 16_384)):
+        assert hosts[device, "optimizer+params"] - hosts[device, "optimizer"] == shares
+    assert (hosts["cpu", "activations"], hosts["cuda", "activations"]) == (6 * 4_224, 6 * 8_192)
 
 
 def test_gradients_that_travel_in_bf16_are_a_copy() -> None:
