@@ -91,7 +91,8 @@ def _scalars(value: Any) -> bool:
     """The optimizer's and the loss scale's numbers, all positive or zero."""
     if not isinstance(value, dict) or not all(type(n) in (int, float) and n >= 0 for n in value.values()):
         return False
-    whole = all(_count(n) for key, n in value.items() if key in ("num_steps", "loss_scale_good_steps"))
+    counts = ("num_steps", "loss_scale_good_steps", "loss_scale_chances")
+    whole = all(_count(n) for key, n in value.items() if key in counts)
     return whole and value.get("loss_scale", 1) > 0
 
 

@@ -42,10 +42,16 @@ class OptimConfig:
     """Maximum global gradient norm; 0 disables clipping."""
     loss_scale: float | None = None
     """fp16: constant loss scale. Default: dynamic."""
-    initial_loss_scale: float = 65536.0
-    """fp16: first dynamic loss scale."""
+    initial_loss_scale: float | None = None
+    """fp16: first dynamic loss scale. Default: 65,536 times global_batch_size, up to the next power of two."""
     loss_scale_window: int = 1000
     """fp16: steps without overflow before the scale doubles."""
+    hysteresis: int = 2
+    """fp16: overflows before the scale halves, counted since it last doubled."""
+    consecutive_hysteresis: bool = False
+    """fp16: count overflows only since the last step without one."""
+    min_loss_scale: float = 1.0
+    """fp16: smallest dynamic loss scale; three steps in a row that overflow under it end the run."""
 
     @property
     def num_moments(self) -> int:
@@ -54,9 +60,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        in_range(self, "lr eps loss_scale initial_loss_scale", 0, above=True)
+        in_range(self, "lr eps loss_scale initial_loss_scale min_loss_scale", 0, above=True)
         in_range(self, "clip_grad weight_decay warmup_steps init_lr", 0)
-        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window", 1)
+        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis", 1)
         in_range(self, "beta1 beta2", 0, 1)
         require(
             0 <= self.min_lr <= self.lr,

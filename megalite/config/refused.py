@@ -136,8 +136,6 @@ the final decay of wsd is linear -> drop it
     lr-wsd-decay-style=linear
 the learning rate depends on the flags and the step, never on the checkpoint -> drop it
     use-checkpoint-opt-param-scheduler no-load-lr-state
-the dynamic loss scale has no such setting -> use --loss-scale, --initial-loss-scale and --loss-scale-window
-    min-loss-scale hysteresis
 a checkpoint is read as a whole, by its path -> drop it; --resume selects the checkpoint
     *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args no-load-rng load-tag
 checkpoints are kept by number, not by distance -> use --keep-last

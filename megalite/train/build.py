@@ -82,8 +82,6 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
     fp16 = cfg.train.precision == "fp16"
-    fixed = cfg.optim.loss_scale
-    scale = (fixed or cfg.optim.initial_loss_scale) if fp16 else 1.0
     program = schedule.programs[ctx.pp.rank]
     return Engine(
         cfg=cfg,
@@ -93,7 +91,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         train_program=program,
         eval_program=forward_program(program),
         optimizer=optimizer,
-        scaler=LossScaler(scale, fp16 and fixed is None, cfg.optim.loss_scale_window),
+        scaler=LossScaler.of(cfg.optim, cfg.train.global_batch_size) if fp16 else LossScaler(),
         unit_weights=unit_weights,
     )
 

@@ -193,7 +193,7 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
     else:
         run.spikes.accept(result.loss)
     # A dynamic loss scale overflows occasionally by design, until it cannot be lowered further.
-    expected = result.skipped and run.engine.scaler.dynamic and result.loss_scale > 1.0
+    expected = result.skipped and result.loss_scale > run.engine.scaler.minimum
     bad = (result.skipped or result.spiked) and not expected
     progress.bad_steps = progress.bad_steps + 1 if bad else 0
     if progress.bad_steps == _MAX_BAD_STEPS:

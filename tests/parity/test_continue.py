@@ -108,7 +108,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def first_stage(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four steps on two ranks; the loss scale grows from 4 to 16 meanwhile."""
+    """Four steps on two ranks; the loss scale grows from 4 to 8 meanwhile."""
     run_dir = tmp_path_factory.mktemp("first") / "a"
     pool.run(2, stage, [*STAGE, "--train-steps", "4", "--run-dir", str(run_dir)], 2)
     return run_dir
@@ -119,10 +119,10 @@ def first_stage(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> P
 RESETS: dict[str, tuple[list[str], tuple[int, int, int, float], str, str]] = {
     "data": (
         ["--reset-data", "--seed", "5", "--seq-len", "24", "--rope-theta", "500000"],
-        *((4, 0, 4, 16.0), "resumed from", "0.00854"),
+        *((4, 0, 4, 8.0), "resumed from", "0.00854"),
     ),
     "optimizer": (["--reset-optimizer"], (4, 16, 0, 4.0), "weights from", "0.00854"),
-    "step": (["--reset-step"], (0, 16, 4, 16.0), "resumed from", "0.0025"),
+    "step": (["--reset-step"], (0, 16, 4, 8.0), "resumed from", "0.0025"),
     "all": (["--reset-data", "--reset-optimizer", "--reset-step"], (0, 0, 0, 4.0), "weights from", "0.0025"),
 }
 

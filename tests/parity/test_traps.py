@@ -77,7 +77,8 @@ def test_replicas_stay_bitwise_equal_and_padding_zero(pool: WorkerPool, case: st
     world, model, layout, train = REPLICAS[case]
     cfg = jobs.make_config(model, layout, **train)
     # A rate at which a bf16 norm weight of 1 moves by more than its rounding.
-    optim = dataclasses.replace(cfg.optim, initial_loss_scale=1024.0, weight_decay=0.5, lr=0.05, lr_decay="constant")
+    scale = {"initial_loss_scale": 1024.0, "hysteresis": 1}
+    optim = dataclasses.replace(cfg.optim, **scale, weight_decay=0.5, lr=0.05, lr_decay="constant")
     cfg = dataclasses.replace(cfg, optim=optim)
     copies: dict[tuple[Any, ...], set[str]] = {}
     padded = 0
@@ -187,7 +188,7 @@ FAULTS: dict[str, tuple[int, int, str, dict[str, Any], str]] = {
 def test_one_rank_fails_and_all_skip(pool: WorkerPool, case: str) -> None:
     world, bad_rank, what, layout, precision = FAULTS[case]
     cfg = jobs.make_config(jobs.gpt2(2), layout, precision=precision)
-    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, initial_loss_scale=512.0))
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, initial_loss_scale=512.0, hysteresis=1))
     ranks = pool.run(world, with_fault, cfg, world, bad_rank, what)
     for got in ranks:
         assert got["skipped"] == [False, True, False]
@@ -215,7 +216,8 @@ def from_too_high(rank: int, cfg: Config, world: int) -> list[tuple[bool, float,
 
 def test_a_scale_that_is_too_high_comes_down_by_itself(pool: WorkerPool) -> None:
     cfg = jobs.make_config(jobs.llama(2), {"pp": 2}, precision="fp16")
-    optim = dataclasses.replace(cfg.optim, initial_loss_scale=2.0**28, warmup_steps=0, lr_decay="constant")
+    scale = {"initial_loss_scale": 2.0**28, "hysteresis": 1}
+    optim = dataclasses.replace(cfg.optim, **scale, warmup_steps=0, lr_decay="constant")
     cfg = dataclasses.replace(cfg, optim=optim)
     ranks = pool.run(4, from_too_high, cfg, 4)
     for rank in ranks:

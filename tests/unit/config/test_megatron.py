@@ -197,7 +197,7 @@ MATTERS = """
     data-args-path per-split-data-args-path rampup-batch-size step-batch-size-schedule
     decrease-batch-size-if-needed train-tokens lr-decay-tokens lr-warmup-tokens warmup start-weight-decay
     end-weight-decay weight-decay-incr-style decoupled-lr decoupled-min-lr do-norm-bias-weight-decay
-    lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state min-loss-scale hysteresis
+    lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state
     universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
     exit-interval exit-duration-in-mins kill-switch-path adlr-autoresume skip-train tensorboard-dir wandb-entity

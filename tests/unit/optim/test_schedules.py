@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.config.optim import OptimConfig
-from megalite.optim.loss_scale import LossScaler
+from megalite.optim.loss_scale import LossScaler, ScaleRule
 from megalite.schedules.lr import LR_DECAYS, learning_rate
 
 
@@ -68,32 +68,44 @@ def test_the_rate_never_rises_after_the_warm_up(decay: str) -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_loss_scale_halves_and_doubles() -> None:
-    scaler = LossScaler(8.0, dynamic=True, window=3)
-    seen = []
-    for overflow in (0, 0, 1, 0, 0, 0, 0, 0, 1, 0):
-        scaler.update(bool(overflow))
+# DeepSpeed 0.19's scale at each step of "..x.x....xx......" (x: overflow), from 256 with a window of 4.
+TRACES = {
+    1: [256] * 3 + [128] * 2 + [64] * 5 + [32] + [16] * 5 + [32],
+    2: [256] * 5 + [128] * 5 + [64] + [32] * 5 + [64],
+}
+
+
+@pytest.mark.parametrize("hysteresis", TRACES)
+def test_loss_scale_moves_as_deepspeeds(hysteresis: int) -> None:
+    scaler, seen = LossScaler(256.0, ScaleRule(4, hysteresis)), []
+    for step in "..x.x....xx......":
         seen.append(scaler.scale)
-    # Two good steps before an overflow do not count towards the next window.
-    assert seen == [8, 8, 4, 4, 4, 8, 8, 8, 4, 4]
-    for _ in range(5):
+        # A checkpoint in between changes nothing.
+        scalars, scaler = scaler.scalars(), LossScaler(1024.0, ScaleRule(4, hysteresis))
+        scaler.load_scalars(scalars)
+        scaler.update(step == "x")
+    assert seen == TRACES[hysteresis]
+    for _ in range(12):
         scaler.update(True)
-    assert scaler.scale == 1.0
+    assert scaler.scale == scaler.minimum == 1.0
 
 
-def test_a_constant_scale_stays() -> None:
-    scaler = LossScaler(128.0)
+def test_consecutive_hysteresis_counts_from_the_last_good_step() -> None:
+    scaler = LossScaler(256.0, ScaleRule(100, 2, consecutive=True))
+    scales = []
+    for step in "x.x.xx":
+        scaler.update(step == "x")
+        scales.append(scaler.scale)
+    assert scales == [256] * 5 + [128]
+
+
+def test_first_loss_scale_makes_up_for_the_batch() -> None:
+    assert LossScaler.of(OptimConfig(), 1).scale == 2.0**16
+    assert LossScaler.of(OptimConfig(), 2048).scale == 2.0**27
+    assert LossScaler.of(OptimConfig(), 1025).scale == 2.0**27
+    assert LossScaler.of(OptimConfig(initial_loss_scale=8.0, min_loss_scale=16.0), 2048).scale == 16.0
+    # Nothing moves a constant scale, and every overflow under it is one too many.
+    fixed = LossScaler.of(OptimConfig(loss_scale=128.0), 2048)
     for overflow in (True, False, False):
-        scaler.update(overflow)
-    assert scaler.scale == 128.0
-
-
-def test_loss_scale_goes_on_where_it_was() -> None:
-    one = LossScaler(8.0, dynamic=True, window=3)
-    for overflow in (True, False, False):
-        one.update(overflow)
-    other = LossScaler(1024.0, dynamic=True, window=3)
-    other.load_scalars(one.scalars())
-    for scaler in (one, other):
-        scaler.update(False)
-        assert scaler.scale == 8.0
+        fixed.update(overflow)
+    assert fixed.scale == 128.0 < fixed.minimum
