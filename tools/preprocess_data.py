@@ -1,4 +1,7 @@
-"""Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the tokenizer."""
+"""Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the tokenizer.
+
+With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers.
+"""
 
 import argparse
 
@@ -24,12 +27,24 @@ def main() -> None:
     )
     parser.add_argument("--out", required=True, metavar="PREFIX", help="output path without .bin")
     parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: one per core)")
-    parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
+    parser.add_argument(
+        "--key", help="JSON key or parquet column of the text (default: text); with --chat, key of the messages"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="lines are conversations: messages, conversations (ShareGPT too), or prompt and completion",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja template, or the word chatml (default: the one in the tokenizer's folder)",
+    )
     parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
     parser.add_argument("--overwrite", action="store_true", help="replace data that exist under the prefix")
     args = parser.parse_args()
     setup_logging()
-    options = {"workers": args.workers, "key": args.key, "skip_bad": args.skip_bad, "overwrite": args.overwrite}
+    options = {key: value for key, value in vars(args).items() if key not in ("input", "tokenizer", "out")}
     stats = preprocess(args.input, args.tokenizer, args.out, **options)
     print(f"{args.out}: {stats}")
 

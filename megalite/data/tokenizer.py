@@ -11,11 +11,14 @@ import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, read_json, read_regular
+from megalite.data.controls import Span, around_controls, char_spans, consecutive
+from megalite.data.tiktoken_ranks import KNOWN_RANKS
+from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, protobuf_fields, read_json, read_regular
 from megalite.errors import UserError
 
 _T = TypeVar("_T")
@@ -61,6 +64,18 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
 
+    @property
+    @abstractmethod
+    def control_tokens(self) -> dict[str, int]:
+        """Special tokens by name (`<|im_end|>`): a chat template writes them, text must not."""
+
+    @abstractmethod
+    def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
+        """Return the ids of a template's text, in which the names of control tokens are read as these tokens.
+
+        Also returns the characters of `text` that each id covers, as (first, end).
+        """
+
 
 class ByteTokenizer(Tokenizer):
     """Encode UTF-8 bytes as ids 0-255, with eos 256 and bos 257. Needs no file: its path is the word "bytes"."""
@@ -76,6 +91,17 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        return {"<|im_end|>": self.eos_id, "<|im_start|>": self.bos_id}
+
+    def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
+        def bytewise(piece: str) -> tuple[list[int], list[Span]]:
+            ids = self.encode(piece)
+            return ids, char_spans(piece, consecutive([1] * len(ids)))
+
+        return around_controls(text, self.control_tokens, bytewise)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -99,6 +125,38 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids))
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        pieces = [dict(protobuf_fields(p)) for n, p in protobuf_fields(self._model.serialized_model_proto()) if n == 1]
+        named = ((i, piece[1].decode(), piece.get(3, 1)) for i, piece in enumerate(pieces))
+        # User-defined pieces may also be words and runs of spaces that are worth a token.
+        return {name: i for i, name, kind in named if kind == 3 or kind == 4 and name[0] + name[-1] in ("<>", "[]")}
+
+    @cached_property
+    def _bytes_of(self) -> list[bytes]:
+        pieces = (self._model.id_to_piece(i) for i in range(self.vocab_size))
+        return [
+            bytes([int(piece[1:-1], 16)]) if self._model.is_byte(i) else piece.replace("\u2581", " ").encode()
+            for i, piece in enumerate(pieces)
+        ]
+
+    def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
+        def with_spans(piece: str) -> tuple[list[int], list[Span]]:
+            ids, text = self.encode(piece), piece.encode()
+            own = [self._bytes_of[i] for i in ids]
+            written = b"".join(own)
+            if written in (text, b" " + text):
+                # An added space covers no character.
+                sizes = [len(part) for part in own]
+                sizes[0] -= len(written) - len(text)
+                return ids, char_spans(piece, consecutive(sizes))
+            # The model normalizes. Its own account of what it read takes ten times as long to read.
+            fields = protobuf_fields(self._model.encode(piece, out_type="serialized_proto"))
+            read = [dict(protobuf_fields(token)) for field, token in fields if field == 2]
+            return [t[2] for t in read], char_spans(piece, [(t.get(4, 0), t.get(5, 0)) for t in read])
+
+        return around_controls(text, self.control_tokens, with_spans)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -137,6 +195,20 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._call(lambda: self._model.decode(list(ids), skip_special_tokens=False), "cannot decode ids")
 
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        added = self._model.get_added_tokens_decoder().items()
+        # Some folders have the marks of ChatML as added tokens that are not special.
+        return {t.content: i for i, t in added if t.special or re.fullmatch(r"<\|.*\|>", t.content)}
+
+    def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
+        self._model.encode_special_tokens = False
+        try:
+            encoding = self._call(lambda: self._model.encode(text, add_special_tokens=False), "cannot encode a text")
+        finally:
+            self._model.encode_special_tokens = True
+        return encoding.ids, encoding.offsets
+
     def _call(self, function: Callable[[], _T], rule: str) -> _T:
         """Call the library, which raises plain Exception, and PanicException (a BaseException) for its own defects."""
         try:
@@ -155,46 +227,6 @@ class HuggingFaceTokenizer(Tokenizer):
             rule = f"tokenizer_config.json names {name} {token!r:.100}, which tokenizer.json does not have"
             raise UserError(f"tokenizer {self.path}", rule, "use files of the same tokenizer")
         return token_id
-
-
-_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CL100K_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_O200K_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_SPECIALS = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_last|>": 128255}
-_QWEN_SPECIALS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
-# A rank file holds neither the splitting pattern nor the special tokens; its number of ranks identifies the model.
-_KNOWN_RANKS: dict[int, dict[str, Any]] = {
-    50256: {"pattern": _GPT2_PATTERN, "special_tokens": {"<|endoftext|>": 50256}, "eos": "<|endoftext|>"},
-    50280: {"pattern": _GPT2_PATTERN, "special_tokens": {"<|endoftext|>": 50256}, "eos": "<|endoftext|>"},
-    100256: {
-        "pattern": _CL100K_PATTERN,
-        "special_tokens": {"<|endoftext|>": 100257, "<|endofprompt|>": 100276},
-        "eos": "<|endoftext|>",
-    },
-    199998: {
-        "pattern": _O200K_PATTERN,
-        "special_tokens": {"<|endoftext|>": 199999, "<|endofprompt|>": 200018},
-        "eos": "<|endoftext|>",
-    },
-    128000: {
-        "pattern": _CL100K_PATTERN,
-        "special_tokens": _LLAMA3_SPECIALS,
-        "eos": "<|end_of_text|>",
-        "bos": "<|begin_of_text|>",
-    },
-    151643: {
-        "pattern": _CL100K_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
-        "special_tokens": _QWEN_SPECIALS,
-        "eos": "<|endoftext|>",
-    },
-}
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -216,7 +248,7 @@ class TiktokenTokenizer(Tokenizer):
         except Exception as e:  # a cut line raises ValueError, IndexError or binascii.Error
             raise UserError(f"tokenizer {path}", f"is not a tiktoken rank file ({e})", "give another file") from e
         extra_path = Path(f"{path}.json")
-        extra = read_json(extra_path) or _KNOWN_RANKS.get(len(ranks))
+        extra = read_json(extra_path) or KNOWN_RANKS.get(len(ranks))
         if extra is None:
             rule = "the splitting pattern of a tiktoken file of this size is unknown"
             remedy = f'write {extra_path} with "pattern", "special_tokens" and "eos"'
@@ -238,6 +270,14 @@ class TiktokenTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode(list(ids))
+
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        return dict(self._model._special_tokens)
+
+    def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
+        ids = self._model.encode(text, allowed_special="all")
+        return ids, char_spans(text, consecutive([len(token) for token in self._model.decode_tokens_bytes(ids)]))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import stat
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,26 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(str(path), "must hold a JSON object", "correct or remove it")
     return content
+
+
+def protobuf_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield (field number, value) of a protocol-buffers message; a value is an int, a float, or bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        first = at
+        while data[at] & 0x80:
+            at += 1
+        at += 1
+        return sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[first:at]))
+
+    while at < len(data):
+        number, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
+            yield number, varint()
+            continue
+        length = varint() if wire_type == 2 else {5: 4, 1: 8}[wire_type]
+        value = data[at : at + length]
+        at += length
+        yield number, value if wire_type == 2 else struct.unpack({5: "<f", 1: "<d"}[wire_type], value)[0]

@@ -197,12 +197,13 @@ class IndexedDatasetWriter:
     Args:
         prefix: path without `.bin` / `.idx`; its folder is made.
         dtype: of the ids, see `token_dtype`.
+        masked: also write `PREFIX.mask.bin`, one byte per token.
 
     Raises:
         UserError: the folder cannot be written, or another process is writing the same prefix.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype, *, masked: bool = False) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = CODE_OF_DTYPE[self.dtype]
@@ -223,16 +224,29 @@ class IndexedDatasetWriter:
             rule = f"another process is writing {bin_tmp}"
             raise UserError(f"output prefix {prefix}", rule, "wait for it, or choose another prefix") from None
         self._bin.truncate(0)
+        # Of a killed run.
+        self._path("mask.bin.tmp").unlink(missing_ok=True)
+        self._mask: BinaryIO | None = self._path("mask.bin.tmp").open("wb") if masked else None
 
-    def add_documents(self, tokens: npt.NDArray[Any], sizes: npt.ArrayLike) -> None:
-        """Append documents: their ids end to end [sum(sizes)], and the length of each [num_documents]."""
+    def add_documents(
+        self, tokens: npt.NDArray[Any], sizes: npt.ArrayLike, mask: npt.NDArray[np.uint8] | None = None
+    ) -> None:
+        """Append documents: their ids end to end [sum(sizes)], and the length of each [num_documents].
+
+        Args:
+            mask: a byte per token [sum(sizes)], of a masked data set.
+        """
         lengths = np.asarray(sizes, np.int64)
         if int(lengths.sum()) != len(tokens) or (lengths < 0).any():
             raise ValueError(f"lengths sum to {int(lengths.sum())}, {len(tokens)} tokens given")
         if len(lengths) and int(lengths.max()) > np.iinfo(np.int32).max:
             given = f"a document of {int(lengths.max())} tokens"
             raise UserError(given, "the format holds at most 2^31 - 1 tokens per document", "split the document")
+        if (mask is None) != (self._mask is None) or (mask is not None and len(mask) != len(tokens)):
+            raise ValueError("a masked data set, and no other, has a byte of mask per token")
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).tobytes())
+        if self._mask is not None and mask is not None:
+            self._mask.write(np.ascontiguousarray(mask, np.uint8).tobytes())
         self._sizes.append(lengths.astype(np.int32))
 
     def finalize(self, sidecar: Mapping[str, Any] | None = None) -> None:
@@ -240,6 +254,8 @@ class IndexedDatasetWriter:
         sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32)
         idx_tmp, json_tmp = self._path("idx.tmp"), self._path("json.tmp")
         _sync(self._bin)
+        if self._mask is not None:
+            _sync(self._mask)
         with idx_tmp.open("wb") as f:
             f.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(sizes) + 1))
             f.write(sizes.astype("<i4").tobytes())
@@ -252,25 +268,31 @@ class IndexedDatasetWriter:
             with json_tmp.open("wb") as f:
                 f.write(json.dumps(sidecar, indent=2).encode() + b"\n")
                 _sync(f)
-        for old in ("idx", "json"):
+        for old in ("idx", "json", "mask.bin"):
             self._path(old).unlink(missing_ok=True)
         self._path("bin.tmp").replace(self._path("bin"))
+        if self._mask is not None:
+            self._path("mask.bin.tmp").replace(self._path("mask.bin"))
         if sidecar is not None:
             json_tmp.replace(self._path("json"))
         idx_tmp.replace(self._path("idx"))
         directory = os.open(idx_tmp.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
-        self._bin.close()
-        self._open = False
+        self._close()
 
     def abort(self) -> None:
         """Remove the temporary files; nothing under the prefix changes."""
         if self._open:
-            for name in ("bin.tmp", "idx.tmp", "json.tmp"):
+            for name in ("bin.tmp", "idx.tmp", "json.tmp", "mask.bin.tmp"):
                 self._path(name).unlink(missing_ok=True)
-            self._bin.close()
-            self._open = False
+            self._close()
+
+    def _close(self) -> None:
+        self._bin.close()
+        if self._mask is not None:
+            self._mask.close()
+        self._open = False
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from megalite.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from megalite.data.tokenizer_files import EXPORTED_FROM, file_sha256, read_json
+from megalite.data.tokenizer_files import EXPORTED_FROM, file_sha256, protobuf_fields, read_json
 from megalite.errors import UserError
 
 # Digits, code, indents, runs of spaces, line ends, other scripts, accents in two forms, emoji, and a raw control byte.
@@ -124,29 +123,6 @@ def _copy_hf(path: Path, folder: Path) -> dict[str, Any]:
     return read_json(path.with_name("tokenizer_config.json"))
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield (field number, value) of a protocol-buffers message; a value is an int, a float, or bytes."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        first = at
-        while data[at] & 0x80:
-            at += 1
-        at += 1
-        return sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[first:at]))
-
-    while at < len(data):
-        number, wire_type = divmod(varint(), 8)
-        if wire_type == 0:
-            yield number, varint()
-            continue
-        length = varint() if wire_type == 2 else {5: 4, 1: 8}[wire_type]
-        value = data[at : at + length]
-        at += length
-        yield number, value if wire_type == 2 else struct.unpack({5: "<f", 1: "<d"}[wire_type], value)[0]
-
-
 def _merges(ranks: Mapping[_Token, float], ids: Mapping[_Token, int]) -> list[tuple[_Token, _Token]]:
     """Recover the merges of a BPE vocabulary, first to last: all pairs of tokens that join to a token."""
     found = []
@@ -160,14 +136,14 @@ def _merges(ranks: Mapping[_Token, float], ids: Mapping[_Token, int]) -> list[tu
 
 def _from_sentencepiece(model: bytes, what: str) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Rebuild a BPE model, and name its unknown token; field numbers are those of sentencepiece_model.proto."""
-    message = list(_fields(model))
-    trainer, normalizer = (dict(_fields(next((v for n, v in message if n == field), b""))) for field in (2, 3))
+    message = list(protobuf_fields(model))
+    trainer, normalizer = (dict(protobuf_fields(next((v for n, v in message if n == field), b""))) for field in (2, 3))
     if trainer.get(3, 1) != 2:
         rule = "is not a BPE model: Hugging Face's Llama tokenizer would silently give other ids"
         raise UserError(what, rule, _REMEDY)
     if normalizer.get(2) or normalizer.get(4, 1):
         raise UserError(what, "normalizes text in a way that is not exported", _REMEDY)
-    entries = [dict(_fields(value)) for number, value in message if number == 1]
+    entries = [dict(protobuf_fields(value)) for number, value in message if number == 1]
     pieces = [(e[1].decode(), e.get(2, 0.0), e.get(3, _NORMAL)) for e in entries]
     vocab = {text: i for i, (text, _, _) in enumerate(pieces)}
     unknown = next((text for text, _, kind in pieces if kind == _UNKNOWN), None)
@@ -221,8 +197,7 @@ def _byte_level(ranks: Mapping[bytes, int], special: Mapping[str, int], pattern:
 
 
 def _from_bytes(tokenizer: ByteTokenizer) -> tokenizers.Tokenizer:
-    special = {"<|eos|>": tokenizer.eos_id, "<|bos|>": tokenizer.bos_id}
-    return _byte_level({bytes([byte]): byte for byte in range(256)}, special, None)
+    return _byte_level({bytes([byte]): byte for byte in range(256)}, tokenizer.control_tokens, None)
 
 
 def _from_tiktoken(tokenizer: TiktokenTokenizer) -> tokenizers.Tokenizer:

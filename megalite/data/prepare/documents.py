@@ -26,7 +26,7 @@ _TABLES = (".json", ".ndjson", ".csv", ".tsv")
 _SNIFFED_BYTES = 8192
 CHUNK_BYTES, CHUNK_RECORDS = 1 << 18, 1024
 _BLOCK_BYTES = 1 << 20
-_EXCERPT_CHARS = 80
+EXCERPT_CHARS = 80
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def expand_inputs(inputs: Iterable[str], flag: str = "--input") -> list[Path]:
             file for f in found for file in (_files_in(Path(f), flag) if Path(f).is_dir() else [Path(f)])
         )
         for path in files:
-            if _kind(path) in _TABLES:
+            if kind_of(path) in _TABLES:
                 remedy = "convert it to .jsonl (an object a line), or rename it to .txt to take it as one document"
-                raise UserError(f"{flag} {path}", f"where a {_kind(path)} file's documents are is not known", remedy)
+                raise UserError(f"{flag} {path}", f"where a {kind_of(path)} file's documents are is not known", remedy)
         paths += files
     if len(set(paths)) < len(paths):
         twice = next(p for p in paths if paths.count(p) > 1)
@@ -104,9 +104,9 @@ def _files_in(folder: Path, flag: str) -> list[Path]:
 
 def _is_text(path: Path) -> bool:
     """Judge by the name, else by the first bytes."""
-    if not path.is_file() or _kind(path) in _TABLES:
+    if not path.is_file() or kind_of(path) in _TABLES:
         return False
-    if _kind(path) in (".jsonl", ".parquet"):
+    if kind_of(path) in (".jsonl", ".parquet"):
         return True
     with _opened(path) as raw:
         start = next(_blocks(raw, path), b"")[:_SNIFFED_BYTES]
@@ -127,7 +127,7 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
         UserError: unreadable, a damaged or cut compressed file, no such parquet column, a missing library.
     """
     records: Iterable[bytes | None]
-    kind = _kind(path)
+    kind = kind_of(path)
     with _opened(path) as raw:
         if kind == ".parquet":
             unit, records = "row", _parquet_values(raw, path, key)
@@ -165,7 +165,7 @@ def _text_of(record: bytes | None, json_key: str | None) -> str | BadRecord:
     """Return the text of one record, or a `BadRecord` without its place."""
     if record is None:
         return BadRecord("", "the text must be a string, it is null", "")
-    excerpt = record[: 4 * _EXCERPT_CHARS].decode(errors="replace")[:_EXCERPT_CHARS]
+    excerpt = record[: 4 * EXCERPT_CHARS].decode(errors="replace")[:EXCERPT_CHARS]
     try:
         if json_key is None:
             return record.decode()
@@ -181,7 +181,8 @@ def _text_of(record: bytes | None, json_key: str | None) -> str | BadRecord:
     return text
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file, before that of its compression."""
     return Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
 
 

@@ -109,9 +109,9 @@ def test_the_export_counts_as_the_tokenizer_it_came_from(sources: dict[str, str]
         check_tokenizer_matches(tmp_path / kind, exported)
     # Another tokenizer.json in the place of the one that the export wrote is a tokenizer of its own.
     changed = tmp_path / "bytes" / "tokenizer.json"
-    changed.write_text(changed.read_text().replace("<|bos|>", "<|begin|>"))
+    changed.write_text(changed.read_text().replace("<|im_start|>", "<|begin|>"))
     (tmp_path / "bytes" / "tokenizer_config.json").write_text(
-        (tmp_path / "bytes" / "tokenizer_config.json").read_text().replace("<|bos|>", "<|begin|>")
+        (tmp_path / "bytes" / "tokenizer_config.json").read_text().replace("<|im_start|>", "<|begin|>")
     )
     with pytest.raises(UserError, match="was made by a"):
         check_tokenizer_matches(tmp_path / "bytes", load_tokenizer(tmp_path / "bytes"))

@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow
@@ -22,7 +23,8 @@ import zstandard
 
 import megalite
 from megalite.data.prepare.documents import Chunk, expand_inputs, read_chunks
-from megalite.data.prepare.preprocess import Workers, preprocess
+from megalite.data.prepare.preprocess import preprocess
+from megalite.data.prepare.workers import TextEncoder, Workers
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
@@ -305,7 +307,7 @@ def test_workers_that_all_finish_before_the_end_of_the_input_is_seen(
             if not self.idle:
                 assert all(worker.poll(60) for worker in self._busy)
 
-    monkeypatch.setattr("megalite.data.prepare.preprocess.Workers", Prompt)
+    monkeypatch.setattr("megalite.data.prepare.workers.Workers", Prompt)
     for name in "abcd":
         (tmp_path / f"{name}.txt").write_text(name)
     assert preprocess([str(tmp_path / "*.txt")], "bytes", str(tmp_path / "o"), workers=2).documents == 4
@@ -419,7 +421,7 @@ def test_a_worker_killed_while_it_writes_is_noticed(tmp_path: Path) -> None:
     """Half a result is in its pipe, and nobody will write the rest."""
     (tmp_path / "long.txt").write_text("some text " * 200_000)
     (chunk,) = read_chunks(tmp_path / "long.txt", "text")
-    pool = Workers(2, "bytes", "text")
+    pool = Workers(2, "bytes", partial(TextEncoder, key="text"))
     try:
         worker, process = pool.idle[-1], pool.processes[-1]
         pool.give(0, chunk)

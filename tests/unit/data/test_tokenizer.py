@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -270,3 +271,32 @@ def test_sentencepiece_round_trips_any_text(tokenizer_dir: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
     round_trip()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalization_rule_name": "identity", "add_dummy_prefix": True},
+        {"normalization_rule_name": "nmt_nfkc"},
+        {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
+    ],
+)
+def test_sentencepiece_spans_cover_the_text_that_each_token_read(tmp_path: Path, options: dict[str, object]) -> None:
+    """Also where the model adds a space in front, drops spaces, or takes the ligature apart."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(Path(json.__file__).read_text().splitlines()),
+        model_prefix=str(tmp_path / "t"),
+        model_type="bpe",
+        vocab_size=500,
+        byte_fallback=True,
+        minloglevel=2,
+        **options,
+    )
+    tokenizer = load_tokenizer(tmp_path / "t.model")
+    text = "hello  \ufb01 world</s>é日🙂 import x"
+    ids, spans = tokenizer.encode_template(text)
+    assert "".join(text[first:end] for first, end in dict.fromkeys(spans)) == text
+    assert [text[slice(*spans[i])] for i, token in enumerate(ids) if token == tokenizer.eos_id] == ["</s>"]
+    assert tokenizer.encode(text).count(tokenizer.eos_id or -1) == 0
+    starts = {text[first:end] for first, end in spans}
+    assert {"é", "日", "🙂", "or", "l"} <= starts

@@ -202,21 +202,22 @@ def hook(event, args):
         left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-with IndexedDatasetWriter(sys.argv[1], np.dtype("<u2")) as writer:
-    writer.add_documents(np.array([1, 2, 3, 4, 5]), [5])
+with IndexedDatasetWriter(sys.argv[1], np.dtype("<u2"), masked=True) as writer:
+    writer.add_documents(np.array([1, 2, 3, 4, 5]), [5], np.array([0, 0, 1, 0, 2]))
     sys.addaudithook(hook)
     writer.finalize({"new": True})
 """
 
 
-@pytest.mark.parametrize("completed", range(6))
+@pytest.mark.parametrize("completed", range(8))
 def test_sigkill_before_any_rename_or_removal_leaves_the_old_data_or_nothing(tmp_path: Path, completed: int) -> None:
     # The same total as the new data, so that only the order of the steps protects against a mixture.
     prefix = write(tmp_path / "d", [[50, 40], [30, 20, 10]])
     (tmp_path / "d.json").write_text("{}")
+    (tmp_path / "d.mask.bin").write_bytes(bytes(5))
     command = [sys.executable, "-c", KILLED_AT_THE_NTH_FILE_CHANGE, str(prefix), str(completed)]
     code = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=60).returncode
-    steps = 5  # remove old .idx and .json; rename .bin, .json, .idx
+    steps = 7  # remove old .idx, .json and .mask.bin; rename .bin, .mask.bin, .json, .idx
     assert code == (-signal.SIGKILL if completed < steps else 0)
     if completed == 0:
         assert IndexedDataset(prefix).document(1).tolist() == [30, 20, 10]
@@ -225,6 +226,8 @@ def test_sigkill_before_any_rename_or_removal_leaves_the_old_data_or_nothing(tmp
             IndexedDataset(prefix)
     else:
         assert IndexedDataset(prefix).document(0).tolist() == [1, 2, 3, 4, 5]
+        assert (tmp_path / "d.mask.bin").read_bytes() == bytes([0, 0, 1, 0, 2])
     write(prefix, [[1], [2]])
     assert IndexedDataset(prefix).sizes.tolist() == [1, 1]
+    assert not (tmp_path / "d.mask.bin").exists(), "of data that is no longer there"
     assert not list(tmp_path.glob("*.bin.tmp"))

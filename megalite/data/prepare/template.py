@@ -1,0 +1,279 @@
+"""Chat templates: finding one, rendering it in a sandbox, and which characters of the result are answers.
+
+A template comes from a downloaded folder: it is run by jinja2's sandbox, which lets it reach neither attributes nor
+modules of Python, and for a limited time. The environment is that of transformers (`trim_blocks`, `lstrip_blocks`,
+`raise_exception`, `tojson`, `strftime_now`, `{% generation %}`), so that the same template gives the same text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from megalite.data.controls import Span
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_files import read_json, read_regular
+from megalite.errors import UserError
+
+TIME_LIMIT_S = 10.0
+"""For all renderings of one conversation."""
+
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# From the end of Unicode's private use, where no text has anything.
+_OPEN, _CLOSE = "\U0010ff00", "\U0010ff01"
+STAND_INS = range(0x10FF02, 0x10FFFE)
+"""Characters that may stand for others until a rendered conversation is encoded."""
+RESERVED = re.compile("[\U0010ff00-\U0010fffd]")
+"""Characters that neither conversations nor templates may contain."""
+_MAX_REPEATED = 1_000_000
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+class TemplateFailure(Exception):
+    """A conversation that a template does not render, or whose answers cannot be found in the result."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template as text, which every worker process compiles for itself.
+
+    Attributes:
+        source: the template.
+        where: its file, for messages.
+        tokens: names that it may refer to (`eos_token`) and the control words that they stand for.
+        now: what `strftime_now` reports, the same in every process.
+    """
+
+    source: str
+    where: str
+    tokens: dict[str, str]
+    now: datetime
+
+
+def find_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of `--chat-template`, else of the tokenizer's folder.
+
+    In the folder `chat_template.jinja` comes first, then `chat_template` of tokenizer_config.json: a text, or a list
+    of named ones, of which `default` is taken.
+
+    Raises:
+        UserError: there is none, or it does not compile.
+    """
+    folder = Path(tokenizer.path).parent
+    config = read_json(folder / "tokenizer_config.json") if tokenizer.kind != "bytes" else {}
+    if given == "chatml":
+        where, source = "--chat-template chatml", CHATML
+        missing = [word for word in ("<|im_start|>", "<|im_end|>") if word not in tokenizer.control_tokens]
+        if missing:
+            rule = f"tokenizer {tokenizer.path} has no control token {missing[0]}"
+            raise UserError(where, rule, "give a template that fits the tokenizer: --chat-template FILE")
+    elif given is not None:
+        where, source = f"--chat-template {given}", _text(Path(given))
+    elif tokenizer.kind != "bytes" and (folder / "chat_template.jinja").exists():
+        where, source = str(folder / "chat_template.jinja"), _text(folder / "chat_template.jinja")
+    else:
+        where, source = str(folder / "tokenizer_config.json"), _from_config(config, tokenizer)
+    names = {id_: word for word, id_ in tokenizer.control_tokens.items()}
+    own = {"eos_token": names.get(tokenizer.eos_id or -1), "bos_token": names.get(tokenizer.bos_id or -1)}
+    tokens = own | {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    template = ChatTemplate(source, where, {n: word for n, word in tokens.items() if word}, datetime.now())
+    Renderer(template)
+    return template
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path).decode()
+    except UnicodeDecodeError as e:
+        raise UserError(str(path), f"is not UTF-8 text ({e})", "give a jinja template") from None
+
+
+def _content(entry: Any) -> str | None:
+    """A special token in tokenizer_config.json is a text or an object."""
+    word = entry.get("content") if isinstance(entry, dict) else entry
+    return word if isinstance(word, str) else None
+
+
+def _from_config(config: dict[str, Any], tokenizer: Tokenizer) -> str:
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
+        found = named.get("default")
+        if found is None:
+            rule = f"its chat templates are {', '.join(map(str, named)) or 'none'}, and none is named default"
+            raise UserError(f"tokenizer {tokenizer.path}", rule, "write the one to use to a file: --chat-template FILE")
+    if not isinstance(found, str):
+        rule = "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
+        raise UserError(f"tokenizer {tokenizer.path}", rule, "give --chat-template FILE, or --chat-template chatml")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ sandbox
+
+
+class _Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: what is between them is an answer."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """No power or repetition that takes the memory of the machine in one operation."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise SecurityError("powers are not allowed")
+        for value, times in ((left, right), (right, left)):
+            if hasattr(value, "__len__") and len(value) * times > _MAX_REPEATED:
+                raise SecurityError(f"{times} times a value of length {len(value)} is too much")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment(now: datetime) -> jinja2.Environment:
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
+
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    return environment
+
+
+class _TooSlow(Exception):
+    pass
+
+
+@contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: Any) -> NoReturn:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# ---------------------------------------------------------------------------------------------------------- rendering
+
+
+class Renderer:
+    """Render conversations. For the main thread of a process only: the time limit is a signal.
+
+    Raises:
+        UserError: the template does not compile.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template, self.marked = template, _MARKED.search(template.source) is not None
+        if RESERVED.search(template.source):
+            raise UserError(template.where, "has characters U+10FF00 to U+10FFFD", "remove them")
+        try:
+            with _time_limit():
+                self._compiled = _environment(template.now).from_string(template.source)
+        except (jinja2.TemplateError, RecursionError, _TooSlow) as e:
+            given = f"chat template {template.where}"
+            raise UserError(given, f"does not compile ({e!s:.300})", "correct it, or give --chat-template") from e
+
+    def answers(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        """Render a conversation; return the text and its answers, in order, as (first, end) characters.
+
+        Answers are what the template marks. Of one without marks, each assistant turn is what the conversation up to
+        and including it adds to the conversation before it and the header of an answer (`add_generation_prompt`).
+
+        Raises:
+            TemplateFailure: the template fails, is too slow, or its answers cannot be told apart.
+        """
+        try:
+            with _time_limit():
+                return self._marked(messages, tools) if self.marked else self._by_turns(messages, tools)
+        except _TooSlow:
+            raise TemplateFailure(f"the chat template takes more than {TIME_LIMIT_S:g} s") from None
+        except TemplateFailure:
+            raise
+        except Exception as e:  # the template may do anything that Python can do with a list of messages
+            raise TemplateFailure(f"the chat template fails ({type(e).__name__}: {e!s:.300})") from e
+
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Any, header: bool = False) -> str:
+        return self._compiled.render(
+            **self.template.tokens, messages=list(messages), tools=tools, documents=None, add_generation_prompt=header
+        )
+
+    def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        text, spans = "", []
+        opened: int | None = None
+        for piece in re.split(f"([{_OPEN}{_CLOSE}])", self._render(messages, tools)):
+            if (piece == _OPEN and opened is not None) or (piece == _CLOSE and opened is None):
+                raise TemplateFailure("the chat template has one {% generation %} inside another")
+            if piece == _OPEN:
+                opened = len(text)
+            elif piece == _CLOSE:
+                assert opened is not None
+                spans.append((opened, len(text)))
+                opened = None
+            else:
+                text += piece
+        return text, [(first, end) for first, end in spans if end > first]
+
+    def _by_turns(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        text, spans = self._render(messages, tools), []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:turn], tools)
+            asked = self._render(messages[:turn], tools, header=True)
+            after = self._render(messages[: turn + 1], tools)
+            written, own = after[len(asked) :].lstrip(), (message["content"] or "").strip()
+            unsure = None
+            if not (text.startswith(after) and after.startswith(asked)):
+                unsure = "writes this turn differently with and without what follows it"
+            elif asked == before and not written.startswith(own[:8]):
+                unsure = "writes a header for this turn, but not with add_generation_prompt"
+            if unsure is not None:
+                rule = f"which tokens of turn {turn + 1} (assistant) are its answer is unclear: the template {unsure}"
+                raise TemplateFailure(rule + " (marking the answers in it, {% generation %}, makes it clear)")
+            spans.append((len(asked), len(after)))
+        return text, spans
