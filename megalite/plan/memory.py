@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
@@ -52,6 +52,10 @@ class RankMemory:
     host: int = 0
     temporary: int = 0
 
+    def with_kept(self, activations: int, logits: int, host: int) -> RankMemory:
+        """Add what is kept for the backward pass (bytes), `host` of it offloaded."""
+        return replace(self, activations=activations, logits=logits, host=self.host + host)
+
     @property
     def total(self) -> int:
         return self.weights + self.main_grad + self.optimizer + self.activations + self.logits + self.temporary
@@ -66,33 +70,48 @@ def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) ->
     Raises:
         UserError: the batch does not divide, or the schedule cannot run it.
     """
-    p, m = cfg.parallel, cfg.num_microbatches(topology["dp"])
-    layers = layer_split(cfg.model, p.pp * p.vp)
     name = schedule or name_of(cfg, topology["dp"])
-    placement, sizes = placement_of(name, p.pp, p.vp), sample_sizes(p.pp, m)
-    samples = [compute_orders(name, p.pp, p.vp, size) for size in sizes]
+    states, kept = states_per_rank(cfg, topology, name), kept_per_rank(cfg, topology, name)
+    return [rank.with_kept(*peak) for rank, peak in zip(states, kept)]
+
+
+def states_per_rank(cfg: Config, topology: Grid, schedule: str) -> list[RankMemory]:
+    """Predict the part of `memory_per_rank` that depends neither on the micro-batch nor on recomputation."""
+    p, m = cfg.parallel, cfg.num_microbatches(topology["dp"])
+    layers, placement = layer_split(cfg.model, p.pp * p.vp), placement_of(schedule, p.pp, p.vp)
     out = []
-    for rank in range(topology["pp"]):
-        parameters = parameters_on_rank(cfg, topology["tp"], placement, layers, rank)
+    for rank, order in enumerate(compute_orders(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
+        split = any(op.kind == "W" for op in order)
         units = units_of(cfg, topology["tp"], layers, placement.stages_of(rank))
         sides = sides_of(cfg, topology["tp"], layers, placement.stages_of(rank))
-        split = any(op.kind == "W" for op in samples[0][rank])
         states = states_of(cfg, units, topology["dp"], element_size(cfg), split, sides)
-        peaks = zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples))
-        activations, logits, host = (round(extend(m, sizes, peak)) for peak in peaks)
+        parameters = sum(sum(unit) for stage in units for unit in stage)
         out.append(
             RankMemory(
                 parameters,
                 states.weights,
                 states.main_grad,
                 states.optimizer,
-                activations,
-                logits,
-                host + states.host,
-                states.temporary,
+                activations=0,
+                logits=0,
+                host=states.host,
+                temporary=states.temporary,
             )
         )
     return out
+
+
+def kept_per_rank(cfg: Config, topology: Grid, schedule: str) -> list[tuple[int, int, int]]:
+    """Predict (activations, logits, offloaded activations) of every pipeline rank at the peak, whatever ZeRO shards."""
+    p, m = cfg.parallel, cfg.num_microbatches(topology["dp"])
+    layers, sizes = layer_split(cfg.model, p.pp * p.vp), sample_sizes(p.pp, m)
+    samples = [compute_orders(schedule, p.pp, p.vp, size) for size in sizes]
+    ranks = range(topology["pp"])
+    peaks = [zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples)) for rank in ranks]
+    return [
+        (round(extend(m, sizes, kept)), round(extend(m, sizes, logits)), round(extend(m, sizes, host)))
+        for kept, logits, host in peaks
+    ]
 
 
 def least_memory(cfg: Config, topology: Grid) -> int:

@@ -106,7 +106,7 @@ class Emitter:
         op = Op(kind, self._counts[key], self.stages[int(chunk)])
         self._counts[key] += 1
         if kind == "I":
-            self.pending_w.append(op._replace(kind="W"))
+            self.pending_w.append(Op("W", op.microbatch, op.stage))
         return op
 
 

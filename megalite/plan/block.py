@@ -1,0 +1,203 @@
+"""Time of one block, and of the output layer, for one micro-batch: the device's part of `megalite.plan.time`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.plan.cluster import Cluster, Constants, Device
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What the software fuses and overlaps.
+
+    Attributes:
+        fused: elementwise kernels are fused.
+        flash: attention is one fused kernel.
+        overlap_tp: fractions of the tensor-parallel traffic of a forward and of a backward pass that may be hidden.
+        overlap_pp: messages between pipeline ranks move while others compute.
+        overlap_dp, overlap_gather: gradients and weights over dp move while others compute.
+        grad_bytes: of an element of a gradient, as it is reduced.
+        saves_half: what is recomputed is chosen op by op: half of the matrix products (torchtitan's `op` mode).
+        host: seconds of the host per block and forward pass.
+    """
+
+    fused: bool = True
+    flash: bool = True
+    overlap_tp: tuple[float, float] = (0.0, 0.5)
+    overlap_pp: bool = True
+    overlap_dp: bool = True
+    overlap_gather: bool = True
+    grad_bytes: int = 4
+    saves_half: bool = False
+    host: float = 0.0
+
+
+def engine_of(cfg: Config) -> Engine:
+    """Describe this project with the options of a run."""
+    p = cfg.parallel
+    return Engine(
+        flash=cfg.model.attention_softcap is None,
+        # Of the two reductions of a backward pass, that of a column-parallel layer runs beside its weight gradient.
+        overlap_tp=(0.0, 0.5 if p.overlap_tp_reduce else 0.0),
+        overlap_dp=p.overlap_grad_reduce,
+        overlap_gather=p.overlap_param_gather,
+        grad_bytes={"none": 4 if cfg.train.grad_reduce_dtype == "fp32" else 2, "int8": 1}.get(cfg.train.compress, 1),
+    )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device and its links reach, at the precision of a run."""
+
+    device: Device
+    constants: Constants
+    domain: int
+    network_peak: float
+    peak: float
+    element: int
+
+    @classmethod
+    def of(cls, cfg: Config, cluster: Cluster) -> Rates:
+        full = cfg.train.precision == "fp32"
+        device = cluster.device
+        return cls(
+            device,
+            cluster.constants,
+            cluster.domain,
+            cluster.network,
+            device.fp32 if full else device.peak,
+            4 if full else 2,
+        )
+
+    @property
+    def memory(self) -> float:
+        return self.device.hbm * self.constants.memory
+
+    @property
+    def nvlink(self) -> float:
+        return self.device.nvlink * self.constants.nvlink
+
+    @property
+    def network(self) -> float:
+        return self.network_peak * self.constants.network
+
+    @property
+    def latency(self) -> float:
+        return self.constants.latency
+
+    def gemm(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """Seconds of a product (m, k) x (k, n): by its tiles, or by the memory that it reads and writes."""
+        tiles = -(-m // 128) * -(-n // 128)
+        waves = tiles * batch / self.device.units
+        busy = waves if waves < 1 else waves / (waves + (1 - 1 / waves) / 2)
+        busy *= m * n / (tiles * 128 * 128) * k / (k + self.constants.gemm_depth)
+        compute = 2 * m * n * k / (self.peak * self.device.gemm * busy)
+        return batch * max(compute, self.element * (m * k + k * n + m * n) / self.memory)
+
+    def ring(self, size: float, ranks: int, inner: int) -> float:
+        """Seconds of a reduce-scatter or all-gather of `size` bytes over ranks that are `inner` apart.
+
+        Those of one host share its network cards: a ring enters and leaves a host once.
+        """
+        if ranks == 1:
+            return 0.0
+        near = min(ranks, max(1, self.domain // inner))
+        rate = self.nvlink if near == ranks else min(self.nvlink, self.network * near)
+        return size * (ranks - 1) / ranks / rate + self.latency * (1 + 0.15 * math.log2(ranks))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Seconds of one block (or output layer) per micro-batch; `total` is `forward` and `backward`."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    recompute: float = 0.0
+    tp: float = 0.0
+    host: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@lru_cache(maxsize=8192)
+def block_time(
+    model: ModelConfig,
+    samples: int,
+    tp: int,
+    cp: int,
+    sequence_parallel: bool,
+    recompute: str,
+    rates: Rates,
+    engine: Engine,
+) -> Block:
+    """Compute the time of one block, the mean over windows if it has any."""
+    x = samples * model.seq_len // cp
+    gemm, gemm_back = _matrices(model, x, tp, rates)
+    core, core_back = _attention(model, samples, cp, tp, rates, engine)
+    local = _elementwise(model, x, tp, sequence_parallel, rates) * (1 if engine.fused else rates.constants.eager)
+    # Two all-reduces of the residual stream, or with sequence parallelism the two halves of each.
+    once = 2 * rates.ring(rates.element * x * model.hidden_size, tp, 1)
+    traffic = [2 * once * (1 - rates.constants.overlap_tp * share) for share in engine.overlap_tp]
+    forward = gemm + core + local + traffic[0]
+    again = {"none": 0.0, "selective": core, "full": forward}[recompute]
+    if engine.saves_half:
+        again = gemm / 2 + local
+    backward = gemm_back + core_back + 2 * local + traffic[1] + again
+    host = engine.host + rates.constants.host
+    return Block(gemm + gemm_back, core + core_back, 3 * local, again, sum(traffic), host, forward + host, backward)
+
+
+def _matrices(model: ModelConfig, x: int, tp: int, rates: Rates) -> tuple[float, float]:
+    """Seconds of the products of a block, forward and backward."""
+    q, kv = model.num_heads * model.head_size, model.kv_heads * model.head_size
+    h, f = model.hidden_size, model.ffn_size
+    shapes = ((q + 2 * kv) // tp, h), (h, q // tp), ((2 if model.gated else 1) * f // tp, h), (h, f // tp)
+    forward = sum(rates.gemm(x, n, k) for n, k in shapes)
+    return forward, sum(rates.gemm(x, k, n) + rates.gemm(n, k, x) for n, k in shapes)
+
+
+def _attention(model: ModelConfig, samples: int, cp: int, tp: int, rates: Rates, engine: Engine) -> tuple[float, float]:
+    """Seconds of scores and weighted sums of a block, forward and backward."""
+    s, a = model.seq_len, model.num_heads
+    if engine.flash:
+        keys = [min(model.window_of(i) or s, s) for i in range(model.num_layers)] if model.window else [s]
+        pairs = sum(n - n * n / (2 * s) for n in keys) / len(keys) * s * samples / cp
+        forward = 4 * pairs * a * model.head_size / tp / (rates.peak * rates.constants.attention)
+        return forward, 2.5 * forward
+    heads = samples * a // tp
+    products = rates.gemm(s // cp, s, model.head_size, heads) + rates.gemm(s // cp, model.head_size, s, heads)
+    scores = s * s // cp * heads * (9 if model.attention_dropout else 4) / rates.memory
+    return products + scores, 2 * (products + scores)
+
+
+def _elementwise(model: ModelConfig, x: int, tp: int, sequence_parallel: bool, rates: Rates) -> float:
+    """Seconds of norms, residuals, dropout, rotation and activation of a block, forward."""
+    residual = (22 if model.hidden_dropout else 18) * model.hidden_size / (tp if sequence_parallel else 1)
+    inner = 8 * (model.num_heads + model.kv_heads) * model.head_size + (6 if model.gated else 4) * model.ffn_size
+    return x * (residual + inner / tp) * rates.element / 2 / rates.memory
+
+
+@lru_cache(maxsize=8192)
+def head_time(model: ModelConfig, samples: int, rows: int, tp: int, cp: int, rates: Rates, engine: Engine) -> Block:
+    """Compute the time of the output layer and the loss.
+
+    Args:
+        rows: of the vocabulary on this rank.
+    """
+    x, h = samples * model.seq_len // cp, model.hidden_size
+    loss = 24 * x * rows / rates.memory * rates.element / 2
+    gemm, back = rates.gemm(x, rows, h), rates.gemm(x, h, rows) + rates.gemm(rows, h, x)
+    once = 0.0 if tp == 1 else rates.ring(rates.element * x * h, tp, 1)
+    return Block(
+        gemm=gemm + back, elementwise=loss, tp=2 * once, forward=gemm + loss / 2 + once, backward=back + loss / 2 + once
+    )

@@ -1,0 +1,281 @@
+"""Every layout of a model on a described cluster: its memory and time, and why it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalite.config.run import Config
+from megalite.dist.grid import Grid
+from megalite.errors import UserError
+from megalite.pipeline.schedule import check_schedule
+from megalite.plan.cluster import Cluster
+from megalite.plan.memory import RankMemory, kept_per_rank, layer_activations, states_per_rank
+from megalite.plan.time import StepTime, step_time
+
+SHARE = 0.9
+"""Share of the device's memory that a layout may use: the rest is for the allocator, the context and buffers."""
+_SAME_TIME = 1.03
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MOST_PP = 64
+
+OPTIONS = ("tp", "pp", "vp", "sequence_parallel", "schedule", "micro_batch_size", "recompute",
+           "zero", "zero_group", "offload")  # fmt: skip
+"""What a search chooses, by the names of the flags."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout.
+
+    Attributes:
+        cfg, grid: the run that it makes.
+        ranks: memory by pipeline rank.
+        time: of a step.
+        limit: bytes that a rank may use.
+        host_limit: bytes of host memory that a rank may use.
+    """
+
+    cfg: Config
+    grid: Grid
+    ranks: list[RankMemory]
+    time: StepTime
+    limit: float
+    host_limit: float
+
+    @property
+    def worst(self) -> RankMemory:
+        """The pipeline rank with the most memory."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.worst.total <= self.limit and max(rank.host for rank in self.ranks) <= self.host_limit
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What distinguishes the layout, by the names of the flags."""
+        groups = (self.cfg.parallel, self.cfg.train)
+        return {name: next(getattr(g, name) for g in groups if hasattr(g, name)) for name in OPTIONS}
+
+    @property
+    def cause(self) -> str | None:
+        """What does not fit: states, activations, logits or host memory; None if all fits."""
+        if self.fits:
+            return None
+        worst = self.worst
+        if worst.total <= self.limit:
+            return "host memory"
+        states = worst.total - worst.activations - worst.logits
+        if states > self.limit:
+            return "states"
+        return "activations" if states + worst.activations > self.limit else "logits"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Key by which layouts of equal time are ordered: the simpler first."""
+        o = self.options
+        simple = ("none", "selective", "full").index(o["recompute"])
+        return o["zero"] != 1, o["zero"], simple, o["pp"], o["tp"], o["vp"], o["offload"] != "none", str(o)
+
+
+def search(
+    cfg: Config,
+    cluster: Cluster,
+    fixed: Iterable[str] = (),
+    limit: float | None = None,
+    host_limit: float | None = None,
+) -> list[Found]:
+    """Evaluate every layout, those that fit first, by time.
+
+    Offload of the optimizer is considered only where nothing fits without it.
+
+    Args:
+        cfg: the run; its options in `fixed` stay as they are.
+        fixed: names of `OPTIONS`.
+        limit: bytes that a rank may use; default: `SHARE` of the device.
+        host_limit: bytes of host memory per rank; default: `SHARE` of what the cluster's hosts have.
+
+    Raises:
+        UserError: no layout is valid.
+    """
+    limit = SHARE * cluster.device.memory if limit is None else limit
+    host_limit = SHARE * cluster.device.host_memory if host_limit is None else host_limit
+    kept = frozenset(fixed)
+    found = list(_evaluate(cfg, cluster, kept, limit, host_limit, ("none",)))
+    if not any(f.fits for f in found) and "offload" not in kept:
+        more = ("activations", "optimizer", "optimizer+params")
+        found += _evaluate(cfg, cluster, kept, limit, host_limit, more)
+    if not found:
+        held = " ".join(f"--{name.replace('_', '-')}" for name in sorted(kept))
+        raise UserError(
+            f"{cluster.gpus} ranks, --global-batch-size {cfg.train.global_batch_size} {held}".rstrip(),
+            "no tp, pp and micro-batch size divide both",
+            "change the batch size or the number of ranks, or give fewer options",
+        )
+    return sorted(found, key=lambda f: (not f.fits, f.time.total, f.order))
+
+
+def pick(found: list[Found]) -> Found | None:
+    """Choose among layouts that fit: of those within 3 % of the fastest, the simplest; None if nothing fits."""
+    fits = [f for f in found if f.fits]
+    if not fits:
+        return None
+    best = min(f.time.total for f in fits)
+    return min((f for f in fits if f.time.total <= best * _SAME_TIME), key=lambda f: (f.order, f.time.total))
+
+
+def why_not(layout: Found, found: list[Found]) -> str | None:
+    """Explain why a layout does not fit, with the one change that makes it fit and costs the least time."""
+    cause, worst, unit = layout.cause, layout.worst, 1e9
+    if cause is None:
+        return None
+    if cause == "host memory":
+        host = max(rank.host for rank in layout.ranks)
+        return f"host memory: {host / unit:.1f} GB per rank of {layout.host_limit / unit:.1f}"
+    states = worst.total - worst.activations - worst.logits
+    text = (
+        f"{cause}: {worst.total / unit:.1f} GB of {layout.limit / unit:.1f} (states {states / unit:.1f}, "
+        f"activations {worst.activations / unit:.1f}, logits {worst.logits / unit:.1f})"
+    )
+    change = cheapest_change(layout, found)
+    if change is None:
+        return f"{text}; no single change makes it fit"
+    slower = change.time.total / layout.time.total - 1
+    return f"{text}; fits with {_difference(layout, change)} ({slower:+.0%} time)"
+
+
+def cheapest_change(layout: Found, found: list[Found]) -> Found | None:
+    """Find the fastest layout that fits and differs in one option (more of tp or pp means less of dp)."""
+    here = layout.options
+    near = (f for f in found if f.fits and _distance(here, f.options) == 1)
+    return min(near, key=lambda f: (f.time.total, f.order), default=None)
+
+
+def _distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:
+    """Number of choices that differ; the schedule follows vp, the group follows zero."""
+    follows = {"schedule": "vp", "zero_group": "zero", "sequence_parallel": "tp"}
+    return len({follows.get(name, name) for name in OPTIONS if a[name] != b[name]})
+
+
+def _difference(a: Found, b: Found) -> str:
+    return " ".join(flags(b.options, than=a.options))
+
+
+def flags(options: Mapping[str, Any], than: Mapping[str, Any] | None = None) -> list[str]:
+    """Write options as words of a command line, all of them or those that differ from others."""
+    words: list[str] = []
+    for name, value in options.items():
+        if than is not None and than[name] == value:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def _evaluate(
+    cfg: Config, cluster: Cluster, fixed: frozenset[str], limit: float, host_limit: float, offloads: tuple[str, ...]
+) -> Iterator[Found]:
+    """Yield every valid layout. States do not depend on the batch, activations not on ZeRO: each is counted once."""
+    for shape in _shapes(cfg, cluster, fixed):
+        grid = Grid.of(cluster.gpus, shape.parallel.tp, shape.parallel.pp)
+        states: dict[tuple[Any, ...], list[RankMemory]] = {}
+        for batch in _batches(shape, grid, fixed, offloads):
+            schedule, dp = batch.parallel.schedule, grid["dp"]
+            try:
+                check_schedule(schedule, batch.parallel.pp, batch.parallel.vp, batch.num_microbatches(dp))
+            except UserError:
+                continue
+            kept = kept_per_rank(batch, grid, schedule)
+            for sharded in _sharded(batch, cluster, dp, fixed):
+                p = sharded.parallel
+                key = (p.zero, p.zero_group, sharded.train.offload)
+                if key not in states:
+                    states[key] = states_per_rank(sharded, grid, schedule)
+                ranks = [rank.with_kept(*peak) for rank, peak in zip(states[key], kept)]
+                yield Found(sharded, grid, ranks, step_time(sharded, grid, cluster, schedule), limit, host_limit)
+
+
+def _shapes(cfg: Config, cluster: Cluster, fixed: frozenset[str]) -> Iterator[Config]:
+    """Yield tp, pp, vp and schedule."""
+    p, world, layers = cfg.parallel, cluster.gpus, cfg.model.num_layers
+    for tp in _held(fixed, "tp", p.tp, [n for n in range(1, cluster.domain + 1) if world % n == 0]):
+        deepest = min(world // tp, layers, _MOST_PP)
+        for pp in _held(fixed, "pp", p.pp, [n for n in range(1, deepest + 1) if world % (tp * n) == 0]):
+            for vp in _held(fixed, "vp", p.vp, _chunks(layers, pp)):
+                for schedule in _held(fixed, "schedule", p.schedule, _schedules(pp, vp)):
+                    sp = p.sequence_parallel and ("sequence_parallel" in fixed or cfg.model.seq_len % tp == 0)
+                    asked = {"tp": tp, "pp": pp, "vp": vp, "schedule": schedule, "sequence_parallel": sp}
+                    yield from _valid(cfg, asked, {})
+
+
+def _chunks(layers: int, pp: int) -> list[int]:
+    """Return the vp worth trying: for each number of layers per chunk the fewest chunks."""
+    if pp == 1:
+        return [1]
+    sizes: dict[int, int] = {}
+    for vp in range(1, layers // pp + 1):
+        sizes.setdefault(-(-layers // (pp * vp)), vp)
+    return sorted(sizes.values())
+
+
+def _schedules(pp: int, vp: int) -> list[str]:
+    if pp == 1:
+        return ["1f1b"]
+    if vp == 1:
+        return ["1f1b", "zb-h1"]
+    return ["interleaved", "zb-v"] if vp == 2 else ["interleaved"]
+
+
+def _batches(cfg: Config, grid: Grid, fixed: frozenset[str], offloads: tuple[str, ...]) -> Iterator[Config]:
+    """Yield micro-batch size, recomputation and the offload of activations."""
+    t = cfg.train
+    share, rest = divmod(t.global_batch_size, grid["dp"])
+    if rest:
+        return
+    for samples in _held(fixed, "micro_batch_size", t.micro_batch_size, _MICRO_BATCHES):
+        if share % samples:
+            continue
+        for recompute in _held(fixed, "recompute", t.recompute, ("none", "selective", "full")):
+            if recompute == "selective" and "recompute" not in fixed and not _selective_saves(cfg):
+                continue
+            if recompute == "full" and cfg.parallel.schedule.startswith("zb") and "schedule" not in fixed:
+                continue  # keeps what recomputing brought back
+            for offload in _held(fixed, "offload", t.offload, offloads):
+                asked = {"micro_batch_size": samples, "recompute": recompute, "offload": offload}
+                asked_zero = {"zero": 3} if offload == "optimizer+params" and "zero" not in fixed else {}
+                yield from _valid(cfg, asked_zero, asked)
+
+
+def _selective_saves(cfg: Config) -> bool:
+    """Whether recomputing the attention core saves a twentieth of a block's activations: not with fused attention."""
+    return layer_activations(cfg, "selective") < 0.95 * layer_activations(cfg, "none")
+
+
+def _sharded(cfg: Config, cluster: Cluster, dp: int, fixed: frozenset[str]) -> Iterator[Config]:
+    """Yield ZeRO stages and groups."""
+    p = cfg.parallel
+    stages = (3,) if cfg.train.offload == "optimizer+params" else (1,) if dp == 1 else (1, 0, 2, 3)
+    for zero in _held(fixed, "zero", p.zero, stages):
+        near = cluster.domain // p.tp
+        split = zero >= 2 and 1 < near < dp and dp % near == 0
+        for group in _held(fixed, "zero_group", p.zero_group, ("full", str(near)) if split else ("full",)):
+            yield from _valid(cfg, {"zero": zero, "zero_group": group}, {})
+
+
+def _held(fixed: frozenset[str], name: str, value: Any, choices: Iterable[Any]) -> Iterable[Any]:
+    return (value,) if name in fixed else choices
+
+
+def _valid(cfg: Config, parallel: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[Config]:
+    """Yield the changed config, or nothing if its options do not go together."""
+    try:
+        p = replace(cfg.parallel, **parallel) if parallel else cfg.parallel
+        yield dataclasses.replace(cfg, parallel=p, train=replace(cfg.train, **train) if train else cfg.train)
+    except UserError:
+        return
