@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from megalite.data import BatchLoader
 from megalite.log import logger, warn_on_rank_0
 from megalite.plan.flops import flops_per_token, peak_flops
 from megalite.train.exit import Diverged, leave_unfinished, raise_together
-from megalite.train.profile import gpu_readings
+from megalite.train.quiet import SteppedCollection
 from megalite.train.rewind import rewind
 from megalite.train.run import Run, save
 from megalite.train.step import StepResult, eval_step, train_step
@@ -86,22 +87,19 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         return
     log_plan(run)
     progress = Progress(StragglerReport(run.engine.ctx), run.step, saved_at)
-    while run.step < cfg.train.train_steps and not progress.stop:
-        result, record = one_step(run, progress)
-        if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
-            continue
-        count_bad_steps(run, result, progress)
-        if cfg.run.eval_every and run.step % cfg.run.eval_every == 0:
-            evaluate(run)
-        progress.failure = save_failure(run)
-        # The state after bad steps is not worth a checkpoint: wait for a good step.
-        if cfg.run.save_every and run.step % cfg.run.save_every == 0 and not progress.bad_steps:
-            save_now(run, progress)
-        elif cfg.run.save_model_every and run.step % cfg.run.save_model_every == 0 and not progress.bad_steps:
-            run.heartbeat.beat("save of the weights", run.step, CHILDREN)
-            save(run, weights_only=True)
-        run.heartbeat.beat("between steps", run.step, IDLE)
-        yield record
+    with closing(SteppedCollection()) as garbage:
+        while run.step < cfg.train.train_steps and not progress.stop:
+            result, record = one_step(run, progress)
+            if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
+                continue
+            count_bad_steps(run, result, progress)
+            if cfg.run.eval_every and run.step % cfg.run.eval_every == 0:
+                evaluate(run)
+            progress.failure = save_failure(run)
+            save_if_due(run, progress)
+            garbage.end_of_step(run.step, saves=progress.saved_at == run.step)
+            run.heartbeat.beat("between steps", run.step, IDLE)
+            yield record
     if progress.bad_steps and result.skipped:
         run.checkpointer.finish()
         raise Diverged(
@@ -204,6 +202,18 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
         )
 
 
+def save_if_due(run: Run, progress: Progress) -> None:
+    """Start the save that this step asks for; the state after bad steps is not worth one: wait for a good step."""
+    options = run.engine.cfg.run
+    if progress.bad_steps:
+        return
+    if options.save_every and run.step % options.save_every == 0:
+        save_now(run, progress)
+    elif options.save_model_every and run.step % options.save_model_every == 0:
+        run.heartbeat.beat("save of the weights", run.step, CHILDREN)
+        save(run, weights_only=True)
+
+
 def save_now(run: Run, progress: Progress) -> None:
     """Start a full save."""
     run.heartbeat.beat("save", run.step, CHILDREN)
@@ -269,7 +279,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "data_wait_s": waited,
         "grad_bytes_sent": run.engine.optimizer.grad_bytes_sent,
         "memory_gib": peak_memory(ctx.device) / 2**30,
-        **(gpu_readings(ctx.device) if ctx.rank == 0 else {}),
+        **run.gpu.latest,
     }
 
 

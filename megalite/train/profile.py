@@ -1,4 +1,4 @@
-"""`--profile A:B`: per rank, a trace for Perfetto and a table of time by phase; memory snapshot; GPU readings."""
+"""`--profile A:B`: per rank, a trace for Perfetto and a table of time by phase; memory snapshot."""
 
 from __future__ import annotations
 
@@ -221,17 +221,3 @@ def phase_table(rows: dict[str, PhaseTime], wall: float, steps: int, where: str)
         calls = f"{row.calls / steps:>16.0f}" if name in (FORWARD, BACKWARD) else ""
         lines.append(f"{name:<26}{row.seconds / steps * 1e3:>11.2f}{row.seconds / wall:>8.1%}{calls}")
     return "\n".join(lines)
-
-
-def gpu_readings(device: torch.device) -> dict[str, float]:
-    """Read the utilization in percent and power in watts of this rank's GPU (nvidia-ml-py); {} without either."""
-    if device.type != "cuda":
-        return {}
-    try:
-        return {
-            "gpu_utilization": float(torch.cuda.utilization(device)),
-            "gpu_power_w": torch.cuda.power_draw(device) / 1e3,
-        }
-    except Exception:
-        # A missing module or a silent driver, each with errors of its own, must not end a run.
-        return {}

@@ -33,6 +33,7 @@ from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
+from megalite.train.quiet import GpuReadings
 from megalite.train.resume import check_folders, choose_checkpoint, log_start, resume
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
@@ -51,6 +52,7 @@ class Run:
         checkpointer: saves of this run.
         recorder: times of pipeline operations, in the steps that `--record-schedule` names.
         profiler: `--profile` and `--memory-snapshot`.
+        gpu: readings of rank 0's GPU.
         meta: what every checkpoint records about the run besides its state (config, hashes).
         heartbeat: reports to the watchdog where this rank is.
         spikes: decides which loss is a spike.
@@ -71,6 +73,7 @@ class Run:
     checkpointer: Checkpointer
     recorder: Recorder
     profiler: StepProfiler
+    gpu: GpuReadings
     meta: dict[str, Any]
     heartbeat: Heartbeat
     spikes: SpikeDetector
@@ -107,7 +110,7 @@ class Run:
         self.closed = True
         # All of them, from the last to the first, even if one fails.
         left = self.around.pop_all()
-        for part in (self.heartbeat, self.checkpointer, self.metrics, self.loader, self.profiler):
+        for part in (self.heartbeat, self.checkpointer, self.metrics, self.loader, self.profiler, self.gpu):
             left.callback(part.close)
         left.callback(self.heartbeat.beat, "closing", self.step, OWN)
         if kind is None:
@@ -240,6 +243,7 @@ def make_run(
         checkpointer=checkpointer,
         recorder=recorder,
         profiler=profiler,
+        gpu=GpuReadings(ctx.device if ctx.rank == 0 else torch.device("cpu")),
         meta=meta,
         heartbeat=heartbeat,
         spikes=spikes,

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megalite.config.run import RunConfig
 from megalite.errors import UserError, step_range
 from megalite.train.metrics import read_metrics
-from megalite.train.profile import BACKWARD, FORWARD, PHASES, gpu_readings
+from megalite.train.profile import BACKWARD, FORWARD, PHASES
 from tests.ranks import run_ranks
 
 LAYERS, MICROBATCHES = 4, 4
@@ -103,7 +102,3 @@ def test_a_memory_snapshot_needs_cuda(tmp_path: Path) -> None:
         "error: --memory-snapshot on cpu: records the allocations of CUDA, which this device does not use; "
         "drop the flag, or run with --device cuda"
     ]
-
-
-def test_a_cpu_has_no_gpu_readings() -> None:
-    assert gpu_readings(torch.device("cpu")) == {}
