@@ -42,10 +42,12 @@ class Waits:
     Attributes:
         seconds: total so far.
         mark: makes the context that surrounds each wait, such as a range in a profile.
+        gaps: CUDA events around each wait of the current stream, while somebody collects them; else None.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         self.mark: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def measure(self, wait: Callable[[], T]) -> T:
@@ -55,6 +57,17 @@ class Waits:
             result = wait()
         self.seconds += time.perf_counter() - started
         return result
+
+    def on_stream(self, wait: Callable[[], Any]) -> None:
+        """Run a `wait` that only orders the current CUDA stream, where the host's time is no measure."""
+        if self.gaps is None:
+            self.measure(wait)
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self.measure(wait)
+        end.record()
+        self.gaps.append((begin, end))
 
 
 waits = Waits()
@@ -73,7 +86,7 @@ class Pending:
     def wait(self) -> None:
         """Block (CPU) or order the current stream after the collective (CUDA)."""
         if self._work is not None:
-            waits.measure(self._work.wait)
+            waits.on_stream(self._work.wait)
             self._work, self._keep = None, ()
 
 

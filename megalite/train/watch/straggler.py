@@ -3,6 +3,9 @@
 A parallel run is as fast as its slowest rank, and the steps of all ranks take equally long; only the time outside
 collectives shows which one is slow. Ranks of a pipeline stage do the same work and are compared among themselves; if
 stages have a single rank each, stages are compared.
+
+On CUDA the host runs ahead of its GPU and waits for nobody, so the time is the GPU's: that of one step per interval,
+less the gaps in which its stream waited for a collective, between events that are read a step later.
 """
 
 from __future__ import annotations
@@ -32,10 +35,13 @@ class StragglerReport:
         self._times: list[float] = []
         self._steps: list[float] = []
         self._named: frozenset[int] = frozenset()
+        self._gpu = GpuStep() if ctx.device.type == "cuda" else None
 
     def start(self) -> None:
         """Note the start of a step."""
         self._waited = waits.seconds
+        if self._gpu is not None and len(self._times) == INTERVAL - 2:
+            self._gpu.start()
 
     def end(self, seconds: float) -> list[tuple[int, float, float]]:
         """Note the end of a step that took `seconds`.
@@ -46,10 +52,13 @@ class StragglerReport:
         """
         self._times.append(seconds - (waits.seconds - self._waited))
         self._steps.append(seconds)
+        if self._gpu is not None and len(self._times) == INTERVAL - 1:
+            self._gpu.end()
         if len(self._times) < INTERVAL:
             return []
         # The median: one long step (memory of an evaluation, a garbage collection) does not make a rank slow.
-        mine = torch.tensor([median(self._times), median(self._steps)], dtype=torch.float64, device=self.ctx.device)
+        own_time = median(self._times) if self._gpu is None else self._gpu.seconds()
+        mine = torch.tensor([own_time, median(self._steps)], dtype=torch.float64, device=self.ctx.device)
         every = torch.empty(self.ctx.world.size * 2, dtype=torch.float64, device=self.ctx.device)
         all_gather(every, mine, self.ctx.world).wait()
         own, whole = every.view(-1, 2).t().tolist()
@@ -59,6 +68,31 @@ class StragglerReport:
         named = frozenset(rank for rank, _, _ in slow)
         news, self._named = named != self._named, named
         return slow if news else []
+
+
+class GpuStep:
+    """Measures the time of a GPU in a step without the gaps in which its stream waits for other ranks."""
+
+    def start(self) -> None:
+        """Begin to measure."""
+        waits.gaps = []
+        self._begin = self._now()
+
+    def end(self) -> None:
+        """End the step; its events are still to come."""
+        self._end, self._gaps = self._now(), waits.gaps or []
+        waits.gaps = None
+
+    def seconds(self) -> float:
+        """Return the step's own time, once a later step has waited for the GPU."""
+        waited = sum(begin.elapsed_time(end) for begin, end in self._gaps)
+        return (self._begin.elapsed_time(self._end) - waited) / 1e3
+
+    @staticmethod
+    def _now() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def slow_ranks(

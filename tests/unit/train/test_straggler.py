@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 
+import pytest
 import torch
 
+from megalite.dist.collectives import Pending, waits
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.train.watch.straggler import INTERVAL, StragglerReport, slow_ranks
@@ -48,6 +50,52 @@ def test_waiting_is_not_own_time(pool: WorkerPool) -> None:
         # Once; the same finding is not told again.
         assert named == [[]] * (INTERVAL - 1) + [[2]] + [[]] * INTERVAL
         assert told[INTERVAL - 1][0][1] >= 0.05
+
+
+class Event:
+    """An event of a GPU that runs by its own clock."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+class Wait:
+    """A collective for which the GPU's stream waits so many milliseconds; the host does not."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms = ms
+
+    def wait(self) -> None:
+        Event.now += self.ms
+
+
+def test_a_slow_gpu_is_the_one_that_waits_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    single = ParallelContext.single()
+    seconds = {}
+    for rank, waits_ms in ((0, (30.0, 20.0)), (1, (0.0, 0.5))):
+        report = StragglerReport(dataclasses.replace(single, device=torch.device("cuda")))
+        # All but the last step, whose collective would need a GPU.
+        for _ in range(INTERVAL - 1):
+            report.start()
+            begin = Event.now
+            for ms in waits_ms:
+                Event.now += 5.0
+                Pending(Wait(ms)).wait()
+            Event.now = begin + 90.0
+            assert report.end(0.01) == []
+        assert report._gpu is not None
+        seconds[rank] = report._gpu.seconds()
+        assert waits.gaps is None, "events cost time: only in the step that is measured"
+    assert seconds == {0: pytest.approx(0.040), 1: pytest.approx(0.0895)}
 
 
 def test_stages_are_compared_where_each_has_one_rank() -> None:
