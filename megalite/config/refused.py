@@ -87,7 +87,7 @@ context parallelism is outside megalite's scope -> use --tp, which shards the se
 mixture of experts is outside megalite's scope -> choose a dense model
     num-experts*=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 expert-* moe-* topk mlp-type=standard
     enable-expert-tensor-parallelism create-moe-param-group use-tutel *-moe-*
-there is no fully sharded data parallelism -> use --zero 1, more --tp or --pp, or --recompute
+there is no separate FSDP engine -> use --zero 3, or --zero 2; --zero-group for hybrid sharding
     use-megatron-fsdp use-torch-fsdp2 *fsdp-*
 offload is all or nothing, of one kind of state -> use --offload optimizer, or --offload activations
     cpu-offloading-num-layers=0 optimizer-offload-fraction=1.0 cpu-* optimizer-offload-*

@@ -16,8 +16,10 @@ from typing import Literal
 import torch
 
 from megalite.config.run import Config
+from megalite.dist.context import local_world_size
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
+from megalite.host import available_memory
 from megalite.log import logger
 from megalite.plan.flops import flops_per_token
 from megalite.plan.memory import RankMemory, least_memory, memory_per_rank
@@ -26,8 +28,16 @@ from megalite.plan.memory import RankMemory, least_memory, memory_per_rank
 _FILL = 0.9
 # Other memory of a process, bytes: communication buffers and workspace; threads and libraries loaded late.
 _BESIDES = {"cuda": 2**30, "cpu": 128 * 2**20}
-# Rough factors of the step time, for ordering remedies.
+# Rough factors of the step time, for ordering remedies. ZeRO-2 and 3 send again for every micro-batch, of which a
+# pipeline needs many.
 _SMALLER_MICRO_BATCH, _LARGER_TP = 1.03, 1.10
+_ZERO: dict[Literal[0, 1, 2, 3], float] = {0: 1.0, 1: 1.0, 2: 1.05, 3: 1.12}
+_OFFLOAD: dict[Literal["none", "optimizer", "optimizer+params", "activations"], float] = {
+    "none": 1.0,
+    "activations": 1.05,
+    "optimizer": 1.3,
+    "optimizer+params": 1.6,
+}
 _OFFERED = 3
 _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
@@ -140,7 +150,8 @@ def page(context: MemoryContext, message: str) -> str:
     ranks = memory_per_rank(cfg, t)
     needs = max(m.total for m in ranks)
     budget = int(_FILL * max(0, min(context.usable - _BESIDES[context.device.type], needs)))
-    found = remedies(cfg, t, budget)
+    host = available_memory() // local_world_size() if context.device.type == "cuda" else 0
+    found = remedies(cfg, t, budget, host)
     lines = [*head, "", "what the run requires on this rank, by the planner's accounting:", *_account(ranks[pp_rank])]
     lines += ["not counted: the allocator's slack, communication buffers, kernels' workspace", ""]
     if found:
@@ -148,8 +159,8 @@ def page(context: MemoryContext, message: str) -> str:
         lines += [f"  {remedy}" for remedy in found]
     else:
         lines += [
-            f"no layout, micro-batch or recomputation on {t.world} rank{'s' * (t.world > 1)} fits into {_gib(budget)}: "
-            "use more ranks, or a smaller model or --seq-len"
+            f"no layout, micro-batch, recomputation or --zero on {t.world} rank{'s' * (t.world > 1)} fits into "
+            f"{_gib(budget)}{', nor any --offload' * (host > 0)}: use more ranks, or a smaller model or --seq-len"
         ]
     return "\n".join(lines)
 
@@ -160,13 +171,16 @@ def _account(memory: RankMemory) -> list[str]:
     return [f"  {name:<14}{_gib(size):>12}{size / memory.total:>8.0%}" for name, size in rows]
 
 
-def remedies(cfg: Config, topology: Grid, budget: int) -> list[Remedy]:
+def remedies(cfg: Config, topology: Grid, budget: int, host: int = 0) -> list[Remedy]:
     """Find the cheapest changes with which every rank needs at most `budget` bytes, cheapest first; at most three.
 
     The global batch, the model and the number of ranks stay the same. A remedy is skipped if a cheaper one changes a
     subset of its flags.
+
+    Args:
+        host: bytes that each rank may offload; 0: offload is no remedy.
     """
-    candidates = sorted(_candidates(cfg, topology), key=lambda c: (c[2], len(c[0])))
+    candidates = sorted(_candidates(cfg, topology, host > 0), key=lambda c: (c[2], len(c[0])))
     found: list[Remedy] = []
     for flags, changed, slower in candidates:
         if any(_names(r.flags) <= _names(flags) for r in found):
@@ -175,10 +189,11 @@ def remedies(cfg: Config, topology: Grid, budget: int) -> list[Remedy]:
             there = Grid.of(topology.world, changed.parallel.tp, changed.parallel.pp)
             if least_memory(changed, there) > budget:
                 continue
-            total = max(m.total for m in memory_per_rank(changed, there))
+            ranks = memory_per_rank(changed, there)
         except UserError:
             continue
-        if total <= budget:
+        total, away = max(m.total for m in ranks), max(m.host for m in ranks)
+        if total <= budget and (away <= host or changed.train.offload == cfg.train.offload):
             found.append(Remedy(flags, total, slower))
         if len(found) == _OFFERED:
             break
@@ -189,7 +204,7 @@ def _names(flags: tuple[str, ...]) -> set[str]:
     return {flag.split()[0] for flag in flags}
 
 
-def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], Config, float]]:
+def _candidates(cfg: Config, topology: Grid, offload: bool) -> Iterator[tuple[tuple[str, ...], Config, float]]:
     """Yield (flags, config, rough factor of the step time) of every change."""
     p, t = cfg.parallel, cfg.train
     smaller = [t.micro_batch_size >> k for k in range(t.micro_batch_size.bit_length())]
@@ -197,8 +212,15 @@ def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], 
     modes = _RECOMPUTE[_RECOMPUTE.index(t.recompute) :]
     tps = [p.tp << k for k in range(topology.world.bit_length())]
     pps = [p.pp << k for k in range(topology.world.bit_length())]
-    for tp, pp, batch, mode, zero in product(tps, pps, batches, modes, sorted({p.zero, max(1, p.zero)})):
-        if topology.world % (tp * pp):
+    zeros = [zero for zero in _ZERO if zero >= p.zero]
+    places = list(_OFFLOAD) if offload and t.offload == "none" else [t.offload]
+    for tp, pp, batch, mode, zero, place in product(tps, pps, batches, modes, zeros, places):
+        # One rank has nobody to share with but its host.
+        alone = topology.world == tp * pp and place != "optimizer+params"
+        if topology.world % (tp * pp) or (alone and zero != p.zero):
+            continue
+        # Offload is for the layout at hand: another one costs less.
+        if place != t.offload and (tp, pp) != (p.tp, p.pp):
             continue
         sequence = p.sequence_parallel or tp > 1
         changes: dict[str, tuple[object, object]] = {
@@ -206,7 +228,7 @@ def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], 
             "--pp": (p.pp, pp),
             "--micro-batch-size": (t.micro_batch_size, batch),
         }
-        changes |= {"--recompute": (t.recompute, mode), "--zero": (p.zero, zero)}
+        changes |= {"--recompute": (t.recompute, mode), "--zero": (p.zero, zero), "--offload": (t.offload, place)}
         flags = tuple(f"{flag} {new}" for flag, (old, new) in changes.items() if old != new)
         if sequence and not p.sequence_parallel:
             flags += ("--sequence-parallel",)
@@ -216,7 +238,7 @@ def _candidates(cfg: Config, topology: Grid) -> Iterator[tuple[tuple[str, ...], 
             changed = dataclasses.replace(
                 cfg,
                 parallel=dataclasses.replace(p, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence),
-                train=dataclasses.replace(t, micro_batch_size=batch, recompute=mode),
+                train=dataclasses.replace(t, micro_batch_size=batch, recompute=mode, offload=place),
             )
             slower = _pace(changed, topology.world) / _pace(cfg, topology.world)
         except UserError:
@@ -230,7 +252,8 @@ def _pace(cfg: Config, world: int) -> float:
     again = {"none": 0.0, "selective": flops.causal_attention / flops.causal / 3, "full": 1 / 3}[t.recompute]
     bubble = (p.pp - 1) / (p.vp * cfg.num_microbatches(world // (p.tp * p.pp)))
     larger = t.micro_batch_size.bit_length()
-    return (1 + again) * (1 + bubble) * _LARGER_TP ** p.tp.bit_length() / _SMALLER_MICRO_BATCH**larger
+    sharded = _ZERO[p.zero] ** (2 if p.pp > 1 else 1) * _OFFLOAD[t.offload]
+    return sharded * (1 + again) * (1 + bubble) * _LARGER_TP ** p.tp.bit_length() / _SMALLER_MICRO_BATCH**larger
 
 
 def _gib(size: int) -> str:

@@ -17,6 +17,7 @@ import torch
 from megalite.config.cli import parse
 from megalite.diagnose.memory import MemoryContext, _pace, is_out_of_memory, page, remedies, usable_bytes
 from megalite.dist.grid import Grid
+from megalite.errors import UserError
 from megalite.model import parameters
 from megalite.pipeline import choose, schedule
 from megalite.plan.memory import memory_per_rank
@@ -26,8 +27,11 @@ BIG = ["--preset", "llama-3-8b", "--global-batch-size", "64", "--mock-data", "--
 
 
 def needs(flags: list[str], world: int) -> int:
-    """Bytes of the fullest rank."""
-    cfg = parse(flags).config
+    """Bytes of the fullest rank; no memory is enough for flags that are refused."""
+    try:
+        cfg = parse(flags).config
+    except UserError:
+        return 2**60
     return max(m.total for m in memory_per_rank(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp)))
 
 
@@ -43,13 +47,14 @@ def pace(flags: list[str], world: int) -> float:
         (["--micro-batch-size", "4", "--tp", "2"], 8, 60),
         (["--micro-batch-size", "1", "--zero", "0"], 16, 79),
         (["--micro-batch-size", "2", "--pp", "4"], 16, 40),
+        (["--micro-batch-size", "1"], 1, 76),
     ],
 )
 def test_every_remedy_fits_and_no_part_of_it_would_do_as_fast(flags: list[str], world: int, gib: int) -> None:
     given = [*BIG, *flags]
     cfg, budget = parse(given).config, gib * 2**30
     assert needs(given, world) > budget
-    found = remedies(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), budget)
+    found = remedies(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), budget, host=2**37)
     assert 1 <= len(found) <= 3
     assert [r.slower for r in found] == sorted(r.slower for r in found)
     for remedy in found:
@@ -69,6 +74,24 @@ def test_the_cheapest_comes_first() -> None:
     first = remedies(cfg, Grid.of(32), total - 1)[0]
     assert first.flags == ("--zero 1",)  # costs nothing
     assert first.slower == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("world", "gib", "host", "flags"),
+    [
+        (8, 40, 0, ("--recompute full", "--zero 2")),
+        (32, 16, 0, ("--recompute full", "--zero 3")),
+        (1, 76, 2**37, ("--recompute full", "--offload optimizer")),
+        (1, 76, 2**37, ("--zero 3", "--offload optimizer+params")),
+    ],
+)
+def test_sharding_and_offload_are_offered_where_they_fit(
+    world: int, gib: int, host: int, flags: tuple[str, ...]
+) -> None:
+    """8 billion weights; one GPU's optimizer states take 90 GiB of the host."""
+    cfg, budget = parse([*BIG, "--micro-batch-size", "1", "--precision", "bf16"]).config, gib * 2**30
+    assert flags in [remedy.flags for remedy in remedies(cfg, Grid.of(world), budget, host)]
+    assert all("--offload" not in " ".join(r.flags) for r in remedies(cfg, Grid.of(world), budget, host=2**36))
 
 
 def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +117,7 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parameters, "_norm_weight", counting("norms", parameters._norm_weight))
     topology = Grid.of(256, 4, 8)
     budget = int(0.9 * max(m.total for m in memory_per_rank(cfg, topology)))
-    assert remedies(cfg, topology, budget)
+    assert remedies(cfg, topology, budget, host=2**40)
     assert counts["norms"] == 2 * 80 + 1  # one table of 80 layers
     assert counts["lowered"] <= 8
     assert counts["simulated"] <= 8
@@ -104,8 +127,9 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
 def test_nothing_fits_is_said() -> None:
     cfg = parse(BIG).config
     assert remedies(cfg, Grid.of(1), 20 * 2**30) == []
+    assert remedies(cfg, Grid.of(1), 20 * 2**30, host=2**40) == []
     text = page(MemoryContext(cfg, Grid.of(1), torch.device("cpu"), 0, 20 * 2**30), "no")
-    assert "no layout, micro-batch or recomputation on 1 rank fits into 17.89 GiB: use more ranks" in text
+    assert "no layout, micro-batch, recomputation or --zero on 1 rank fits into 17.89 GiB: use more ranks" in text
 
 
 def test_the_account_is_the_planners() -> None:
