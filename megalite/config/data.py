@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from megalite.errors import require
 
 
 @dataclass(frozen=True)
@@ -21,3 +24,24 @@ class DataConfig:
     """Shuffle samples by (seed, epoch)."""
     mock_data: bool = False
     """Train on synthetic sequences; requires no files."""
+    document_mask: bool = False
+    """Stop attention at document ends, restart positions there, and ignore targets across an end."""
+    loss_on: Literal["answers", "all", "last"] = "all"
+    """Chat data: learn the answers marked in PREFIX.mask.bin, the last one of each conversation, or every token."""
+    loss_per: Literal["token", "sample"] = "token"
+    """Chat data: whether every learned token counts the same in the loss, or every conversation."""
+    long_documents: Literal["cut", "drop"] = "cut"
+    """Chat data: cut conversations of more than seq_len + 1 tokens to their beginning, or drop them."""
+
+    def __post_init__(self) -> None:
+        for flag, given in (
+            ("--document-mask", self.document_mask),
+            (f"--loss-on {self.loss_on}", self.loss_on != "all"),
+            (f"--loss-per {self.loss_per}", self.loss_per != "token"),
+        ):
+            require(
+                not (given and self.mock_data),
+                f"{flag} with --mock-data",
+                "synthetic sequences have neither documents nor answers",
+                "give --data PREFIX, or drop it",
+            )

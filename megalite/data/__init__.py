@@ -10,6 +10,8 @@ from megalite.data.build import (
 )
 from megalite.data.loader import BatchLoader
 from megalite.data.own import OwnDataset, Samples
+from megalite.data.packing import LossMask, PackedDataset, mask_path
+from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
@@ -22,13 +24,17 @@ __all__ = [
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "LossMask",
     "MockDataset",
     "OwnDataset",
+    "PackedDataset",
+    "Rows",
     "Samples",
     "Tokenizer",
     "build_datasets",
     "check_tokenizer_matches",
     "load_tokenizer",
+    "mask_path",
     "prefixes_of",
     "read_sidecar",
     "split_documents",

@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megalite.data.samples import GPTDataset, Tokens
+from megalite.data.packing import PackedDataset
+from megalite.data.rows import Rows, Tokens
+from megalite.data.samples import GPTDataset
 from megalite.errors import UserError
 from megalite.log import logger
 
@@ -129,7 +131,7 @@ class BlendOrder:
 
 
 class BlendedDataset:
-    """Take samples of several `GPTDataset`s in the proportions of their weights.
+    """Take samples of several data sets in the proportions of their weights.
 
     Each set keeps its own order and epochs: one that is used up continues with its next epoch, which is logged once.
 
@@ -138,7 +140,7 @@ class BlendedDataset:
         weights: one for each, above 0.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float]) -> None:
+    def __init__(self, datasets: Sequence[GPTDataset | PackedDataset], weights: Sequence[float]) -> None:
         if len({d.seq_len for d in datasets}) != 1 or len(datasets) != len(weights):
             raise ValueError("a blend needs one weight per dataset, and one seq_len")
         for dataset, weight in zip(datasets, weights):
@@ -148,8 +150,8 @@ class BlendedDataset:
         self.datasets, self.weights, self.seq_len = list(datasets), list(weights), datasets[0].seq_len
         self.order = BlendOrder(weights)
 
-    def sample(self, position: int) -> Tokens:
-        """Return int64 [seq_len + 1] at a position."""
+    def sample(self, position: int) -> Tokens | Rows:
+        """Return the sample at a position."""
         chosen, nth = self.order.locate(position)
         return self.datasets[chosen].sample(nth)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megalite.data.blend import BlendedDataset
+from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.samples import Dataset, GPTDataset, split_documents
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokens import IndexedDataset
@@ -63,6 +64,10 @@ def build_datasets(
     vocab_size: int | None = None,
     valid_data: Sequence[str] = (),
     evaluate: bool = True,
+    document_mask: bool = False,
+    loss_on: Literal["answers", "all", "last"] = "all",
+    loss_per: Literal["token", "sample"] = "token",
+    long_documents: Literal["cut", "drop"] = "cut",
 ) -> Datasets:
     """Open, check and split the data.
 
@@ -77,6 +82,8 @@ def build_datasets(
         valid_data: evaluation data, as `data`; all of its documents are used.
         evaluate: whether evaluation data is required: then a split of it that is shorter than a sample is an error,
             otherwise there is no evaluation data.
+        document_mask: tell where documents begin in samples cut from the text; packed ones always do.
+        loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`.
 
     Raises:
         UserError: files missing, damaged or of a larger vocabulary, a split shorter than one sample, a malformed
@@ -84,7 +91,8 @@ def build_datasets(
     """
     sources = _open(data, vocab_size)
     train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
-    make = partial(_dataset, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
+    kinds = partial(_dataset_of, document_mask=document_mask, on=loss_on, per=loss_per, long_documents=long_documents)
+    make = partial(_dataset, kinds, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
     evaluated: Dataset | None
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
@@ -92,19 +100,34 @@ def build_datasets(
         return Datasets(make("train", sources, shuffle=shuffle), evaluated)
     weights = [float(weight) for weight in split.split(",")]
     has_valid = len(weights) > 1 and weights[1] > 0
-    if has_valid and not evaluate and _shortest(sources, valid) <= seq_len:
+    if has_valid and not evaluate and _short(sources, valid, seq_len):
         logger.info(f"no evaluation at the end: a validation part of --split {split} is shorter than a sample")
         has_valid = False
     evaluated = make("valid", sources, valid, shuffle=False) if has_valid else None
     return Datasets(make("train", sources, train, shuffle=shuffle), evaluated)
 
 
-def _shortest(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[tuple[int, int]]) -> int:
-    """Return the tokens of the shortest of some ranges of documents, one of each source."""
-    return min(int(s.starts[stop] - s.starts[first]) for (_, s), (first, stop) in zip(sources, documents))
+def _short(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[tuple[int, int]], seq_len: int) -> bool:
+    """Whether one of some ranges of documents, one of each source, is too short for a sample."""
+    for (_, source), (first, stop) in zip(sources, documents):
+        tokens = int(source.starts[stop] - source.starts[first])
+        if tokens <= (0 if mask_path(source.prefix).exists() else seq_len):
+            return True
+    return False
+
+
+def _dataset_of(
+    indexed: IndexedDataset, *, document_mask: bool, on: Any, per: str, long_documents: Any, **options: Any
+) -> GPTDataset | PackedDataset:
+    """Pack whole documents of data with a loss mask; cut samples from the text of other data."""
+    if mask_path(indexed.prefix).exists() or on != "all" or per == "sample":
+        mask = LossMask(indexed, on)
+        return PackedDataset(indexed, mask=mask, per_sample=per == "sample", long_documents=long_documents, **options)
+    return GPTDataset(indexed, document_mask=document_mask, **options)
 
 
 def _dataset(
+    kind: Callable[..., GPTDataset | PackedDataset],
     name: str,
     sources: Sequence[tuple[float, IndexedDataset]],
     documents: Sequence[tuple[int, int] | None] | None = None,
@@ -112,7 +135,7 @@ def _dataset(
 ) -> Dataset:
     """Make one split of the sources, blended if there are several. `documents`: the range of each, by default all."""
     datasets = [
-        GPTDataset(indexed, split=name, documents=own, **options)
+        kind(indexed, split=name, documents=own, **options)
         for (_, indexed), own in zip(sources, documents or [None] * len(sources))
     ]
     return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, [weight for weight, _ in sources])

@@ -8,7 +8,8 @@ from types import TracebackType
 
 import numpy as np
 
-from megalite.data.samples import Dataset, Tokens
+from megalite.data.rows import Rows
+from megalite.data.samples import Dataset
 from megalite.errors import UserError
 
 
@@ -54,12 +55,12 @@ class BatchLoader:
         self._first_row = dp_rank * self.rows
         self._next_start = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: deque[Future[Tokens]] = deque()
+        self._ahead: deque[Future[Rows]] = deque()
         for _ in range(prefetch):
             self._submit()
 
-    def next_batch(self) -> Tokens:
-        """Return int64 [global_batch_size / dp_size, seq_len + 1], this rank's rows of the next global batch.
+    def next_batch(self) -> Rows:
+        """Return this rank's global_batch_size / dp_size rows of the next global batch.
 
         Raises:
             Exception: whatever reading raised (a `UserError` for bad ids); every later call raises it again.
@@ -73,7 +74,7 @@ class BatchLoader:
         self._submit()
         return batch
 
-    def next(self) -> tuple[Tokens, Exception | None]:
+    def next(self) -> tuple[Rows, Exception | None]:
         """Return the next batch and None, or rows of zeros and the failure.
 
         A rank whose read fails still has to take part in the step, where the other ranks learn of the failure.
@@ -81,7 +82,7 @@ class BatchLoader:
         try:
             return self.next_batch(), None
         except Exception as e:
-            return np.zeros((self.rows, self.dataset.seq_len + 1), np.int64), e
+            return Rows.of(np.zeros((self.rows, self.dataset.seq_len + 1), np.int64)), e
 
     def close(self) -> None:
         """Stop reading ahead; the loader cannot be used afterwards."""
@@ -98,6 +99,10 @@ class BatchLoader:
         self._ahead.append(self._reader.submit(self._read, self._next_start))
         self._next_start += self.global_batch_size
 
-    def _read(self, start: int) -> Tokens:
+    def _read(self, start: int) -> Rows:
         first = start + self._first_row
-        return np.stack([self.dataset.sample(position) for position in range(first, first + self.rows)])
+        return Rows.stack([self._sample(position) for position in range(first, first + self.rows)])
+
+    def _sample(self, position: int) -> Rows:
+        sample = self.dataset.sample(position)
+        return (sample if isinstance(sample, Rows) else Rows.of(sample)).check_inputs(f"sample {position}")

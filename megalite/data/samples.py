@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data.rows import IGNORE, Rows, Tokens
 from megalite.data.tokens import IndexedDataset, locate
 from megalite.errors import UserError
 from megalite.log import logger
-
-Tokens = npt.NDArray[np.int64]
 
 
 class Dataset(Protocol):
@@ -25,8 +24,8 @@ class Dataset(Protocol):
 
     seq_len: int
 
-    def sample(self, position: int) -> Tokens:
-        """Return int64 [seq_len + 1]: inputs are [:-1], labels [1:]."""
+    def sample(self, position: int) -> Tokens | Rows:
+        """Return int64 [seq_len + 1], inputs are [:-1], targets [1:]; or a sample whose targets are chosen freely."""
 
     def content_hash(self) -> str:
         """Return a SHA-256 of what the samples are made of, for a checkpoint's manifest."""
@@ -40,6 +39,24 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
     """
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_samples)
     return np.argsort(words, kind="stable")
+
+
+def read_ids(indexed: IndexedDataset, start: int, stop: int, vocab_size: int | None) -> Tokens:
+    """Read ids [start, stop) of the concatenated documents, int64.
+
+    Raises:
+        UserError: an id is not in [0, vocab_size).
+    """
+    tokens = indexed.tokens(start, stop).astype(np.int64)
+    if vocab_size is not None and tokens.size and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
+        bad = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
+        document, offset = locate(indexed.starts, start + bad)
+        raise UserError(
+            f"token id {int(tokens[bad])} in {indexed.prefix}.bin, document {document}, token {offset}",
+            f"ids must be in 0..{vocab_size - 1} (--vocab-size {vocab_size})",
+            "use the --tokenizer or --vocab-size that the data was made with",
+        )
+    return tokens
 
 
 class GPTDataset:
@@ -56,6 +73,7 @@ class GPTDataset:
         shuffle: shuffle samples within each epoch.
         vocab_size: ids must be below it; None leaves them unchecked.
         split: name for messages ("train", "valid", "test").
+        document_mask: tell where documents begin; their last tokens then have no target.
 
     Attributes:
         num_samples: samples in an epoch, (tokens - 1) // seq_len.
@@ -74,10 +92,12 @@ class GPTDataset:
         shuffle: bool = True,
         vocab_size: int | None = None,
         split: str = "train",
+        document_mask: bool = False,
     ) -> None:
         first, stop = documents if documents is not None else (0, indexed.num_documents)
         self.indexed, self.seq_len, self.documents = indexed, seq_len, (first, stop)
         self.seed, self.shuffle, self.vocab_size, self.split = seed, shuffle, vocab_size, split
+        self.document_mask = document_mask
         self.first_token = int(indexed.starts[first])
         self.num_tokens = int(indexed.starts[stop]) - self.first_token
         self.num_samples = max(self.num_tokens - 1, 0) // seq_len
@@ -107,32 +127,33 @@ class GPTDataset:
             self._epoch = epoch
         return int(self._order[within])
 
-    def sample(self, position: int) -> Tokens:
-        """Return int64 [seq_len + 1] at a position of the training order (any position >= 0, over all epochs).
+    def sample(self, position: int) -> Tokens | Rows:
+        """Return the sample at a position of the training order (any position >= 0, over all epochs).
 
         Raises:
             UserError: an id is not in [0, vocab_size).
         """
         start = self.first_token + self._sample_at(position) * self.seq_len
-        tokens = self.indexed.tokens(start, start + self.seq_len + 1).astype(np.int64)
-        if self.vocab_size is not None and (int(tokens.max()) >= self.vocab_size or int(tokens.min()) < 0):
-            raise self._bad_id(tokens, start, self.vocab_size)
-        return tokens
+        tokens = read_ids(self.indexed, start, start + self.seq_len + 1, self.vocab_size)
+        return self._with_documents(tokens, start) if self.document_mask else tokens
+
+    def _with_documents(self, tokens: Tokens, start: int) -> Rows:
+        """Mark where documents begin in a sample that begins at token `start` of the file."""
+        bounds = self.indexed.starts
+        within = bounds[
+            np.searchsorted(bounds, start, "right") : np.searchsorted(bounds, start + self.seq_len, "right")
+        ]
+        begin, targets = within - start, tokens[1:].copy()
+        targets[begin - 1] = IGNORE
+        starts = np.zeros(self.seq_len, np.int64)
+        starts[begin[begin < self.seq_len]] = begin[begin < self.seq_len]
+        return Rows(tokens[:-1], targets, np.maximum.accumulate(starts))
 
     def content_hash(self) -> str:
         """Hash the files (see `IndexedDataset.content_hash`), the split's documents and the sample length."""
         digest = hashlib.sha256(self.indexed.content_hash().encode())
         digest.update(struct.pack("<3q", *self.documents, self.seq_len))
         return digest.hexdigest()
-
-    def _bad_id(self, tokens: Tokens, start: int, vocab_size: int) -> UserError:
-        bad = int(np.argmax((tokens >= vocab_size) | (tokens < 0)))
-        document, offset = locate(self.indexed.starts, start + bad)
-        return UserError(
-            f"token id {int(tokens[bad])} in {self.indexed.prefix}.bin, document {document}, token {offset}",
-            f"ids must be in 0..{vocab_size - 1} (--vocab-size {vocab_size})",
-            "use the --tokenizer or --vocab-size that the data was made with",
-        )
 
 
 class MockDataset:

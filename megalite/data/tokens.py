@@ -48,6 +48,17 @@ def locate(starts: npt.NDArray[np.int64], token: int) -> tuple[int, int]:
     return document, token - int(starts[document])
 
 
+def hash_blocks(digest: hashlib._Hash, path: Path) -> None:
+    """Add a file's size and blocks spread evenly over it to a hash, see `IndexedDataset.content_hash`."""
+    size = path.stat().st_size
+    digest.update(struct.pack("<Q", size))
+    with path.open("rb") as f:
+        last = max(size - _HASH_BLOCK_BYTES, 0)
+        for block in range(_HASH_BLOCKS):
+            f.seek(last * block // (_HASH_BLOCKS - 1))
+            digest.update(f.read(_HASH_BLOCK_BYTES))
+
+
 class IndexedDataset:
     """Read `PREFIX.bin` / `PREFIX.idx`; ids come from a memory map, nothing is cached on disk.
 
@@ -123,13 +134,7 @@ class IndexedDataset:
         document's length is not detected.
         """
         digest = hashlib.sha256(self.idx_path.read_bytes())
-        size = self.bin_path.stat().st_size
-        digest.update(struct.pack("<Q", size))
-        with self.bin_path.open("rb") as f:
-            last = max(size - _HASH_BLOCK_BYTES, 0)
-            for block in range(_HASH_BLOCKS):
-                f.seek(last * block // (_HASH_BLOCKS - 1))
-                digest.update(f.read(_HASH_BLOCK_BYTES))
+        hash_blocks(digest, self.bin_path)
         return digest.hexdigest()
 
     def _file_size(self, path: Path) -> int:

@@ -9,13 +9,15 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megalite.model.attention import Attention, QKNorm
-from megalite.model.layers import Layers, NoNorm, Rope
+from megalite.model.layers import Layers, NoNorm, Rope, Rotary
 from megalite.model.mlp import MLP
 from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import NORM_NAMES
+from megalite.ops.attention import Documents
 from megalite.ops.cross_entropy import softcap_
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.p2p import Message
@@ -45,10 +47,10 @@ class Block(nn.Module):
         self.attention_dropout = layers.dropout("attention_out", index)
         self.mlp_dropout = layers.dropout("mlp_out", index)
 
-    def forward(self, x_SBH: torch.Tensor, rope: Rope, this: Pass) -> torch.Tensor:
-        """Run the block; `rope` holds (cos, sin) of the positions or is None, `this` keys the dropout masks."""
+    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, this: Pass) -> torch.Tensor:
+        """Run the block; for the arguments see `Attention.forward`."""
         before_attention, after_attention, before_mlp, after_mlp = self._norms
-        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, this))
+        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, documents, this))
         attended = self.attention_dropout(attended, this)
         if self.parallel_residual:
             normed, x_SBH = before_mlp(x_SBH), x_SBH + attended
@@ -143,26 +145,38 @@ class GPTStage(nn.Module):
             this: the pass; keys the dropout masks.
 
         Returns:
-            Hidden states x_SBH (x_sBH); on the last stage the loss of every token, fp32 [S, B], or this rank's logits
-            [S, B, V/T] where the micro-batch has no targets.
+            Hidden states x_SBH (x_sBH); on the last stage the (weighted) loss of every token, fp32 [S, B], or this
+            rank's logits [S, B, V/T] where the micro-batch has no targets.
         """
+        documents = Documents(batch.starts_SB, batch.bounds, batch.longest) if batch.starts_SB is not None else None
         if self.first:
             x = self.embed_tokens(x)
             if hasattr(self, "embed_positions"):
-                x = self.embed_positions(x)
+                x = self.embed_positions(x, documents)
             x = self.embedding_dropout(x, this)
-        length = batch.tokens_SB.shape[0]
+        ropes = self._ropes(len(batch.tokens_SB), documents, x.device)
         if self.compiled:
             # Without dropout a pass has no masks to key, and numbers that change would trigger recompilation.
             this = Pass(0, 0, 0, this.training)
         with self._offload.one_pass() if self._offload is not None and this.training else nullcontext():
             for block, rotary in zip(self.layers.values(), self._rotary):
-                rope = rotary(length, x.device) if rotary else None
+                rope = ropes[rotary]
                 if self.recompute == "full" and this.training:
-                    x = checkpoint(block, x, rope, this, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(block, x, rope, documents, this, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, rope, this)
-        return self.lm_head(self.norm(x), batch.targets_SB, this) if self.last else x
+                    x = block(x, rope, documents, this)
+        if not self.last:
+            return x
+        x = self.lm_head(self.norm(x), batch.targets_SB, this)
+        return x if batch.weights_SB is None else x * batch.weights_SB
+
+    def _ropes(self, length: int, documents: Documents | None, device: torch.device) -> dict[Rotary | None, Rope]:
+        """Make the tables of each kind of layer once: of the positions [S], or of those in documents [S B]."""
+        positions = documents.positions_SB if documents is not None else None
+        return {
+            rotary: None if rotary is None else rotary(length, device) if positions is None else rotary.at(positions)
+            for rotary in set(self._rotary)
+        }
 
     def units(self) -> list[nn.Module]:
         """List the modules, in forward order, that together hold all parameters."""
@@ -216,7 +230,10 @@ class PositionEmbedding(nn.Module):
         self.weight = layers.param("embed_positions.weight")
         self.shard = layers.tp.rank if layers.sequence_parallel else 0
 
-    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
-        """Add the positions of the rows of x."""
+    def forward(self, x_SBH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Add the positions of the rows of x, counted in each document."""
         first = x_SBH.shape[0] * self.shard
-        return x_SBH + self.weight[first : first + x_SBH.shape[0]].unsqueeze(1)
+        rows = slice(first, first + x_SBH.shape[0])
+        if documents is None:
+            return x_SBH + self.weight[rows].unsqueeze(1)
+        return x_SBH + F.embedding(documents.positions_SB[rows], self.weight)

@@ -216,6 +216,12 @@ class Rotary:
         cos, sin = self._tables
         return cos[:length], sin[:length]
 
+    def at(self, positions_SB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin) of positions below S, fp32 [S B, dim / 2]."""
+        cos, sin = self(len(positions_SB), positions_SB.device)
+        rows = positions_SB.flatten()
+        return cos[rows], sin[rows]
+
     def _frequencies(self, device: torch.device) -> torch.Tensor:
         freq = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
         scaling = self.scaling

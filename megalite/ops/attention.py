@@ -1,8 +1,8 @@
 """Causal scaled dot-product attention with grouped heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
-attention(q, k, v, mask, *, dropout=0.0, scale=None, softcap=None) -> out
+attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=None) -> out
     q [B, N, S, D], k and v [B, G, S, D] of one dtype, any strides; query head n reads key/value head n // (N / G);
-    out [B, N, S, D] like q. mask is a `Mask`.
+    out [B, N, S, D] like q. mask is a `Mask`, documents are `Documents` or None.
 
         scores = q k^T * scale                        scale: 1 / sqrt(D) unless given
         scores = softcap * tanh(scores / softcap)     with softcap only (Gemma 2, arXiv:2408.00118, section 2)
@@ -10,11 +10,14 @@ attention(q, k, v, mask, *, dropout=0.0, scale=None, softcap=None) -> out
 
     Dropout draws from the default generator of q's device, which the caller seeds. The softmax is fp32. With softcap
     the scores [B, N, S, S] are kept for backward, because none of torch's fused kernels supports it.
+
+    Documents: no mask of S x S exists where `why_masked` returns None, on a GPU in bf16 or fp16; elsewhere torch's
+    attention runs with one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -33,6 +36,40 @@ class Mask:
     """
 
     window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents in the samples of a micro-batch: a query sees no key of another one.
+
+    Attributes:
+        starts_SB: int64 [S, B], position at which each token's document starts.
+        bounds: int32 [documents + 1], where they start in the samples laid end to end, then S B; None: not known.
+        longest: tokens of the longest one.
+    """
+
+    starts_SB: Tensor
+    bounds: Tensor | None = None
+    longest: int = 0
+    _visible: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def positions_SB(self) -> Tensor:
+        """Count each token's position from the start of its document."""
+        return torch.arange(len(self.starts_SB), device=self.starts_SB.device)[:, None] - self.starts_SB
+
+    def visible(self, window: int) -> Tensor:
+        """Return [B, 1, S, S] bool, True where a query (row) sees a key (column); kept for the other layers."""
+        if torch.compiler.is_compiling():
+            return self._see(window)
+        if window not in self._visible:
+            self._visible[window] = self._see(window)
+        return self._visible[window]
+
+    def _see(self, window: int) -> Tensor:
+        at = torch.arange(len(self.starts_SB), device=self.starts_SB.device)
+        first_BS = torch.maximum(self.starts_SB.t(), at - (window - 1))
+        return ((at <= at[:, None]) & (at >= first_BS[..., None])).unsqueeze(1)
 
 
 @lru_cache(maxsize=16)
@@ -62,22 +99,70 @@ def _capped(
     return (p.view(batch, k.shape[1], -1, seq) @ v).view(q.shape)
 
 
+def why_masked(
+    device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float, softcap: float | None
+) -> str | None:
+    """Return why documents take a mask of S x S instead of FlashAttention's kernel for varying lengths, or None."""
+    if device.type != "cuda":
+        return f"a kernel for varying lengths needs a GPU, this is {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "FlashAttention has no fp32"
+    if head_dim > 256 or head_dim % 8:
+        return f"FlashAttention takes heads of up to 256 in steps of 8, not {head_dim}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashAttention needs compute capability 8.0"
+    if dropout or softcap is not None:
+        return "the kernel for varying lengths has neither dropout nor a cap of scores"
+    return None
+
+
+def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int, scale: float | None) -> Tensor:
+    """Attend within each document by FlashAttention's kernel for sequences of varying length."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, seq, width = q.shape
+    bounds, longest = documents.bounds, documents.longest
+    assert bounds is not None
+    q_TND, k_TGD, v_TGD = (t.transpose(1, 2).reshape(batch * seq, -1, width) for t in (q, k, v))
+    out = varlen_attn(
+        q_TND,
+        k_TGD,
+        v_TGD,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(window - 1 if window < seq else -1, 0),
+        enable_gqa=heads != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.view(batch, seq, heads, width).transpose(1, 2)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Mask,
+    documents: Documents | None = None,
     *,
     dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Run SDPA, or plain torch with softcap; see the module's contract."""
+    """Run SDPA, varlen attention with documents, or plain torch with softcap; see the module's contract."""
     seq, group = q.shape[2], q.shape[1] // k.shape[1]
     window = seq if mask.window is None else min(mask.window, seq)
+    if documents is not None and why_masked(q.device, q.dtype, q.shape[-1], dropout, softcap) is None:
+        return _by_document(q, k, v, documents, window, scale)
     if softcap is not None:
-        return _capped(q, k, v, _visible(seq, window, q.device), dropout, scale, softcap)
-    visible = None if window == seq else _visible(seq, window, q.device)
+        seen = _visible(seq, window, q.device) if documents is None else documents.visible(window)
+        return _capped(q, k, v, seen, dropout, scale, softcap)
+    if documents is not None:
+        visible: Tensor | None = documents.visible(window)
+    else:
+        visible = None if window == seq else _visible(seq, window, q.device)
     if group > 1 and q.is_cuda and (q.dtype == torch.float32 or visible is not None):
         # No fused kernel takes grouped heads in fp32 or with a mask: torch would fall back to S x S scores.
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1

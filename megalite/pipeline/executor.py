@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,24 +26,29 @@ _MAX_SENDS = 16
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that pass through the stages together; all fields are int64 [S, B].
+    """Samples that pass through the stages together. Every stage has them: nothing of them is sent.
 
     Attributes:
-        tokens_SB: token ids.
-        targets_SB: next-token ids, negative ones are ignored; with None the last stage returns logits.
-        positions_SB: position of each token in its document; None: counted from the start of the sample.
-        segments_SB: document of each token; None: a sample is one document.
+        tokens_SB: token ids, int64 [S, B].
+        targets_SB: int64 [S, B], ids to predict, negative ones are ignored; with None the last stage returns logits.
+        starts_SB: int64 [S, B], position in the sample at which each token's document starts: attention looks back no
+            further, and the token's own position counts from there. None: a sample is one document.
+        weights_SB: fp32 [S, B], weight of each target in the loss; None: 1.
+        bounds: int32 [documents + 1], where documents start in the samples laid end to end, then S B; on a GPU only.
+        longest: tokens of the longest of these documents.
     """
 
     tokens_SB: torch.Tensor
     targets_SB: torch.Tensor | None
-    positions_SB: torch.Tensor | None = None
-    segments_SB: torch.Tensor | None = None
+    starts_SB: torch.Tensor | None = None
+    weights_SB: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
+    longest: int = 0
 
     def samples(self, begin: int, end: int) -> MicroBatch:
-        """Cut every field alike: samples `begin` up to, but not including, `end`."""
-        given = {name: x for name, x in vars(self).items() if x is not None}
-        return replace(self, **{name: x[:, begin:end].contiguous() for name, x in given.items()})
+        """Cut every field [S, B] alike: samples `begin` up to, but not including, `end`."""
+        fields = (self.tokens_SB, self.targets_SB, self.starts_SB, self.weights_SB)
+        return MicroBatch(*(None if x is None else x[:, begin:end].contiguous() for x in fields))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class Executor:
             grad_scale: gradient of the sum of all token losses.
 
         Returns:
-            Sum of the token losses of the batch, fp64 0-dim, on the rank of the last stage; 0 on the others.
+            Sum of the (weighted) token losses of the batch, fp64 0-dim, on the rank of the last stage; 0 on the others.
         """
         training = torch.is_grad_enabled()
         passes = [Pass(step, replica, i, training) for i in range(len(microbatches))]

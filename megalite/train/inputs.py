@@ -97,6 +97,10 @@ def _own_datasets(cfg: Config, train: Samples, valid: Samples | None) -> Dataset
     if d.data or d.valid_data or d.mock_data:
         given = "--mock-data" if d.mock_data else f"--data {' '.join(d.data + d.valid_data)}"
         raise UserError(f"{given} with train_data", "a run has one source of samples", "drop one of the two")
+    if d.document_mask or d.loss_on != "all" or d.loss_per != "token":
+        given = f"document_mask {d.document_mask}, loss_on {d.loss_on}, loss_per {d.loss_per} with train_data"
+        rule = "data of your own marks documents and targets in the Rows that its sample(i) returns"
+        raise UserError(given, rule, "drop these options")
     evaluated = OwnDataset(valid, model.seq_len, model.vocab, shuffle=False) if valid is not None else None
     return Datasets(OwnDataset(train, model.seq_len, model.vocab, cfg.train.seed, d.shuffle), evaluated)
 
@@ -116,4 +120,8 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
         vocab_size=model.vocab,
         valid_data=d.valid_data,
         evaluate=cfg.run.eval_every > 0,
+        document_mask=d.document_mask,
+        loss_on=d.loss_on,
+        loss_per=d.loss_per,
+        long_documents=d.long_documents,
     )

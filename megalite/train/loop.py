@@ -15,6 +15,7 @@ import torch
 
 from megalite.checkpoint.save import SaveError
 from megalite.data import BatchLoader
+from megalite.errors import UserError
 from megalite.log import logger, warn_on_rank_0
 from megalite.plan.flops import flops_per_token, peak_flops
 from megalite.train.exit import Diverged, leave_unfinished, raise_together
@@ -148,6 +149,8 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
         )
     if result.failed:
         raise_together(engine.ctx, failure)
+    if not result.targets:
+        raise _nothing_to_learn(run)
     seconds = time.perf_counter() - started
     run.step = step
     progress.stop = result.stop
@@ -159,6 +162,16 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
         if engine.ctx.rank == 0:
             logger.warning(f"rank {rank} is slow: {own:.3f} s per step of its own work, its peers {usual:.3f} s")
     return result, record
+
+
+def _nothing_to_learn(run: Run) -> UserError:
+    """Describe the step whose samples have no target; every rank raises this."""
+    first, cfg = run.consumed_samples, run.engine.cfg
+    return UserError(
+        f"samples {first} to {first + cfg.train.global_batch_size - 1} (step {run.step + 1})",
+        f"hold no token to learn with --loss-on {cfg.data.loss_on}",
+        "check the answers marked in PREFIX.mask.bin, or raise --global-batch-size or --seq-len",
+    )
 
 
 def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
@@ -241,15 +254,18 @@ def evaluate(run: Run) -> float | None:
         return None
     run.engine.optimizer.wait_weights()
     with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, ctx.dp.rank, ctx.dp.size) as loader:
-        losses = []
+        total = targets = 0.0
         for _ in range(cfg.run.eval_steps):
             run.heartbeat.beat("evaluation", run.step)
             batch, failure = loader.next()
-            loss, failed = eval_step(run.engine, batch, failed=failure is not None)
+            mean, weight, failed = eval_step(run.engine, batch, failed=failure is not None)
             if failed:
                 raise_together(ctx, failure)
-            losses.append(loss)
-    loss = sum(losses) / len(losses)
+            total, targets = total + mean * weight, targets + weight
+    if not targets:
+        rule = f"hold no token to learn with --loss-on {cfg.data.loss_on}"
+        raise UserError(f"the {cfg.run.eval_steps} batches of an evaluation", rule, "evaluate on other data")
+    loss = total / targets
     run.metrics.event("eval", step=run.step, loss=loss)
     logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
     run.heartbeat.beat("between steps", run.step, IDLE)

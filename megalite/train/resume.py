@@ -26,10 +26,10 @@ from megalite.schedules.lr import learning_rate
 from megalite.train.build import Engine
 
 # Data options that determine the order of samples.
-_ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data")
+_ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data", "long_documents")
 
-# Run options that influence updates.
-_RUN = ("on_spike", "spike_threshold")
+# Options of other groups that influence updates.
+_UPDATES = {"run": ("on_spike", "spike_threshold"), "data": ("document_mask", "loss_on", "loss_per")}
 
 # Model options that a new stage of training may change: they rotate queries and keys, and have no weights.
 _ROTARY = ("rope_theta", "rope_scaling", "rope_linear_factor", "rope_theta_local")
@@ -160,10 +160,10 @@ def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
         logger.info(f"saved by {layouts[0]}; continuing with {layouts[1]}{order}")
     changed = [
         f"--{key.replace('_', '-')} {there} -> {here}"
-        for section in ("model", "train", "optim", "run")
+        for section in ("model", "train", "optim", *_UPDATES)
         if section in saved["config"]
         for key, here in json.loads(json.dumps(meta["config"][section])).items()
-        if (section != "run" or key in _RUN) and (there := _recorded(saved, section)[key]) != here
+        if key in _UPDATES.get(section, (key,)) and (there := _recorded(saved, section)[key]) != here
     ]
     if changed:
         logger.info(f"options changed since that checkpoint: {', '.join(changed)}")

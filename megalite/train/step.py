@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.profiler import record_function
 
+from megalite.data.rows import Rows
 from megalite.dist import collectives
 from megalite.errors import UserError
 from megalite.pipeline.executor import MicroBatch
@@ -24,7 +25,8 @@ class StepResult:
     """The outcome of a step, the same on every rank.
 
     Attributes:
-        loss: mean next-token cross-entropy over the global batch.
+        loss: mean next-token cross-entropy over the global batch; NaN without a target.
+        targets: weight of all targets of the global batch, their number unless they have weights.
         grad_norm: global L2 norm before clipping.
         lr: learning rate of the update.
         loss_scale: scale under which the gradients were computed.
@@ -35,6 +37,7 @@ class StepResult:
     """
 
     loss: float
+    targets: float
     grad_norm: float
     lr: float
     loss_scale: float
@@ -44,7 +47,7 @@ class StepResult:
     failed: bool
 
 
-Batch = npt.NDArray[np.integer[Any]] | torch.Tensor
+Batch = Rows | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 
 def train_step(
@@ -59,7 +62,8 @@ def train_step(
 
     Args:
         engine: from `build_engine`.
-        batch: token ids [global_batch_size / dp, seq_len + 1], an array or a tensor of whole numbers.
+        batch: global_batch_size / dp rows, or that many plain samples of seq_len + 1 token ids, an array or a tensor of
+            whole numbers.
         step: number of the step.
         stop: this rank was asked to stop; all ranks learn this from the step's one status all-reduce.
         failed: this rank cannot continue: its data could not be read (`batch` is a placeholder), or its last save
@@ -67,28 +71,29 @@ def train_step(
         loss_limit: a mean loss above it is a spike, and the update is skipped.
     """
     cfg, ctx, optimizer, scale = engine.cfg, engine.ctx, engine.optimizer, engine.scaler.scale
-    batch = on_host(batch, engine)
-    microbatches = to_microbatches(batch, cfg.train.micro_batch_size, ctx.device)
+    rows = on_host(batch, engine)
+    microbatches = to_microbatches(rows, cfg.train.micro_batch_size, ctx.device)
     optimizer.start_step(len(microbatches), scale)
-    # Gradients are of the loss sum divided by the tokens of a full batch; the true count comes with the status.
+    # Gradients are of the loss sum divided by the tokens of a full batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = engine.executor.run(engine.train_program, microbatches, step, ctx.dp.rank, scale / full)
     engine.unit_weights.end_pass()
     squared_norm = optimizer.finish_grads()
-    totals = sum_over_world(engine, loss_sum, batch, squared_norm, stop, failed)
-    loss, tokens, squared, stops, failures = collectives.to_host(totals)
-    unscale = full / (tokens * scale)
+    totals = sum_over_world(engine, loss_sum, rows, squared_norm, stop, failed)
+    loss_sum_all, targets, squared, stops, failures = collectives.to_host(totals)
+    loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     lr = learning_rate(step, cfg.optim, cfg.train.train_steps)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
-    spiked = finite and loss / tokens > loss_limit
+    spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
         clip = min(1.0, cfg.optim.clip_grad / (grad_norm + 1e-6)) if cfg.optim.clip_grad else 1.0
         with record_function(OPTIMIZER_RANGE):
             optimizer.step(lr, torch.tensor(clip * unscale, dtype=torch.float32, device=ctx.device))
     engine.scaler.update(overflow=not finite)
     return StepResult(
-        loss=loss / tokens,
+        loss=loss,
+        targets=targets,
         grad_norm=grad_norm,
         lr=lr,
         loss_scale=scale,
@@ -100,23 +105,23 @@ def train_step(
 
 
 @torch.no_grad()
-def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float, bool]:
-    """Compute (mean loss over one global batch; whether a rank failed), the same on every rank.
+def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float, float, bool]:
+    """Compute (mean loss over one global batch; weight of its targets; whether a rank failed), the same on every rank.
 
     Neither dropout nor label smoothing applies. For the arguments see `train_step`.
     """
-    batch = on_host(batch, engine)
-    microbatches = to_microbatches(batch, engine.cfg.train.micro_batch_size, engine.ctx.device)
+    rows = on_host(batch, engine)
+    microbatches = to_microbatches(rows, engine.cfg.train.micro_batch_size, engine.ctx.device)
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
     engine.unit_weights.end_pass()
-    loss, tokens, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, batch, failed=failed))
-    return loss / tokens, failures > 0
+    loss, targets, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, rows, failed=failed))
+    return loss / targets if targets else 0.0, targets, failures > 0
 
 
 def sum_over_world(
     engine: Engine,
     loss_sum: torch.Tensor,
-    batch: npt.NDArray[np.int64],
+    rows: Rows,
     squared_norm: torch.Tensor | None = None,
     stop: bool = False,
     failed: bool = False,
@@ -124,16 +129,16 @@ def sum_over_world(
     """Run the one status all-reduce of a step.
 
     Returns:
-        fp64 [loss sum, counted tokens, squared gradient norm, ranks asked to stop, ranks that cannot continue].
+        fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue].
     """
     ctx = engine.ctx
     # All tensor-parallel ranks of the last stage hold the same losses; other stages hold zero.
     speaks = ctx.grid.is_first(ctx.rank, "tp")
     # Counted on the host: the step first waits for the GPU when it reads the status, which `collectives.to_host` times.
-    tokens = int((batch[:, 1:] >= 0).sum()) if speaks and _holds_last(engine) else 0
+    targets = rows.total_weight() if speaks and _holds_last(engine) else 0.0
     status = torch.zeros(5, dtype=torch.float64, device=ctx.device)
     status[0] = loss_sum if speaks else 0.0
-    status[1] = tokens
+    status[1] = targets
     if squared_norm is not None:
         status[2] = squared_norm
     status[3] = float(stop)
@@ -146,25 +151,45 @@ def _holds_last(engine: Engine) -> bool:
     return any(stage.last for stage in engine.stages.values())
 
 
-def on_host(batch: Batch, engine: Engine) -> npt.NDArray[np.int64]:
-    """Return this rank's samples as an array.
+def on_host(batch: Batch, engine: Engine) -> Rows:
+    """Return this rank's samples as rows of arrays.
 
     Raises:
-        UserError: they are of another shape, or not whole numbers.
+        UserError: they are of another shape, not whole numbers, or negative as inputs.
     """
+    if isinstance(batch, Rows):
+        return batch
     tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
     shape = (engine.num_microbatches * engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len + 1)
     if tokens.shape != shape or tokens.dtype.kind not in "iu":
         rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {list(shape)}"
         raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "cut it so")
-    return tokens.astype(np.int64, copy=False)
+    return Rows.of(tokens).check_inputs("the batch")
 
 
-def to_microbatches(batch: npt.NDArray[np.int64], size: int, device: torch.device) -> list[MicroBatch]:
-    """Cut samples [n, S + 1] into micro-batches of inputs and shifted targets, [S, size] each."""
-    host = torch.from_numpy(batch)
+def to_microbatches(rows: Rows, size: int, device: torch.device) -> list[MicroBatch]:
+    """Cut rows into micro-batches of `size` samples, on the device."""
+    given = (None if x is None else _to_device(x, device).t() for x in vars(rows).values())
+    whole = MicroBatch(*given)  # type: ignore[arg-type]
+    microbatches = []
+    for i in range(0, len(rows), size):
+        part = whole.samples(i, i + size)
+        if rows.starts is not None and device.type == "cuda":
+            # Found on the host: the device would have to be asked how many documents there are.
+            bounds = document_bounds(rows.starts[i : i + size])
+            part = replace(part, bounds=_to_device(bounds, device), longest=int(np.diff(bounds).max()))
+        microbatches.append(part)
+    return microbatches
+
+
+def document_bounds(starts_BS: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Return where documents begin in samples laid end to end, and the number of tokens, int32 [documents + 1]."""
+    begins = np.flatnonzero(starts_BS == np.arange(starts_BS.shape[1]))
+    return np.append(begins, starts_BS.size).astype(np.int32)
+
+
+def _to_device(x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(x))
     if device.type == "cuda":
         host = host.pin_memory()  # a copy from pageable memory would wait for the GPU to finish its work
-    tokens = host.to(device, non_blocking=True).t()
-    whole = MicroBatch(tokens[:-1], tokens[1:])
-    return [whole.samples(i, i + size) for i in range(0, len(batch), size)]
+    return host.to(device, non_blocking=True)

@@ -51,11 +51,12 @@ def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
 
 
 def gradients_of(engine: Any) -> Grads:
+    from megalite.data import Rows
     from megalite.train.step import to_microbatches
 
     cfg, dp = engine.cfg, engine.ctx.dp
     share = np.split(jobs.batches(1)[0], dp.size)[dp.rank]
-    microbatches = to_microbatches(share, cfg.train.micro_batch_size, engine.ctx.device)
+    microbatches = to_microbatches(Rows.of(share), cfg.train.micro_batch_size, engine.ctx.device)
     engine.optimizer.start_step(len(microbatches))
     engine.executor.run(engine.train_program, microbatches, 1, dp.rank, 1 / (jobs.BATCH * jobs.SEQ))
     engine.optimizer.finish_grads()

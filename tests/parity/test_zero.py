@@ -24,10 +24,7 @@ Gradients = dict[str, tuple[tuple[int, ...], list[tuple[tuple[slice, ...], np.nd
 
 
 def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[tuple[list[tuple[float, float]], Gradients]]:
-    """By config: (loss, gradient norm) of three steps; the boxes of every gradient of the first that this rank writes.
-
-    The first moment after one step is the gradient times a number.
-    """
+    """By config: (loss, gradient norm) of three steps; this rank's boxes of the first's gradients."""
     from megalite.dist.context import ParallelContext
     from megalite.dist.grid import Grid
     from megalite.train.build import build_engine
@@ -40,15 +37,21 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[tuple[list[tu
         engine = build_engine(cfg, ctx)
         engine.optimizer.init_parameters(cfg.train.seed)
         steps = jobs.run_steps(engine, 1)
-        boxes: Gradients = {}
-        for state in engine.optimizer.states():
-            if state.role == "exp_avg" and state.primary:
-                _, held = boxes.setdefault(state.name, (state.shape, []))
-                for box in state.slices:
-                    part = state.flat[box.at : box.at + box.numel].view(box.shape)
-                    held.append((box.index, part.numpy().copy()))
+        boxes = boxes_of(engine)
         out.append((steps + jobs.run_steps(engine, STEPS - 1, first=2), boxes))
     return out
+
+
+def boxes_of(engine: Any) -> Gradients:
+    """The gradients that this rank writes: the first moment after one step is the gradient times a number."""
+    boxes: Gradients = {}
+    for state in engine.optimizer.states():
+        if state.role == "exp_avg" and state.primary:
+            _, held = boxes.setdefault(state.name, (state.shape, []))
+            for box in state.slices:
+                part = state.flat[box.at : box.at + box.numel].view(box.shape)
+                held.append((box.index, part.numpy().copy()))
+    return boxes
 
 
 def put_together(ranks: Sequence[Gradients]) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from megalite.checkpoint.hf.convert import export_hf, import_hf
 from megalite.checkpoint.hf.packing import split
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.manifest import read_manifest
+from megalite.data import Rows
 from megalite.errors import UserError
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
@@ -96,7 +97,7 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, case: str) ->
     engine = start(0, cfg, 1)
     load_hf(folder, model, engine.optimizer.states(), engine.ctx)
     engine.optimizer.finish_load()
-    batches = to_microbatches(ids.numpy(), 2, engine.ctx.device)
+    batches = to_microbatches(Rows.of(ids.numpy()), 2, engine.ctx.device)
     engine.optimizer.start_step(1)
     loss = engine.executor.run(engine.train_program, batches, 1, 0, 1 / 30)
     assert loss.item() / 30 == pytest.approx(expected.item(), rel=1e-6)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.data.blend import BlendedDataset
 from megalite.data.loader import BatchLoader
+from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, epoch_order
 from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
@@ -24,6 +25,13 @@ def data(make_dataset: Make) -> GPTDataset:
     return GPTDataset(make_dataset([1000, 1, 1400]), 10, seed=11)
 
 
+def tokens_of(rows: Rows) -> list[list[int]]:
+    """Plain samples, [seq_len + 1] each."""
+    np.testing.assert_array_equal(rows.inputs[:, 1:], rows.targets[:, :-1])
+    assert rows.starts is rows.weights is None
+    return [[*sample, targets[-1]] for sample, targets in zip(rows.inputs.tolist(), rows.targets.tolist())]
+
+
 def read(dataset: Dataset, batch: int, dp: int, consumed: int, steps: int) -> list[list[list[int]]]:
     """Rows of each global batch, ranks side by side."""
     # A data set of its own for each, as in a run: loaders read in threads, and a data set serves one of them.
@@ -33,9 +41,9 @@ def read(dataset: Dataset, batch: int, dp: int, consumed: int, steps: int) -> li
         samples: list[list[int]] = []
         for loader in loaders:
             rows = loader.next_batch()
-            assert rows.shape == (batch // dp, dataset.seq_len + 1)
-            assert rows.dtype == np.int64
-            samples += rows.tolist()
+            assert rows.inputs.shape == rows.targets.shape == (batch // dp, dataset.seq_len)
+            assert rows.inputs.dtype == rows.targets.dtype == np.int64
+            samples += tokens_of(rows)
         batches.append(samples)
     assert {loader.consumed_samples for loader in loaders} == {consumed + steps * batch}
     for loader in loaders:
@@ -56,7 +64,7 @@ def test_rows_hold_the_tokens_of_their_samples(data: GPTDataset) -> None:
     with BatchLoader(data, 8, 1, 2, consumed_samples=24) as loader:
         rows = loader.next_batch()
         expected = epoch_order(240, 11, 0)[28:32]
-        np.testing.assert_array_equal(rows, expected[:, None] * 10 + np.arange(11))
+        np.testing.assert_array_equal(tokens_of(rows), expected[:, None] * 10 + np.arange(11))
 
 
 @settings(max_examples=20, deadline=None)
@@ -92,14 +100,14 @@ def test_a_blend_resumes_in_the_same_order(make_dataset: Make) -> None:
 def test_an_error_while_reading_ahead_surfaces_and_no_sample_is_skipped_after_it(make_dataset: Make) -> None:
     data = GPTDataset(make_dataset([100]), 10, shuffle=False, vocab_size=50)
     loader = BatchLoader(data, 2, 0, 1, prefetch=3)
-    assert loader.next_batch()[:, 0].tolist() == [0, 10]
-    assert loader.next_batch()[:, 0].tolist() == [20, 30]
+    assert loader.next_batch().inputs[:, 0].tolist() == [0, 10]
+    assert loader.next_batch().inputs[:, 0].tolist() == [20, 30]
     for _ in range(3):
         with pytest.raises(UserError, match="token id 50"):
             loader.next_batch()
         assert loader.consumed_samples == 4
     rows, failure = loader.next()
-    assert (rows.tolist(), type(failure)) == ([[0] * 11] * 2, UserError)
+    assert (tokens_of(rows), type(failure)) == ([[0] * 11] * 2, UserError)
     loader.close()
 
 

@@ -92,7 +92,7 @@ def test_grouped_causal_attention_written_out(kv_heads: int) -> None:
     cfg = tiny(num_kv_heads=kv_heads)
     attention = Attention(layers_of(cfg), 0, recompute_core=False)
     qkv = torch.randn(6, 2, (4 + 2 * kv_heads) * 8, generator=torch.Generator().manual_seed(3))
-    got = attention._core(qkv.clone(), None, TRAINING).view(6, 2, 4, 8)
+    got = attention._core(qkv.clone(), None, None, TRAINING).view(6, 2, 4, 8)
     q, k, v = qkv.view(6, 2, -1, 8).split((4, kv_heads, kv_heads), 2)
     for head in range(4):
         group = head // (4 // kv_heads)
@@ -144,7 +144,7 @@ def test_attention_dropout_differs_on_tensor_parallel_ranks() -> None:
 
     def core(rank: int, microbatch: int = 0, training: bool = True) -> torch.Tensor:
         attention = Attention(layers_of(cfg, Axis("tp", 2, rank, (0, 1))), 0, recompute_core=False)
-        return attention._core(qkv.clone(), None, Pass(1, 0, microbatch, training))
+        return attention._core(qkv.clone(), None, None, Pass(1, 0, microbatch, training))
 
     assert torch.equal(core(0), core(0))
     assert not torch.equal(core(0), core(1))

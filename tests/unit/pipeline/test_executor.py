@@ -37,8 +37,8 @@ class ToyStage(nn.Module):
     def forward(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:
         self.calls.append(this)
         assert this.training == torch.is_grad_enabled()
-        assert batch.positions_SB is not None
-        assert torch.equal(batch.positions_SB, batch.tokens_SB + 1), "every field goes along"
+        assert batch.starts_SB is not None
+        assert torch.equal(batch.starts_SB, batch.tokens_SB + 1), "every field goes along"
         if self.table is not None:
             x = nn.functional.embedding(x, self.table)
         y = torch.tanh(x @ self.weight)
@@ -52,20 +52,20 @@ def microbatches() -> list[MicroBatch]:
     batches = []
     for _ in range(M):
         tokens, targets = torch.randint(0, 10, (S, B), generator=g), torch.randint(0, 3, (S, B), generator=g)
-        batches.append(MicroBatch(tokens, targets, positions_SB=tokens + 1))
+        batches.append(MicroBatch(tokens, targets, starts_SB=tokens + 1))
     return batches
 
 
 def test_every_field_of_a_batch_is_cut_alike() -> None:
     x = torch.arange(15).view(3, 5)
-    part = MicroBatch(x, x + 100, segments_SB=x + 200).samples(1, 3)
+    part = MicroBatch(x, x + 100, weights_SB=x + 200).samples(1, 3)
     assert part.tokens_SB.is_contiguous()
     assert part.tokens_SB.tolist() == [[1, 2], [6, 7], [11, 12]]
     assert part.targets_SB is not None
     assert torch.equal(part.targets_SB, part.tokens_SB + 100)
-    assert part.segments_SB is not None
-    assert torch.equal(part.segments_SB, part.tokens_SB + 200)
-    assert part.positions_SB is None
+    assert part.weights_SB is not None
+    assert torch.equal(part.weights_SB, part.tokens_SB + 200)
+    assert part.starts_SB is None
 
 
 def by_hand(num_stages: int) -> tuple[float, list[torch.Tensor]]:

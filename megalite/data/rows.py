@@ -1,0 +1,90 @@
+"""Samples side by side: what a training step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.errors import UserError
+
+Tokens = npt.NDArray[np.int64]
+
+IGNORE = -1
+"""Target of a token that predicts nothing; any negative number means the same."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One or more samples of one length S; every array is [n, S], or [S] for a single sample.
+
+    Attributes:
+        inputs: int64 token ids, none negative.
+        targets: int64, the id that each token is to predict; a negative one is not in the loss.
+        starts: int64, index in its sample of the first token of each token's document: attention looks back no further,
+            and positions count from there. None: a sample is one document.
+        weights: float32, weight of each target in the mean loss; None: 1.
+    """
+
+    inputs: Tokens
+    targets: Tokens
+    starts: Tokens | None = None
+    weights: npt.NDArray[np.float32] | None = None
+
+    @classmethod
+    def of(cls, tokens: npt.NDArray[np.integer[Any]]) -> Rows:
+        """Make rows of plain samples [n, S + 1] or [S + 1]: each token predicts the next.
+
+        Negative ids at the end of a sample pad it: they are no targets, and 0 as inputs.
+        """
+        ids: Tokens = tokens.astype(np.int64, copy=False)
+        inputs, targets = ids[..., :-1], ids[..., 1:]
+        if ids.size and ids.min() < 0:
+            padding = np.logical_and.accumulate(ids[..., ::-1] < 0, axis=-1)[..., ::-1]
+            inputs = np.where(padding[..., :-1], 0, inputs)
+        return cls(inputs, targets)
+
+    @classmethod
+    def stack(cls, samples: Sequence[Rows]) -> Rows:
+        """Put single samples side by side; where some have documents or weights, those without have one, and 1."""
+
+        def side_by_side(name: str, default: int) -> Any:
+            given = [getattr(sample, name) for sample in samples]
+            if all(x is None for x in given):
+                return None
+            filler = next(np.full_like(x, default) for x in given if x is not None)
+            return np.stack([filler if x is None else x for x in given])
+
+        inputs, targets = (np.stack([getattr(sample, name) for sample in samples]) for name in ("inputs", "targets"))
+        return cls(inputs, targets, side_by_side("starts", 0), side_by_side("weights", 1))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, samples: slice) -> Rows:
+        """Return some of the samples."""
+        starts = None if self.starts is None else self.starts[samples]
+        weights = None if self.weights is None else self.weights[samples]
+        return Rows(self.inputs[samples], self.targets[samples], starts, weights)
+
+    def total_weight(self) -> float:
+        """Sum the weights of all targets: their number where they have no weights."""
+        counted = self.targets >= 0
+        return float(counted.sum() if self.weights is None else self.weights[counted].sum(dtype=np.float64))
+
+    def check_inputs(self, what: str) -> Rows:
+        """Return these rows.
+
+        Raises:
+            UserError: an input is negative; an embedding would return zeros for it, without an error.
+        """
+        if self.inputs.size and int(self.inputs.min()) < 0:
+            at = tuple(int(i) for i in np.unravel_index(int(self.inputs.argmin()), self.inputs.shape))
+            rule = f"token {at[-1]} is followed by others, so its id must not be negative"
+            raise UserError(
+                f"token id {int(self.inputs[at])} in {what}", rule, "mark what is not learned in the targets"
+            )
+        return self

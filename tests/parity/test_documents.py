@@ -1,0 +1,133 @@
+"""Packed documents give what each gives alone, in every layout: token losses, loss, gradient norm, every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.data import Rows
+from megalite.pipeline.executor import Pass
+from tests.parity import jobs
+from tests.parity.test_layouts import LAYOUTS, micro_batch_size
+from tests.parity.test_zero import boxes_of, put_together
+from tests.workers import WorkerPool
+
+LENGTHS, SEQ = (7, 12, 5, 9), 32
+# Weights so large that every token feels what it sees.
+SIZES = {"seq_len": SEQ, "init_std": 0.15}
+MAKE = {"llama": jobs.llama, "gpt2": jobs.gpt2, "gemma2": jobs.gemma2, "gemma3": jobs.gemma3}
+
+
+def documents() -> list[list[np.ndarray]]:
+    """Documents of each of the samples of a batch, each sample's in another order."""
+    rng = np.random.default_rng(3)
+    drawn = [[rng.integers(0, jobs.VOCAB, n) for n in LENGTHS] for _ in range(jobs.BATCH)]
+    return [[*row[i % 4 :], *row[: i % 4]] for i, row in enumerate(drawn)]
+
+
+def sample(docs: Sequence[np.ndarray], *, mask: bool = True) -> Rows:
+    """Documents one after the other, each without its last token as input, and padding, a document of its own."""
+    inputs, targets = np.zeros(SEQ, np.int64), np.full(SEQ, -1)
+    starts = np.zeros(SEQ, np.int64)
+    at = 0
+    for doc in docs:
+        n = len(doc) - 1
+        inputs[at : at + n], targets[at : at + n] = doc[:-1], doc[1:]
+        starts[at : at + n] = at
+        at += n
+    starts[at:] = at
+    return Rows(inputs, targets, starts if mask else None)
+
+
+def packed(*, mask: bool = True) -> Rows:
+    return Rows.stack([sample(docs, mask=mask) for docs in documents()])
+
+
+def alone() -> Rows:
+    """One document per sample, through the path without documents."""
+    return Rows.stack([sample([doc], mask=False) for docs in documents() for doc in docs])
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_token_losses_are_those_of_each_document_alone(name: str) -> None:
+    from megalite.train.step import to_microbatches
+
+    engine = jobs.start(0, jobs.make_config(MAKE[name](2, **SIZES)), 1)
+
+    @torch.no_grad()
+    def losses(rows: Rows) -> np.ndarray:
+        (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
+        out = engine.stages[0](batch.tokens_SB, batch, Pass(0, 0, 0, training=False))
+        return out.t()[batch.targets_SB.t() >= 0].numpy()
+
+    want = losses(alone())
+    np.testing.assert_allclose(losses(packed()), want, rtol=1e-5)
+    assert np.abs(losses(packed(mask=False)) - want).max() > 0.1
+
+
+def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:
+    """By config: loss and gradient norm of a step on packed documents, the boxes of its gradients, evaluation loss."""
+    from megalite.dist.context import ParallelContext
+    from megalite.dist.grid import Grid
+    from megalite.train.build import build_engine
+    from megalite.train.step import eval_step, train_step
+
+    ((tp, pp),) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
+    ctx = ParallelContext.create(Grid.of(world, tp, pp), torch.device("cpu"))
+    out = []
+    for cfg in cfgs:
+        engine = build_engine(cfg, ctx)
+        engine.optimizer.init_parameters(cfg.train.seed)
+        rows = alone() if cfg.train.global_batch_size > jobs.BATCH else packed()
+        share = len(rows) // ctx.dp.size
+        rows = rows[ctx.dp.rank * share : (ctx.dp.rank + 1) * share]
+        evaluated, *_ = eval_step(engine, rows)
+        result = train_step(engine, rows, 1)
+        out.append(((result.loss, result.grad_norm, evaluated), boxes_of(engine)))
+        engine.optimizer.wait_weights()
+    return out
+
+
+@cache
+def one_process(model: ModelConfig) -> tuple[tuple[float, float, float], dict[str, np.ndarray]]:
+    """The figures of each document alone."""
+    ((figures, boxes),) = trained(0, [jobs.make_config(model, global_batch_size=4 * jobs.BATCH, micro_batch_size=8)], 1)
+    return figures, put_together([boxes])
+
+
+def assert_same(pool: WorkerPool, world: int, cfgs: Sequence[Config]) -> None:
+    ranks = pool.run(world, trained, cfgs, world)
+    for i, cfg in enumerate(cfgs):
+        figures, gradients = one_process(cfg.model)
+        for rank in ranks:
+            np.testing.assert_allclose(rank[i][0], figures, rtol=1e-5, err_msg=str(cfg.parallel))
+        held = put_together([rank[i][1] for rank in ranks])
+        assert held.keys() == gradients.keys()
+        for name, expected in gradients.items():
+            atol = 1e-5 * np.abs(expected).max()
+            np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=atol, err_msg=f"{cfg.parallel}: {name}")
+
+
+# Layouts that share the start of their ranks: (tp, pp, world) -> (layers, layout, training options).
+Row = tuple[int, dict[str, Any], dict[str, Any]]
+GRID: dict[tuple[int, int, int], list[Row]] = {}
+for _world, _layers, _layout in LAYOUTS.values():
+    _key = (_layout.get("tp", 1), _layout.get("pp", 1), _world)
+    GRID.setdefault(_key, []).append((_layers, _layout, {"micro_batch_size": micro_batch_size(_layout)}))
+_CUT = {"zero": 3, "zero_whole_below": 500, "debug_zero": True}
+GRID[1, 1, 2] += [(4, {"zero": 2}, {}), (4, _CUT, {"recompute": "full"}), (4, {}, {"recompute": "selective"})]
+GRID[2, 2, 8] += [(4, {"tp": 2, "pp": 2, "schedule": "zb-h1", **_CUT}, {"loss_chunk": 5})]
+
+
+@pytest.mark.parametrize("grid", GRID, ids=str)
+def test_packed_documents_in_every_layout(pool: WorkerPool, grid: tuple[int, int, int]) -> None:
+    names = ("llama", "gpt2")
+    cfgs = [jobs.make_config(MAKE[name](n, **SIZES), p, **train) for n, p, train in GRID[grid] for name in names]
+    assert_same(pool, grid[2], cfgs)
