@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Literal
 
@@ -258,6 +258,13 @@ class ShardedParameter(torch.nn.Parameter):
     grad_added: Callable[[], None]
     _main_grad: torch.Tensor
 
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> ShardedParameter:
+        param = super().__new__(cls, data, requires_grad)
+        if not isinstance(param, cls):
+            # torch leaves a tensor of another class, such as a fake one, as it is: it becomes both.
+            param.__class__ = _also(cls, type(param))
+        return param
+
     @property
     def main_grad(self) -> torch.Tensor:
         if self.before_grad is not None:
@@ -276,6 +283,11 @@ class ShardedParameter(torch.nn.Parameter):
         param = cls(torch.empty(shard.shape, dtype=dtype, device=device))
         param.shard, param.uses, param.adds_to_main_grad = shard, 1, adds_to_main_grad
         return param
+
+
+@lru_cache
+def _also(cls: type[ShardedParameter], kind: type[torch.Tensor]) -> type[ShardedParameter]:
+    return type(f"{kind.__name__}{cls.__name__}", (kind, cls), {})
 
 
 def count_parameters(specs: Mapping[str, ParamSpec]) -> int:

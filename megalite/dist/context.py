@@ -167,7 +167,7 @@ def _make_axis(name: str, rank: int, candidates: Sequence[tuple[int, ...]], time
     ranks = next((g for g in candidates if rank in g), (rank,))
     if len(ranks) == 1:
         return Axis(name, ranks=ranks)
-    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
     return Axis(name, len(ranks), ranks.index(rank), ranks, group)
 
 

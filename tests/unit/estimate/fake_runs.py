@@ -1,0 +1,35 @@
+"""Runs tools/estimate.py several times in one process, without pytest, which may have imported torch too early.
+
+Standard input: a JSON list of its arguments a line. Output: for each line what it printed, or its error; at the end the
+memory of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+
+import estimate
+from megalite.errors import UserError
+
+
+def main() -> None:
+    for line in sys.stdin:
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                estimate.main(json.loads(line))
+            print(json.dumps(printed.getvalue()))
+        except UserError as e:
+            print(json.dumps(f"error: {e}"))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""tools/estimate.py: one rank's real training step without a GPU and without its peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+GIB = 2**30
+
+LLAMA_405B = (
+    "--arch llama --num-layers 126 --hidden-size 16384 --num-heads 128 --num-kv-heads 8 --ffn-hidden-size 53248 "
+    "--vocab-size 128256 --seq-len 8192 --precision bf16 --recompute none --global-batch-size 2048 --tp 8 --pp 16 "
+    "--schedule 1f1b"
+)
+TINY = (
+    "--arch gpt2 --num-layers 4 --hidden-size 64 --num-heads 4 --vocab-size 90 --seq-len 16 --precision bf16 "
+    "--global-batch-size 16 --hidden-dropout 0.1 --attention-dropout 0.1 --bucket-size 5000 --vocab-divisible-by 8"
+)
+
+
+@dataclass
+class Runs:
+    """What the tool printed, and the memory of the process."""
+
+    zero3: dict[str, Any]
+    big: dict[str, Any]
+    text: str
+    refused: str
+    picture: Path
+    process_bytes: int
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
+    picture = tmp_path_factory.mktemp("estimate") / "memory.png"
+    asked = [
+        f"--rank 15 --world 16 --json --tp 2 --pp 2 --zero 3 --zero-whole-below 0 --schedule zb-h1 {TINY}",
+        f"--world 8192 --json {LLAMA_405B}",
+        f"--world 2 --tp 2 --png {picture} {TINY}",
+        f"--world 2 --rank 2 {TINY}",
+    ]
+    lines = "".join(json.dumps(words.split()) + "\n" for words in asked)
+    command = [sys.executable, "-m", "tests.unit.estimate.fake_runs"]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    zero3, big, text, refused, memory = map(json.loads, done.stdout.splitlines())
+    return Runs(json.loads(zero3), json.loads(big), text, refused, picture, memory)
+
+
+def states(run: dict[str, Any]) -> int:
+    """What the memory model says of the bytes between steps."""
+    return sum(run["predicted_bytes"][part] for part in ("weights", "main_grad", "optimizer"))
+
+
+def test_a_rank_of_llama_405b(runs: Runs) -> None:
+    run = runs.big
+    assert runs.process_bytes < 2 * GIB
+    # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
+    assert 0 <= run["states_bytes"] - states(run) < 2**21
+    assert run["peak_bytes"] / GIB == pytest.approx(84.42, abs=0.01)
+    assert run["peak_during"] == "B0.0"
+    assert run["peak_holders"]["activations"] / GIB == pytest.approx(63.76, abs=0.01)
+    # 2 x 3 FLOPs per parameter of the matrices and token, and causal attention: 5.5 products of half of S x S.
+    tokens, layers, s = 32 * 8192, 8, 8192
+    matrices = 6 * layers * (16384 * (16384 * 2 + 1024 * 2) + 3 * 16384 * 53248) / 8
+    assert run["flops"] == pytest.approx(tokens * (matrices + layers * 7 * s * 16384 / 8), rel=1e-3)
+    tp = run["collectives"]["tp"]
+    # Each layer gathers twice and scatters twice in each direction, and gathers its inputs twice more in backward.
+    assert tp["all_gather"]["count"] == 32 * (8 * 6 + 1)
+    assert tp["reduce_scatter"]["count"] == 32 * (8 * 4 + 1)
+    assert tp["all_gather"]["bytes"] == 392 * GIB
+    assert run["collectives"]["pp"] == {"send": {"count": 32, "bytes": GIB}}
+    assert run["host_syncs"] == 1
+
+
+def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
+    run = runs.zero3
+    assert run["coords"] == {"pp": 1, "dp": 3, "tp": 1}
+    assert set(run["collectives"]) == {"dp", "pp", "pp_grad", "tp", "ends", "world"}
+    # Shares of a quarter: 2 + 4 + 12 bytes per parameter over 4 ranks.
+    assert 0 <= run["states_bytes"] - states(run) < 40_000
+    # 4 micro-batches: forward gathers each unit, backward all but the embedding; a norm's are kept by its block.
+    assert run["collectives"]["dp"]["all_gather"]["count"] > 4 * 2 * 3
+    assert run["timeline"][-1]["op"].startswith("W")
+
+
+def test_the_page_the_picture_and_a_refusal(runs: Runs) -> None:
+    assert runs.picture.stat().st_size > 10_000
+    assert "tp        all_gather" in runs.text
+    assert runs.refused == "error: --rank 2: a world of 2 has ranks 0 to 1; choose one"
+
+
+def test_a_missing_compiler_is_a_user_error() -> None:
+    command = [sys.executable, "tools/estimate.py", "--world", "2"]
+    environment = {**os.environ, "PATH": "/nonexistent"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 2
+    assert "requires a C++ compiler" in done.stderr
