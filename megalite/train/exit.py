@@ -21,6 +21,7 @@ from megalite.console import write_or_drop
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext, launched_together, shutdown, under_torchrun
+from megalite.dist.failures import FailureWatch, announce_failure
 from megalite.errors import LocalUserError, UserError
 from megalite.log import env_rank, logger, setup_logging, unfinished_code
 
@@ -87,8 +88,10 @@ def leaving_together() -> Iterator[None]:
     if under_torchrun():
         # Killed, it leaves its ranks running, and nobody could restart them: they save and exit.
         signal_when_parent_dies(signal.SIGTERM)
+    watch = FailureWatch(lambda failed: _leave_after(rank, failed))
     try:
         yield
+        watch.close()
     except UserError as e:
         if not isinstance(e, LocalUserError):
             _exit_after_rank_0(rank, 2)
@@ -110,16 +113,27 @@ def leaving_together() -> Iterator[None]:
         logger.error(f"{type(e).__name__}: {e}")
         _exit(1)
     except BaseException as e:
+        watch.close()
         if isinstance(e, PeerFailed) or _lost_peer(e):
-            text = "exiting: another rank failed first"
+            _last_words(rank, "exiting: another rank failed first")
         else:
-            text = traceback.format_exc()
-        lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
-        sys.stderr.flush()
-        with contextlib.suppress(OSError):
-            write_or_drop(2, lines.encode(errors="backslashreplace"), _READER_PATIENCE_S)
+            _last_words(rank, traceback.format_exc())
+            announce_failure(rank)
         _exit(1)
     shutdown()
+
+
+def _leave_after(rank: int, failed: int) -> None:
+    """End a rank that still waits for one that has failed."""
+    _last_words(rank, f"exiting: rank {failed} failed first")
+    _exit(1)
+
+
+def _last_words(rank: int, text: str) -> None:
+    lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        write_or_drop(2, lines.encode(errors="backslashreplace"), _READER_PATIENCE_S)
 
 
 def _exit_after_rank_0(rank: int, code: int) -> None:

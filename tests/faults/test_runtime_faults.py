@@ -125,6 +125,18 @@ def test_one_rank_raises(zygote: Zygote, tmp_path: Path) -> None:
     assert "[rank 0] exiting: another rank failed first" in left[0].err
 
 
+def test_one_rank_raises_while_another_waits_in_a_call(zygote: Zygote, tmp_path: Path) -> None:
+    """As NCCL's: no closed connection reaches it, and no signal's handler runs."""
+    arguments = [*RUN, *LAYOUTS[2], "--run-dir", str(tmp_path / "run")]
+    waits, fails = (
+        {"rank": rank, "kind": kind, "place": "step", "at": 3} for rank, kind in enumerate(("call", "fail"))
+    )
+    left = zygote.start(arguments, 2, tmp_path, waits, fails).end(within=30)
+    assert codes(left) == [1, 1]
+    assert "[rank 1] Traceback" in left[1].err
+    assert left[0].err.endswith("[rank 0] exiting: rank 1 failed first\n")
+
+
 def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """Row 35, for a loader that is a thread: what ends it is an exception, and every rank hears of it in the step."""
     left = start(zygote, tmp_path, 2, fault={"rank": 1, "kind": "fail", "place": "data", "at": 40}).end(within=60)

@@ -159,6 +159,12 @@ def loop_forever() -> None:
         pass
 
 
+def wait_outside_python() -> None:
+    """As in a CUDA call: other threads run, but no signal's handler does."""
+    while True:
+        ctypes.CDLL(None).sleep(1000)
+
+
 def wait_for_file(path: str) -> None:
     while not os.path.exists(path):
         time.sleep(0.01)
@@ -174,6 +180,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "loop": loop_forever,
     "gil": hold_interpreter,
+    "call": wait_outside_python,
     "hang": lambda: time.sleep(1000),
     "fail": fail,
     "slow": lambda: time.sleep(0.2),
