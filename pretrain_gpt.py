@@ -18,6 +18,7 @@ from megalite.log import env_rank
 from megalite.plan.dry_run import dry_run_report
 from megalite.train.exit import leaving_together
 from megalite.train.inputs import with_vocab_size
+from megalite.train.layout import settle_layout
 from megalite.train.loop import StepCallback, fit
 
 
@@ -26,7 +27,8 @@ def main(
 ) -> None:
     """Train as the command line says; a script of your own may add data and callbacks (see docs/extending.md)."""
     parsed = cli.parse(read_model=hf_model_config)
-    cfg, tp, pp = parsed.config, parsed.config.parallel.tp, parsed.config.parallel.pp
+    cfg = settle_layout(parsed)
+    tp, pp = cfg.parallel.tp, cfg.parallel.pp
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.
         grid = Grid.of(world_size(otherwise=tp * pp), tp, pp)

@@ -28,6 +28,7 @@ from megalite.dist.device import only_deterministic_kernels, pick_device
 from megalite.dist.grid import Grid
 from megalite.errors import require
 from megalite.log import env_rank, setup_logging
+from megalite.train.layout import settle_layout
 from megalite.train.run import Run, open_run
 
 
@@ -39,7 +40,7 @@ def configure(**options: Any) -> Config:
             command line, a model also comes from `init_from_hf=DIR`, and options from YAML files with `config=FILE`.
 
     Raises:
-        UserError: an option is unknown, or the values do not fit together.
+        UserError: an option is unknown, the values do not fit together, or nothing fits with `layout="auto"`.
     """
     words: list[str] = []
     for name, value in options.items():
@@ -51,7 +52,7 @@ def configure(**options: Any) -> Config:
     parsed = cli.parse(words, read_model=hf_model_config)
     only_prints = "print_config" if parsed.print_config else "dry_run" if parsed.dry_run else ""
     require(not only_prints, f"{only_prints}=True", "prints and trains nothing", "drop it")
-    return parsed.config
+    return settle_layout(parsed)
 
 
 def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> Run:

@@ -19,7 +19,18 @@ import yaml
 from megalite.config import megatron
 from megalite.config.model import ModelConfig
 from megalite.config.names import suggest
-from megalite.config.options import GROUP_OF, GROUPS, TYPES, Start, StrictLoader, choices_of, help_texts, read_value
+from megalite.config.options import (
+    GROUP_OF,
+    GROUPS,
+    LAYOUT,
+    LAYOUT_DETAILS,
+    TYPES,
+    Start,
+    StrictLoader,
+    choices_of,
+    help_texts,
+    read_value,
+)
 from megalite.config.refused import accept
 from megalite.config.run import Config
 from megalite.errors import UserError, show
@@ -27,11 +38,15 @@ from megalite.families import FAMILIES, PRESETS
 
 
 class Parsed(NamedTuple):
-    """A checked configuration, and whether to only print it (`print_config`) or its layout (`dry_run`)."""
+    """A checked configuration, and whether to only print it (`print_config`) or its layout (`dry_run`).
+
+    `layout` is None, or with `--layout auto` the names of the layout's options that flags have settled.
+    """
 
     config: Config
     print_config: bool
     dry_run: bool
+    layout: frozenset[str] | None = None
 
 
 class Given(NamedTuple):
@@ -72,7 +87,11 @@ def parse(
         raise SystemExit(0)
     flags, computed = _read_flags(tokens)
     start = Start(**{name: flags.pop(name).value for name in _START if name in flags})
-    layers = [_preset_layer(start.preset), *(_yaml_layer(Path(path)) for path in start.config), flags]
+    files = [read_yaml(Path(path)) for path in start.config]
+    if start.layout is not None:  # a flag, and so above what files say
+        chosen = {*LAYOUT, *LAYOUT_DETAILS}
+        files = [{name: given for name, given in file.items() if name not in chosen} for file in files]
+    layers = [_preset_layer(start.preset), *files, flags]
     if read_model is not None and "init_from_hf" in (merged := _merge(layers)):
         layers.insert(0, _folder_layer(merged["init_from_hf"], read_model))
     layers.insert(0, _family_layer(layers))
@@ -83,7 +102,8 @@ def parse(
             _add(flags, name, value, written)
     values = _values(layers)
     groups = {group: cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for group, cls in GROUPS.items()}
-    return Parsed(Config(**groups), start.print_config, start.dry_run)
+    settled = None if start.layout is None else frozenset((*LAYOUT, *LAYOUT_DETAILS)) & flags.keys()
+    return Parsed(Config(**groups), start.print_config, start.dry_run, settled)
 
 
 def to_yaml(config: Config) -> str:
@@ -142,8 +162,12 @@ def _folder_layer(folder: Given, read_model: Callable[[str], ModelConfig]) -> La
     return {name: Given(value, folder.written) for name, value in options.items() if name not in of_run}
 
 
-def _yaml_layer(path: Path) -> Layer:
-    """Options of a YAML file {group: {option: value}}."""
+def read_yaml(path: Path) -> Layer:
+    """Read the options of a YAML file {group: {option: value}}.
+
+    Raises:
+        UserError: it cannot be read, or is not one.
+    """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
     except OSError as e:
@@ -184,9 +208,11 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
+OTHERS = {"strategy": "layout"}
+"""Another spelling -> option."""
 _START = get_type_hints(Start)
 _HINTS = {**_START, **TYPES}
-_VALUED = {_dashed(name): name for name, hint in _HINTS.items() if hint is not bool} | megatron.RENAMED
+_VALUED = {_dashed(name): name for name, hint in _HINTS.items() if hint is not bool} | megatron.RENAMED | OTHERS
 _SWITCHES = {
     **{_dashed(name): {name: True} for name, hint in _HINTS.items() if hint is bool},
     **{f"no-{_dashed(name)}": {name: False} for name, hint in TYPES.items() if hint is bool},

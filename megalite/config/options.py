@@ -6,6 +6,8 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -28,6 +30,8 @@ class Start:
     """Print the resolved options as YAML and exit."""
     dry_run: bool = False
     """Print layout, parameters and memory per rank and exit."""
+    layout: Literal["auto"] | None = None
+    """Choose tp, pp, micro-batch size and so on for these ranks and their memory; those that flags give stay."""
     ignore_megatron_flags: bool = False
     """Drop flags of Megatron-LM that have no effect here, and log their names."""
 
@@ -42,6 +46,14 @@ TYPES: dict[str, Any] = {
 
 GROUP_OF: dict[str, str] = {f.name: group for group, cls in GROUPS.items() for f in dataclasses.fields(cls)}
 """Option -> its group."""
+
+LAYOUT = (
+    *("tp", "pp", "vp", "sequence_parallel", "schedule", "micro_batch_size"),
+    *("recompute", "zero", "zero_group", "offload"),
+)
+"""Options that `--layout auto` chooses."""
+LAYOUT_DETAILS = ("zero_keep", "zero_reduce", "offload_dir")
+"""Options that belong to some of these choices only."""
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -61,6 +73,19 @@ class StrictLoader(yaml.SafeLoader):
         if twice:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
+
+
+def with_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Return the config with other values of some options.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, value in options.items():
+        groups[GROUP_OF[name]][name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **values) for group, values in groups.items()}
+    return dataclasses.replace(config, **changed)
 
 
 def read_value(hint: Any, value: Any, written: str) -> Any:

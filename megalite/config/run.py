@@ -63,6 +63,8 @@ class RunConfig:
     """A:B profiles steps A to B - 1: a trace and a table of times per rank in RUN_DIR/profile."""
     memory_snapshot: bool = False
     """CUDA: record every allocation; write RUN_DIR/profile/memory_rank_N.pickle at the end or when out of memory."""
+    calibration: str | None = None
+    """Constants of this machine (see tools/plan.py calibrate), to predict step times for --layout auto and the log."""
     tensorboard: bool = False
     """Also write TensorBoard events to RUN_DIR/tensorboard."""
     wandb_project: str | None = None

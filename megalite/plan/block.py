@@ -92,10 +92,11 @@ class Rates:
 
     def gemm(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of a product (m, k) x (k, n): by its tiles, or by the memory that it reads and writes."""
-        tiles = -(-m // 128) * -(-n // 128)
+        side = self.device.tile
+        tiles = -(-m // side) * -(-n // side)
         waves = tiles * batch / self.device.units
         busy = waves if waves < 1 else waves / (waves + (1 - 1 / waves) / 2)
-        busy *= m * n / (tiles * 128 * 128) * k / (k + self.constants.gemm_depth)
+        busy *= m * n / (tiles * side * side) * k / (k + self.constants.gemm_depth)
         compute = 2 * m * n * k / (self.peak * self.device.gemm * busy)
         return batch * max(compute, self.element * (m * k + k * n + m * n) / self.memory)
 

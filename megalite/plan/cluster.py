@@ -30,6 +30,7 @@ class Device:
         network: usual bytes/s of its network card, one direction.
         memory: bytes.
         units: streaming multiprocessors, over which the tiles of a matrix product are dealt.
+        tile: rows and columns of such a tile.
         domain: GPUs that share NVLink.
         host_link: bytes/s to the host's memory, one direction.
         host_memory: bytes of host memory per GPU, as in the vendor's own servers.
@@ -49,6 +50,7 @@ class Device:
     host_link: float = 25e9
     host_memory: float = 250e9
     host_bandwidth: float = 40e9
+    tile: int = 128
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

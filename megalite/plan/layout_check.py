@@ -31,6 +31,8 @@ def check_layout(script: Sequence[str], world: int, read_model: Callable[[str], 
     parsed = cli.parse(list(script[1:]), read_model=read_model)
     if not (parsed.print_config or parsed.dry_run):
         grid = Grid.of(world, parsed.config.parallel.tp, parsed.config.parallel.pp)
+        if parsed.layout is not None:  # chosen by the ranks, who see their devices
+            return
         names_of(parsed.config, grid["dp"])
         if parsed.config.parallel.zero_group != "node":  # how many ranks a host has is not known yet
             parsed.config.zero_group_size(grid["dp"], world)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalite.config.options import LAYOUT
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
@@ -17,13 +18,10 @@ from megalite.plan.time import StepTime, step_time
 
 SHARE = 0.9
 """Share of the device's memory that a layout may use: the rest is for the allocator, the context and buffers."""
-_SAME_TIME = 1.03
+SAME_TIME = 1.03
+"""Times within this factor count as equal: then the simpler layout is better."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _MOST_PP = 64
-
-OPTIONS = ("tp", "pp", "vp", "sequence_parallel", "schedule", "micro_batch_size", "recompute",
-           "zero", "zero_group", "offload")  # fmt: skip
-"""What a search chooses, by the names of the flags."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Found:
     def options(self) -> dict[str, Any]:
         """What distinguishes the layout, by the names of the flags."""
         groups = (self.cfg.parallel, self.cfg.train)
-        return {name: next(getattr(g, name) for g in groups if hasattr(g, name)) for name in OPTIONS}
+        return {name: next(getattr(g, name) for g in groups if hasattr(g, name)) for name in LAYOUT}
 
     @property
     def cause(self) -> str | None:
@@ -90,11 +88,11 @@ def search(
 ) -> list[Found]:
     """Evaluate every layout, those that fit first, by time.
 
-    Offload of the optimizer is considered only where nothing fits without it.
+    Offload is considered only where nothing fits without it, and that of weights only where the others do not suffice.
 
     Args:
         cfg: the run; its options in `fixed` stay as they are.
-        fixed: names of `OPTIONS`.
+        fixed: names of `LAYOUT`.
         limit: bytes that a rank may use; default: `SHARE` of the device.
         host_limit: bytes of host memory per rank; default: `SHARE` of what the cluster's hosts have.
 
@@ -105,9 +103,9 @@ def search(
     host_limit = SHARE * cluster.device.host_memory if host_limit is None else host_limit
     kept = frozenset(fixed)
     found = list(_evaluate(cfg, cluster, kept, limit, host_limit, ("none",)))
-    if not any(f.fits for f in found) and "offload" not in kept:
-        more = ("activations", "optimizer", "optimizer+params")
-        found += _evaluate(cfg, cluster, kept, limit, host_limit, more)
+    for more in ("activations", "optimizer"), ("optimizer+params",):
+        if not any(f.fits for f in found) and "offload" not in kept:
+            found += _evaluate(cfg, cluster, kept, limit, host_limit, more)
     if not found:
         held = " ".join(f"--{name.replace('_', '-')}" for name in sorted(kept))
         raise UserError(
@@ -124,7 +122,7 @@ def pick(found: list[Found]) -> Found | None:
     if not fits:
         return None
     best = min(f.time.total for f in fits)
-    return min((f for f in fits if f.time.total <= best * _SAME_TIME), key=lambda f: (f.order, f.time.total))
+    return min((f for f in fits if f.time.total <= best * SAME_TIME), key=lambda f: (f.order, f.time.total))
 
 
 def why_not(layout: Found, found: list[Found]) -> str | None:
@@ -157,7 +155,7 @@ def cheapest_change(layout: Found, found: list[Found]) -> Found | None:
 def _distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:
     """Number of choices that differ; the schedule follows vp, the group follows zero."""
     follows = {"schedule": "vp", "zero_group": "zero", "sequence_parallel": "tp"}
-    return len({follows.get(name, name) for name in OPTIONS if a[name] != b[name]})
+    return len({follows.get(name, name) for name in LAYOUT if a[name] != b[name]})
 
 
 def _difference(a: Found, b: Found) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config import cli
 from megalite.config import megatron as aliases
 from megalite.config.cli import parse
 from megalite.config.options import TYPES, Start
@@ -98,7 +99,7 @@ def trainer_flags() -> set[str]:
     """Flags of pretrain_gpt.py, ours and theirs (those refused by name as well: pages say that they are refused)."""
     options = [*TYPES, *Start.__dataclass_fields__, *(f"no_{option}" for option in TYPES)]
     refused = [flag for entry in [*MEGATRON, *OTHERS] for flag in entry.flags]
-    theirs = [*aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *refused]
+    theirs = [*cli.OTHERS, *aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *refused]
     return {"--help", *(f"--{option.replace('_', '-')}" for option in options), *(f"--{flag}" for flag in theirs)}
 
 
