@@ -103,8 +103,11 @@ def require(ok: bool, given: str, rule: str, remedy: str) -> None:
         raise UserError(given, rule, remedy)
 
 
-def in_range(owner: Any, names: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Check low <= value < high (`above`: low < value) for the options in `names`; None is skipped."""
+def in_range(owner: Any, names: str, low: float, high: float, *, above: bool = False) -> None:
+    """Check low <= value < high (`above`: low < value) for the options in `names`; None is skipped.
+
+    Where no natural limit is known, `high` is far beyond any use: a slip of the finger must not take all memory.
+    """
     for name in names.split():
         value, flag = getattr(owner, name), "--" + name.replace("_", "-")
         top = "finite" if high == math.inf else f"below {high}"

@@ -27,6 +27,9 @@ from schedule_views import (
     read_recording,
 )
 
+# Each is an object; a schedule of so many takes minutes.
+_MAX_PASSES = 1_000_000
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -136,6 +139,10 @@ def _check_combinations(args: argparse.Namespace) -> None:
             "there is nothing to show",
             "pass a schedule and its numbers, or a run directory (see --help)",
         )
+    passes = abs(args.pp * args.vp * args.num_microbatches)
+    if passes > _MAX_PASSES:
+        given = f"--pp {args.pp} --vp {args.vp} --num-microbatches {args.num_microbatches}"
+        raise UserError(given, f"makes {passes} passes, more than {_MAX_PASSES}", "lower one of the numbers")
     if args.step is not None:
         raise UserError(f"--step {args.step} without --run", "only a recording has steps", "pass --run DIR")
     if args.max_activations is not None and args.schedule != "auto":

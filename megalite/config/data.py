@@ -45,3 +45,14 @@ class DataConfig:
                 "synthetic sequences have neither documents nor answers",
                 "give --data PREFIX, or drop it",
             )
+        files = " ".join(
+            f"{flag} {' '.join(words)}"
+            for flag, words in (("--data", self.data), ("--valid-data", self.valid_data))
+            if words
+        )
+        require(
+            not (self.mock_data and files),
+            f"--mock-data with {files}",
+            "the files would not be read: a run has one source of samples",
+            "drop one of the two",
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from megalite.families.parts import ACTIVATIONS, NORMS, Activation, Norm
 
 # Lists of parameters are made by layer: a number without a limit would take all memory before anything is looked at.
 _MAX_LAYERS = 10_000
+_MAX_FACTOR = 10**6
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         require(
-            1 <= self.factor < math.inf
-            and 0 < self.low_freq_factor < self.high_freq_factor < math.inf
-            and self.original_max_position_embeddings >= 1,
+            1 <= self.factor < _MAX_FACTOR
+            and 0 < self.low_freq_factor < self.high_freq_factor < _MAX_FACTOR
+            and 1 <= self.original_max_position_embeddings < 2**30,
             f"--rope-scaling {dataclasses.asdict(self)}",
-            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor and a positive original length",
+            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, both factors below a million, and a positive "
+            "original length",
             "take the values of the model's config.json",
         )
 
@@ -116,13 +117,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_names(self)
         in_range(self, "num_layers", 1, _MAX_LAYERS + 1)
-        in_range(self, "hidden_size num_heads num_kv_heads head_dim ffn_hidden_size seq_len", 1)
-        in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1)
-        in_range(self, "window_pattern", 0)
-        in_range(self, "vocab_size", 2)
-        in_range(self, "norm_eps rope_theta rope_fraction init_std", 0, above=True)
-        in_range(self, "rope_theta_local attention_softcap logit_softcap", 0, above=True)
-        in_range(self, "rope_linear_factor", 1)
+        in_range(self, "hidden_size num_heads num_kv_heads head_dim", 1, 2**20 + 1)
+        in_range(self, "ffn_hidden_size", 1, 2**24)
+        in_range(self, "seq_len max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
+        in_range(self, "window_pattern", 0, _MAX_LAYERS)
+        in_range(self, "vocab_size", 2, 10**8)
+        in_range(self, "norm_eps rope_fraction init_std", 0, 100, above=True)
+        in_range(self, "rope_theta rope_theta_local attention_softcap logit_softcap", 0, 1e12, above=True)
+        in_range(self, "rope_linear_factor", 1, 10**6)
         in_range(self, "hidden_dropout attention_dropout", 0, 1)
         self._default("num_kv_heads", self.num_heads)
         if self.head_dim is None:

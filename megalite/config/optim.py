@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -60,9 +61,17 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        in_range(self, "lr eps loss_scale initial_loss_scale min_loss_scale", 0, above=True)
-        in_range(self, "clip_grad weight_decay warmup_steps init_lr", 0)
-        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis", 1)
+        # A rate that makes weights overflow is found where it does: nothing of such state is saved.
+        in_range(self, "lr", 0, math.inf, above=True)
+        in_range(self, "init_lr", 0, math.inf)
+        in_range(self, "eps", 0, 100, above=True)
+        in_range(self, "weight_decay", 0, 1000)
+        # Beyond fp32.
+        in_range(self, "clip_grad", 0, 1e38)
+        # Times a loss, its gradients are still far from the end of fp32.
+        in_range(self, "loss_scale initial_loss_scale min_loss_scale", 0, 2.0**65, above=True)
+        in_range(self, "warmup_steps", 0, 10**10)
+        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis", 1, 10**10)
         in_range(self, "beta1 beta2", 0, 1)
         require(
             0 <= self.min_lr <= self.lr,

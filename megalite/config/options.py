@@ -146,7 +146,7 @@ def _convert(kind: Any, value: Any) -> Any:
     if words := choices_of(kind):
         choices = words if names_in(kind) else get_args(kind)
         return choices[words.index(str(value))]
-    if kind is int and isinstance(value, float):
+    if kind is int and isinstance(value, float) or kind is str and "\0" in str(value):
         raise ValueError
     return kind(value)
 
@@ -161,5 +161,5 @@ def _rule_of(hint: Any) -> str:
     elif get_origin(kind) is tuple:
         rule = "a list"
     else:
-        rule = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+        rule = {bool: "true or false", int: "a whole number", float: "a number", str: "text without zero bytes"}[kind]
     return f"must be {rule}" + ("" if kind is hint else " or null")

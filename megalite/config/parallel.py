@@ -52,8 +52,10 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        in_range(self, "tp pp vp bucket_size vocab_divisible_by", 1)
-        in_range(self, "zero_whole_below", 0)
+        in_range(self, "tp pp vp", 1, 100_000)
+        in_range(self, "bucket_size", 1, 2**40)
+        in_range(self, "vocab_divisible_by", 1, 1_000_000)
+        in_range(self, "zero_whole_below", 0, 2**40)
         require(
             re.fullmatch(r"full|node|(dp/)?[1-9]\d*", self.zero_group) is not None,
             f"--zero-group {self.zero_group}",

@@ -16,6 +16,8 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
 from megalite.errors import in_range, require, step_range
 
+_MAX_MICROBATCHES = 100_000
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -71,11 +73,12 @@ class RunConfig:
     """Also log to this Weights & Biases project (offline without an API key)."""
 
     def __post_init__(self) -> None:
-        in_range(self, "save_every save_model_every eval_every", 0)
-        in_range(self, "eval_steps log_every", 1)
-        in_range(self, "keep_last", 2)
-        in_range(self, "watchdog_timeout", 0)
-        in_range(self, "spike_threshold", 1, above=True)
+        in_range(self, "save_every save_model_every eval_every", 0, 10**10)
+        in_range(self, "eval_steps log_every", 1, 10**10)
+        in_range(self, "keep_last", 2, 10**6)
+        # Shorter than a step, or than the reading of a file in set-up, it would end healthy runs.
+        in_range(self, "watchdog_timeout", 1 if self.watchdog_timeout != 0 else 0, 10**7)
+        in_range(self, "spike_threshold", 1, 10**6, above=True)
         resets = [f"--reset-{name}" for name in ("data", "optimizer", "step") if getattr(self, f"reset_{name}")]
         require(
             not resets or self.resume not in ("latest", "never"),
@@ -194,4 +197,12 @@ class Config:
             f"must be divisible by micro-batch size {t.micro_batch_size} x dp {dp} = {per_pass}",
             f"use {max(1, round(t.global_batch_size / per_pass)) * per_pass}, or change --micro-batch-size",
         )
-        return t.global_batch_size // per_pass
+        number = t.global_batch_size // per_pass
+        # The schedule lists every pass of every micro-batch before the first step.
+        require(
+            number <= _MAX_MICROBATCHES,
+            f"--global-batch-size {t.global_batch_size}",
+            f"makes {number} micro-batches per step on each of {dp} data-parallel ranks, more than {_MAX_MICROBATCHES}",
+            "raise --micro-batch-size, or use more ranks",
+        )
+        return number

@@ -46,10 +46,12 @@ class TrainConfig:
     """With --offload optimizer: keep them on disk instead, in scratch files in this directory."""
 
     def __post_init__(self) -> None:
-        in_range(self, "micro_batch_size global_batch_size train_steps", 1)
+        in_range(self, "micro_batch_size", 1, 100_000)
+        in_range(self, "global_batch_size", 1, 10**7)
+        in_range(self, "train_steps", 1, 10**10)
         in_range(self, "seed", 0, 2**63)
         in_range(self, "label_smoothing", 0, 1)
-        in_range(self, "loss_chunk", 0)
+        in_range(self, "loss_chunk", 0, 10**9)
         require(
             not (self.loss_chunk and self.label_smoothing),
             f"--loss-chunk {self.loss_chunk} with --label-smoothing {self.label_smoothing}",

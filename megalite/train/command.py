@@ -17,6 +17,8 @@ from megalite.log import logger, setup_logging
 from megalite.plan.layout_check import check_layout
 
 _PORT = 29500
+# No host has so many GPUs, or cores for so many ranks.
+_MOST_RANKS = 1024
 
 _DESCRIPTION = """Start the ranks of this host: megalite train --nproc 8 --tp 2 --pp 2 --preset llama-3-8b ...
 
@@ -97,13 +99,13 @@ def _script(words: Sequence[str]) -> list[str]:
 
 
 def _check(args: argparse.Namespace, nproc: int) -> None:
-    for flag, value, low in (
-        ("--nproc", nproc, 1),
-        ("--max-restarts", args.max_restarts, 0),
-        ("--nnodes", args.nnodes, 1),
-        ("--shutdown-timeout", args.shutdown_timeout or 1, 1),
+    for flag, value, low, high in (
+        ("--nproc", nproc, 1, _MOST_RANKS),
+        ("--max-restarts", args.max_restarts, 0, 10**6),
+        ("--nnodes", args.nnodes, 1, 10**5),
+        ("--shutdown-timeout", args.shutdown_timeout or 1, 1, 10**6),
     ):
-        require(value >= low, f"{flag} {value}", f"must be at least {low}", f"use {flag} {low} or more")
+        require(low <= value <= high, f"{flag} {value}", f"must be from {low} to {high}", "give a number in that range")
     require(0 < args.master_port < 65536, f"--master-port {args.master_port}", "is not a port", "use 1 to 65535")
     rank, nodes = args.node_rank, args.nnodes
     require(0 <= rank < nodes, f"--node-rank {rank}", f"must be below --nnodes {nodes}", "number the hosts from 0")

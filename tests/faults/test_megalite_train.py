@@ -177,7 +177,8 @@ def test_ranks_that_do_not_end_are_killed_after_the_shutdown_timeout(tmp_path: P
     [
         (["--nproc", "3", "--tp", "2"], "--tp 2 --pp 1 on 3 ranks: "),
         (["--nproc", "x"], "megalite train: argument --nproc"),
-        (["--nproc", "0"], "--nproc 0: must be at least 1"),
+        (["--nproc", "0"], "--nproc 0: must be from 1 to 1024"),
+        (["--nproc", "999999999"], "--nproc 999999999: must be from 1 to 1024"),
         (["--nproc", "2", "--nnodes", "2"], "--nnodes 2: needs --master-addr; use tools/launch.py"),
         (["--nproc", "2", "--nnodes", "2", "--master-addr", "n", "--max-restarts", "1"], "--max-restarts with"),
         (["--nproc", "2", "--nnodes", "2", "--master-addr", "n", "--node-rank", "2"], "--node-rank 2: must be below"),

@@ -30,6 +30,7 @@ from megalite.data.tokens import IndexedDatasetWriter, token_dtype
 from megalite.errors import UserError
 from megalite.log import logger
 
+_MAX_WORKERS = 1024
 _MAX_LOGGED = 10  # bad records logged one by one; all are counted
 
 
@@ -104,8 +105,8 @@ def preprocess(
     old = next((file for file in files if os.path.exists(file)), None)
     if old is not None and not overwrite:
         raise UserError(f"--out {out_prefix}", f"{old} exists", "choose another prefix, or give --overwrite")
-    if workers < 1:
-        raise UserError(f"--workers {workers}", "must be at least 1", "omit it for one per core")
+    if not 1 <= workers <= _MAX_WORKERS:
+        raise UserError(f"--workers {workers}", f"must be from 1 to {_MAX_WORKERS}", "omit it for one per core")
     if chat_template is not None and not chat:
         raise UserError(f"--chat-template {chat_template}", "applies to conversations", "add --chat, or drop it")
     paths = expand_inputs(inputs)

@@ -174,6 +174,7 @@ YAML_ERRORS = [
     ("train: {deterministic: 'yes'}", "train.deterministic yes: must be true or false"),
     ("run: {run_dir: null}", "run.run_dir None: must be text"),
     ("run: {resume: no}", "run.resume False: must be text"),
+    ('run: {run_dir: "a\\0b"}', "run.run_dir a\\x00b: must be text without zero bytes"),
     ("data: {data: {A: 0.7}}", "must be a list"),
     ("train: {precision: fp8}", "train.precision fp8: must be one of fp32, bf16, fp16"),
     ("model: {rope_scaling: {factor: true}}", "must be a mapping of factor"),
@@ -257,7 +258,7 @@ def test_printed_preset_reads_back_equal(preset: str, tmp_path: Path) -> None:
     assert config("--config", str(tmp_path / "c.yaml"), "--seed", "5").train.seed == 5
 
 
-positive = st.floats(min_value=1e-30, max_value=1e30)
+positive = st.floats(min_value=1e-30, max_value=99.0)
 word = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(lambda x: x != "None")
 prefix = word.filter(lambda x: not x.startswith("-"))
 OVERRIDES: dict[str, st.SearchStrategy[Any]] = {
@@ -267,7 +268,7 @@ OVERRIDES: dict[str, st.SearchStrategy[Any]] = {
     "vocab-size": st.integers(2, 10**6),
     "norm-eps": positive,
     "rope-theta": positive,
-    "rope-scaling": st.builds("{{factor: {}}}".format, st.floats(1, 1e6)),
+    "rope-scaling": st.builds("{{factor: {}}}".format, st.floats(1, 1e5)),
     "activation": st.sampled_from(["swiglu", "geglu", "gelu", "gelu_tanh"]),
     "data": st.lists(prefix, min_size=1, max_size=4),
     "tokenizer": word,
@@ -279,11 +280,11 @@ OVERRIDES: dict[str, st.SearchStrategy[Any]] = {
     "lr": positive,
     "eps": positive,
     "loss-scale": positive,
-    "lr-decay-steps": st.integers(1, 10**12),
+    "lr-decay-steps": st.integers(1, 10**9),
     "beta1": st.floats(0, 1, exclude_max=True),
     "zero": st.sampled_from([0, 1]),
 }
-SWITCHES = ["shuffle", "mock-data", "tensorboard", "deterministic", "qkv-bias", "tie-embeddings"]
+SWITCHES = ["shuffle", "tensorboard", "deterministic", "qkv-bias", "tie-embeddings"]
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_args
+from typing import get_type_hints as hints
 
 import pytest
 
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.optim import OptimConfig
+from megalite.config.options import GROUPS
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config, RunConfig
 from megalite.config.train import TrainConfig
@@ -52,7 +54,7 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
     (ModelConfig, {"vocab_size": 1}, "--vocab-size 1", "must be at least 2"),
     (ModelConfig, {"rope_fraction": 1.5}, "--rope-fraction 1.5", "from 2 to 64"),
     (ModelConfig, {"rope_fraction": 0.01}, "--rope-fraction 0.01", "from 2 to 64"),
-    (ModelConfig, {"rope_fraction": math.inf}, "--rope-fraction inf", "finite"),
+    (ModelConfig, {"rope_fraction": math.inf}, "--rope-fraction inf", "below 100"),
     (ModelConfig, {"norm_eps": 0.0}, "--norm-eps 0.0", "must be more than 0"),
     (ModelConfig, {"init_std": math.nan}, "--init-std nan", "must be more than 0"),
     (ModelConfig, {"hidden_dropout": 1.0}, "--hidden-dropout 1.0", "below 1"),
@@ -79,6 +81,9 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
     (RunConfig, {"keep_last": 1}, "--keep-last 1", "must be at least 2"),
     (RunConfig, {"save_every": -1}, "--save-every -1", "must be at least 0"),
     (RunConfig, {"run_dir": ""}, "--run-dir ''", "is empty"),
+    (RunConfig, {"watchdog_timeout": 0.01}, "--watchdog-timeout 0.01", "must be at least 1"),
+    (DataConfig, {"mock_data": True, "data": ("text",)}, "--mock-data with --data text", "would not be read"),
+    (DataConfig, {"mock_data": True, "valid_data": ("v",)}, "--mock-data with --valid-data v", "would not be read"),
 ]
 
 
@@ -126,11 +131,37 @@ def test_sequence_parallel_needs_tp() -> None:
 
 def test_microbatches() -> None:
     assert Config(train=TrainConfig(global_batch_size=32, micro_batch_size=8)).num_microbatches(2) == 2
+    with pytest.raises(
+        UserError, match="--global-batch-size 1600000: makes 200000 micro-batches per step on each of 1"
+    ):
+        Config(train=TrainConfig(global_batch_size=1_600_000, micro_batch_size=8)).num_microbatches(1)
     for batch, dp in ((33, 2), (32, 3)):
         with pytest.raises(
             UserError, match=rf"--global-batch-size {batch}: must be divisible by .* dp {dp} = {8 * dp};"
         ):
             Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=8)).num_microbatches(dp)
+
+
+# A rate has no natural upper limit; what it does to weights is looked at before every save.
+NO_UPPER_LIMIT = {"lr", "init_lr", "min_lr"}
+NUMBERS = [
+    (cls, field.name)
+    for cls in (*GROUPS.values(), RopeScaling)
+    for field in dataclasses.fields(cls)
+    if {int, float} & {hints(cls)[field.name], *get_args(hints(cls)[field.name])}
+]
+
+
+@pytest.mark.parametrize(("cls", "name"), NUMBERS, ids=lambda x: x if isinstance(x, str) else "")
+def test_every_number_has_a_range(cls: type, name: str) -> None:
+    """What no run can use is refused with the option's name before anything is built from it."""
+    absurd: list[float] = [-1, -(10**40), math.nan, -math.inf, math.inf]
+    absurd += [] if name in NO_UPPER_LIMIT else [1e300, 10**40]
+    for value in absurd:
+        with pytest.raises(UserError) as caught:
+            cls(**{name: value})
+        flag = "--rope-scaling" if cls is RopeScaling else f"--{name.replace('_', '-')}"
+        assert str(caught.value).startswith(flag), (name, value)
 
 
 def test_frozen_and_names_unique() -> None:

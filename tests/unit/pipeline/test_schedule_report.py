@@ -126,6 +126,7 @@ def test_figure_draws_every_op_and_transfer_once():
         (["--stage-scale", "1", "nan", "1"], ["--stage-scale 1.0 nan 1.0"]),
         (["--max-activations", "4"], ["--max-activations 4", "--schedule auto"]),
         (["--vp", "2"], ["1f1b with vp 2"]),
+        (["--vp", "1000000000"], ["--vp 1000000000", "more than 1000000"]),
         (["--png", "picture.xyz"], ["picture.xyz", ".svg"]),
         (["--perfetto", "no/such/place.json"], ["no/such/place.json", "cannot be written"]),
         (["--png", "no/such/place.png"], ["no/such/place.png", "cannot be written"]),
