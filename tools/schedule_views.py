@@ -5,7 +5,6 @@ A recording (`--record-schedule`) has times in seconds; here they are in millise
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.errors import UserError
+from megalite.foreign import parse_json
 from megalite.pipeline.schedule import Costs, Op, Product, Schedule, build_schedule, needed_by
 from megalite.pipeline.simulate import Event, Simulation
 
@@ -76,7 +76,7 @@ def read_recording(run_dir: Path) -> Recording:
     while len(heads) < pp:
         path = folder / f"pipeline_rank_{len(heads)}.jsonl"
         try:
-            head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+            head, *lines = (parse_json(line) for line in path.read_text().splitlines())
             heads.append((head["schedule"], int(head["pp"]), int(head["vp"]), int(head["num_microbatches"])))
             per_rank.append({int(line["step"]): line["ops"] for line in lines})
         except OSError:

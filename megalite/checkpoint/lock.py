@@ -20,6 +20,7 @@ from typing import Any
 from megalite.checkpoint.safetensors_io import write_file
 from megalite.child import stat_of
 from megalite.errors import UserError
+from megalite.foreign import BadFile, parse_json
 from megalite.log import logger
 
 
@@ -195,10 +196,10 @@ def _exists(pid: int) -> bool:
 def _parse(data: bytes) -> dict[str, Any] | None:
     try:
         # A lock of an earlier version has no machine and no namespace: it proves nothing.
-        owner = {"machine": "", "namespace": "unknown", **json.loads(data)}
+        owner = {"machine": "", "namespace": "unknown", **parse_json(data)}
         strings = ("run_id", "host", "machine", "boot", "namespace", "started")
         ok = isinstance(owner["pid"], int) and all(isinstance(owner[k], str) for k in strings)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (BadFile, KeyError, TypeError):
         return None
     return owner if ok else None
 

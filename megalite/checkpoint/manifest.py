@@ -24,6 +24,7 @@ from megalite.checkpoint.safetensors_io import (
     open_inside,
     read_exactly,
 )
+from megalite.foreign import BadFile, parse_json
 from megalite.slices import Slice
 
 _MAX_DIMS = 8
@@ -31,6 +32,7 @@ FORMAT, VERSION = "megalite-checkpoint", 1
 # Real manifests stay far below this per shard; a larger one is refused before it is parsed.
 _MAX_PER_FILE = 4 << 20
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
+_QUOTED_FILE = re.compile(rb'"([A-Za-z0-9_.-]+\.safetensors)"')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,1000}")
 # Types that a state is read from.
 _TYPES = ("F32", "BF16", "F16")
@@ -100,9 +102,9 @@ class Manifest:
             BadCheckpoint: an entry breaks a rule; both are named.
         """
         try:
-            content = json.loads(data)
-        except (ValueError, RecursionError) as e:
-            raise BadCheckpoint(where, f"is not JSON ({type(e).__name__}: {str(e)[:200]})") from None
+            content = parse_json(data)
+        except BadFile as e:
+            raise BadCheckpoint(where, str(e)) from None
         try:
             return cls._parse(content)
         except (_Rule, BadMeta, KeyError, TypeError, ValueError, AttributeError) as e:
@@ -261,10 +263,14 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         BadCheckpoint: no COMMIT, another manifest than the committed one, or one that breaks a rule.
     """
-    # Sizes first, so that no unreasonable file is read into memory.
-    shards = sum(1 for e in os.scandir(folder) if e.name.endswith(".safetensors")) if folder.is_dir() else 0
+    # Sizes first, so that no unreasonable file is read into memory, nor parsed, which takes ten times as much.
+    found = {e.name.encode(): _allowed(e) for e in os.scandir(folder)} if folder.is_dir() else {}
     commit = _read_small(folder, "COMMIT", 1024)
-    data = _read_small(folder, "manifest.json", _MAX_PER_FILE * (1 + shards))
+    data = _read_small(folder, "manifest.json", _MAX_PER_FILE + sum(found.values()))
+    named = set(_QUOTED_FILE.findall(data))
+    limit = _MAX_PER_FILE + sum(allowed for name, allowed in found.items() if name in named)
+    if len(data) > limit:
+        raise _too_large(folder / "manifest.json", len(data), limit)
     if commit != commit_text(data):
         raise BadCheckpoint(
             str(folder / "manifest.json"), "its SHA-256 differs from the one in COMMIT: one of the two was changed"
@@ -272,12 +278,23 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.from_json(data, str(folder / "manifest.json"))
 
 
+def _allowed(entry: os.DirEntry[str]) -> int:
+    """Return how much longer a manifest may be for a shard: its entries are about as long as the shard's header."""
+    if not (_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
+        return 0
+    return min(entry.stat(follow_symlinks=False).st_size, _MAX_PER_FILE)
+
+
+def _too_large(path: Path, size: int, limit: int) -> BadCheckpoint:
+    return BadCheckpoint(str(path), f"has {size} bytes, more than the limit of {limit}")
+
+
 def _read_small(folder: Path, name: str, limit: int) -> bytes:
     fd = open_inside(folder, name)
     try:
         size = os.fstat(fd).st_size
         if size > limit:
-            raise BadCheckpoint(str(folder / name), f"has {size} bytes, more than the limit of {limit}")
+            raise _too_large(folder / name, size, limit)
         data = bytearray(size)
         read_exactly(fd, memoryview(data), 0, folder / name)
     finally:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
+from megalite.foreign import BadFile, parse_json
 
 # Checksums are per block, so that damage can be located and ranks can share the checking.
 BLOCK = 8 << 20
@@ -151,8 +152,8 @@ def header_entry(dtype: str, shape: tuple[int, ...], begin: int) -> dict[str, An
 def parse_header(data: bytes | bytearray) -> dict[str, Any] | None:
     """Parse the length and the JSON header of a safetensors file; None when `data` is anything else."""
     try:
-        header = json.loads(data[8:])
+        header = parse_json(data[8:])
         header.pop("__metadata__", None)
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (BadFile, TypeError, AttributeError):
         return None
     return header if int.from_bytes(data[:8], "little") == len(data) - 8 else None

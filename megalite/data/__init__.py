@@ -6,13 +6,13 @@ from megalite.data.build import (
     build_datasets,
     check_tokenizer_matches,
     prefixes_of,
-    read_sidecar,
 )
 from megalite.data.loader import BatchLoader
 from megalite.data.own import OwnDataset, Samples
 from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
+from megalite.data.sidecar import read_sidecar
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 

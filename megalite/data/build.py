@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from megalite.data.blend import BlendedDataset
 from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.samples import Dataset, GPTDataset, split_documents
+from megalite.data.sidecar import read_sidecar
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
@@ -27,6 +27,11 @@ class Datasets:
 
     train: Dataset
     valid: Dataset | None
+
+    def content_hashes(self) -> dict[str, str | None]:
+        """Return what identifies the data in a checkpoint's metadata."""
+        valid = self.valid.content_hash() if self.valid is not None else None
+        return {"data_hash": self.train.content_hash(), "valid_data_hash": valid}
 
 
 def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
@@ -68,6 +73,7 @@ def build_datasets(
     loss_on: Literal["answers", "all", "last"] = "all",
     loss_per: Literal["token", "sample"] = "token",
     long_documents: Literal["cut", "drop"] = "cut",
+    share: tuple[int, int] = (0, 1),
 ) -> Datasets:
     """Open, check and split the data.
 
@@ -84,19 +90,20 @@ def build_datasets(
             otherwise there is no evaluation data.
         document_mask: tell where documents begin in samples cut from the text; packed ones always do.
         loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`.
+        share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
 
     Raises:
-        UserError: files missing, damaged or of a larger vocabulary, a split shorter than one sample, a malformed
-            argument.
+        UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample, a
+            malformed argument.
     """
-    sources = _open(data, vocab_size)
+    sources = _open(data, vocab_size, share)
     train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
     kinds = partial(_dataset_of, document_mask=document_mask, on=loss_on, per=loss_per, long_documents=long_documents)
     make = partial(_dataset, kinds, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
     evaluated: Dataset | None
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
-        evaluated = make("valid", _open(valid_data, vocab_size), shuffle=False)
+        evaluated = make("valid", _open(valid_data, vocab_size, share), shuffle=False)
         return Datasets(make("train", sources, shuffle=shuffle), evaluated)
     weights = [float(weight) for weight in split.split(",")]
     has_valid = len(weights) > 1 and weights[1] > 0
@@ -141,10 +148,11 @@ def _dataset(
     return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, [weight for weight, _ in sources])
 
 
-def _open(data: Sequence[str], vocab_size: int | None) -> list[tuple[float, IndexedDataset]]:
+def _open(data: Sequence[str], vocab_size: int | None, share: tuple[int, int]) -> list[tuple[float, IndexedDataset]]:
     opened = []
     for weight, prefix in parse_data(data):
         indexed, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
+        indexed.verify(*share)
         if sidecar is not None and vocab_size is not None and sidecar["vocab_size"] > vocab_size:
             raise UserError(
                 f"--vocab-size {vocab_size}",
@@ -153,29 +161,6 @@ def _open(data: Sequence[str], vocab_size: int | None) -> list[tuple[float, Inde
             )
         opened.append((weight, indexed))
     return opened
-
-
-def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-    """Return the contents of `PREFIX.json`, None if there is no such file (data made by Megatron-LM).
-
-    Raises:
-        UserError: the file was not written by preprocessing.
-    """
-    path = Path(f"{prefix}.json")
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as e:
-        raise UserError(str(path), f"cannot be read ({e})", "preprocess the text again, or remove the file") from e
-    if (
-        not isinstance(content, dict)
-        or not isinstance(content.get("vocab_size"), int)
-        or "tokenizer_sha256" not in content
-    ):
-        rule = "must hold tokenizer_sha256 and vocab_size, as preprocess_data.py writes them"
-        raise UserError(str(path), rule, "preprocess the text again, or remove the file")
-    return content
 
 
 def check_tokenizer_matches(prefixes: str | Path | Sequence[str], tokenizer: Tokenizer) -> None:

@@ -6,14 +6,15 @@ import hashlib
 import struct
 from bisect import bisect_left, insort
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from megalite.data.binary import TokenFile
 from megalite.data.rows import IGNORE, Rows, Tokens
 from megalite.data.samples import epoch_order, read_ids
-from megalite.data.tokens import IndexedDataset, hash_blocks
+from megalite.data.tokens import IndexedDataset
 from megalite.errors import UserError
 from megalite.log import logger
 
@@ -72,14 +73,14 @@ class LossMask:
         if size != indexed.num_tokens:
             rule = f"must have one byte for each of the {indexed.num_tokens} tokens of {indexed.bin_path}"
             raise UserError(f"{self.path} of {size} bytes", rule, "preprocess the conversations again")
-        self._marks: npt.NDArray[Any] = np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)
+        self.file = TokenFile(self.path, size, indexed.sums.get("mask.bin"))
 
     def of(self, document: int) -> npt.NDArray[np.bool_]:
         """Return which tokens of a document are learned, [sizes[document]]."""
         start, stop = self.indexed.starts[document : document + 2].tolist()
         if self.on == "all":
             return np.ones(stop - start, np.bool_)
-        marked = self._marks[start:stop] != 0
+        marked = np.frombuffer(self.file.read(start, stop - start), np.uint8) != 0
         if self.on == "last" and marked.any():
             last = len(marked) - 1 - int(np.argmax(marked[::-1]))
             broken = np.flatnonzero(~marked[:last])
@@ -198,7 +199,7 @@ class PackedDataset:
     def content_hash(self) -> str:
         """Hash the files, the split's documents, the sample length and what became of long documents."""
         digest = hashlib.sha256(self.indexed.content_hash().encode())
-        hash_blocks(digest, self.mask.path)
+        self.mask.file.hash_into(digest)
         digest.update(struct.pack("<4q", *self.documents, self.seq_len, self.long_documents == "drop"))
         return digest.hexdigest()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megalite import foreign
 from megalite.errors import UserError
 from megalite.log import logger
 
@@ -18,6 +16,8 @@ from megalite.log import logger
 EXPORTED_FROM = "megalite_exported_from"
 # Real tokenizers have at most some ten MB.
 _MAX_BYTES = 256 << 20
+# What lies beside them describes some hundred special tokens; parsed, it takes twenty times the memory.
+_MAX_JSON = 16 << 20
 
 
 def of_run(meta: dict[str, Any]) -> str | None:
@@ -86,17 +86,12 @@ def read_regular(path: Path) -> bytes:
     """
     what = f"tokenizer {path}"
     try:
-        # Looked at before it is opened: devices act on that. Should it become a pipe in between, nothing waits.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise UserError(what, "is not a regular file", "give the tokenizer's own file")
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
-            data = f.read(_MAX_BYTES + 1)
+        return foreign.read_regular(path, _MAX_BYTES)
+    except foreign.BadFile as e:
+        raise UserError(what, str(e), "give the tokenizer's own file") from None
     except OSError as e:
         remedy = "give a folder or file: *.model, tokenizer.json, a tiktoken rank file, or the word bytes"
         raise UserError(what, f"cannot be read ({e.strerror})", remedy) from e
-    if len(data) > _MAX_BYTES:
-        raise UserError(what, f"has more than {_MAX_BYTES >> 20} MB", "give the tokenizer's own file")
-    return data
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -104,9 +99,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(read_regular(path))
-    except (ValueError, RecursionError) as e:
-        raise UserError(str(path), f"is not JSON ({e!s:.200})", "correct or remove it") from e
+        content = foreign.read_json(path, _MAX_JSON)
+    except (OSError, foreign.BadFile) as e:
+        rule = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
+        raise UserError(f"tokenizer {path}", rule, "correct or remove it") from None
     if not isinstance(content, dict):
         raise UserError(str(path), "must hold a JSON object", "correct or remove it")
     return content

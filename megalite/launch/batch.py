@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from megalite.checkpoint.hf.config import read_config
 from megalite.config.model import ModelConfig
 from megalite.errors import UserError, require
+from megalite.foreign import BadFile, read_json
 from megalite.launch.emit import BatchJob, KubernetesOptions, SlurmOptions, kubernetes_manifest, slurm_script
 from megalite.launch.preflight import wants_cpu
 from megalite.plan.layout_check import check_layout
@@ -142,8 +142,8 @@ def _read_model(folder: str) -> ModelConfig:
     """Read the model of a Hugging Face folder from its config.json alone, without torch."""
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as e:
+        config = read_json(path, 4 << 20)
+    except (OSError, BadFile) as e:
         raise UserError(f"--init-from-hf {folder}", f"{path} cannot be read ({e})", "give a model's folder") from None
     require(isinstance(config, dict), f"--init-from-hf {folder}", f"{path} holds no object", "give a model's folder")
     return read_config(config, str(path))

@@ -70,9 +70,17 @@ def data_prefixes(cfg: Config) -> list[str]:
 
 
 def open_data(
-    cfg: Config, tokenizer: Tokenizer | None, train_data: Samples | None = None, valid_data: Samples | None = None
+    cfg: Config,
+    tokenizer: Tokenizer | None,
+    train_data: Samples | None = None,
+    valid_data: Samples | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> Datasets:
-    """Open the data sets, and check them against the tokenizer and the vocabulary; or wrap those of the caller."""
+    """Open the data sets, and check them against the tokenizer and the vocabulary; or wrap those of the caller.
+
+    Args:
+        share: (rank, world): the ranks share the checking of the files.
+    """
     d, model, seed = cfg.data, cfg.model, cfg.train.seed
     if train_data is not None:
         datasets = _own_datasets(cfg, train_data, valid_data)
@@ -80,7 +88,7 @@ def open_data(
         mock: Dataset = MockDataset(model.vocab, model.seq_len, seed)
         datasets = Datasets(mock, MockDataset(model.vocab, model.seq_len, seed + 1) if cfg.run.eval_every else None)
     else:
-        datasets = _token_files(cfg, tokenizer)
+        datasets = _token_files(cfg, tokenizer, share)
     if cfg.run.eval_every and datasets.valid is None:
         given = "no valid_data" if train_data is not None else f"--split {d.split}"
         raise UserError(
@@ -105,7 +113,7 @@ def _own_datasets(cfg: Config, train: Samples, valid: Samples | None) -> Dataset
     return Datasets(OwnDataset(train, model.seq_len, model.vocab, cfg.train.seed, d.shuffle), evaluated)
 
 
-def _token_files(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
+def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int]) -> Datasets:
     """Open the token files of `--data`."""
     d, model, seed = cfg.data, cfg.model, cfg.train.seed
     prefixes = data_prefixes(cfg)
@@ -124,4 +132,5 @@ def _token_files(cfg: Config, tokenizer: Tokenizer | None) -> Datasets:
         loss_on=d.loss_on,
         loss_per=d.loss_per,
         long_documents=d.long_documents,
+        share=share,
     )

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megalite.errors import UserError
+from megalite.foreign import BadFile, parse_json
 from megalite.log import logger
 from megalite.train.trackers import BackgroundTracker, tensorboard_tracker, wandb_tracker
 
@@ -228,17 +229,24 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line) if line.strip() else {}
-        except ValueError:
+            record = parse_json(line) if line.strip() else {}
+        except BadFile:
             record = None
         if not isinstance(record, dict):
             logger.warning(f"{path} line {number} is broken and skipped")
         elif "event" in record:
-            if record["event"] in ("start", "resume") and isinstance(record.get("step"), int):
+            step = _step_of(record)
+            if record["event"] in ("start", "resume") and step is not None:
                 # What an earlier attempt did after this step is no longer part of this run.
-                steps = {s: kept for s, kept in steps.items() if s <= record["step"]}
-                events = [e for e in events if e["event"] != "eval" or e.get("step", 0) <= record["step"]]
+                steps = {s: kept for s, kept in steps.items() if s <= step}
+                events = [e for e in events if e["event"] != "eval" or (_step_of(e) or 0) <= step]
             events.append(record)
-        elif isinstance(record.get("step"), int):
-            steps[record["step"]] = record
+        elif (step := _step_of(record)) is not None:
+            steps[step] = record
     return [steps[s] for s in sorted(steps)], events
+
+
+def _step_of(record: dict[str, Any]) -> int | None:
+    """Return the step that a line is about, None where it is no number."""
+    step = record.get("step")
+    return step if type(step) is int else None

@@ -225,7 +225,7 @@ def _check_tokenizer(path: Path, saved: dict[str, Any], ours: dict[str, Any]) ->
 
 
 def _check_data(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Refuse other data: the order of samples would change silently."""
+    """Refuse other data: the order of samples would change silently, or losses of evaluations mean something else."""
     if not saved.get("data_hash"):
         return
     there, here = (
@@ -239,4 +239,15 @@ def _check_data(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None
             "the training data",
             f"checkpoint {path} was trained on other samples ({'; '.join(changed) or 'the files have changed'})",
             f"use the data, --split and --seed of the run, or train on these with --resume {path} {_RESETS}",
+        )
+    evaluated = saved.get("valid_data_hash"), ours["valid_data_hash"]
+    if all(evaluated) and evaluated[0] != evaluated[1]:
+        changed = [
+            f"{key} {there[key]} there, {here[key]} here" for key in ("valid_data", "split") if there[key] != here[key]
+        ]
+        raise UserError(
+            "the evaluation data",
+            f"checkpoint {path} was evaluated on other samples ({'; '.join(changed) or 'the files have changed'}), so "
+            "losses before and after could not be compared",
+            "use the --valid-data of the run; tools/evaluate.py evaluates a checkpoint on any data",
         )

@@ -144,14 +144,18 @@ def open_run(
         heartbeat = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
         opened.callback(heartbeat.close)
         cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg, train_data is not None))
-        digest = hashlib.sha256(cli.to_yaml(cfg).encode()).hexdigest()[:16]
-        check_equal(ctx, "the configuration", digest, "start every rank with the same flags and files")
+        check_equal(
+            ctx, "the configuration", digest_of(cli.to_yaml(cfg)), "start every rank with the same flags and files"
+        )
         cfg.num_microbatches(ctx.dp.size)
         heartbeat.beat("set-up: data", patience=OWN)
-        datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data))
+        share = (ctx.rank, ctx.world.size)
+        datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, share))
+        hashes = agree(ctx, datasets.content_hashes)
+        check_equal(ctx, "the data", digest_of(str(hashes)), "give every host the same files")
         meta = {
             "config": dataclasses.asdict(cfg),
-            "data_hash": datasets.train.content_hash(),
+            **hashes,
             "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
         }
         heartbeat.beat("set-up: model", patience=OWN)
@@ -184,6 +188,11 @@ def open_run(
         opened.pop_all()
         run.heartbeat.beat("between calls", run.step, IDLE)
         return run
+
+
+def digest_of(text: str) -> str:
+    """Return a short hash, for `check_equal`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def continue_history(run: Run, source: Path) -> None:

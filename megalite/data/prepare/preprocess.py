@@ -158,7 +158,7 @@ def _chunks(paths: Iterable[Path], key: str) -> Iterator[Chunk]:
 
 
 def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplate | None) -> dict[str, Any]:
-    """Return the contents of `PREFIX.json`, see `build.read_sidecar`."""
+    """Return the contents of `PREFIX.json`, see `read_sidecar`."""
     of_chat = {}
     if template is not None:
         digest = hashlib.sha256(template.source.encode()).hexdigest()

@@ -24,6 +24,7 @@ from typing import Any
 
 from megalite.child import stat_of
 from megalite.console import write_or_drop
+from megalite.foreign import BadFile, read_json
 
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")
@@ -207,8 +208,8 @@ class Watchdog:
     def published(self) -> list[HangReport]:
         found = []
         for path in self.folder.glob("rank_*.json"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                found.append(HangReport(**json.loads(path.read_text())))
+            with contextlib.suppress(OSError, BadFile, TypeError):
+                found.append(HangReport(**read_json(path, 16 << 20)))
         return found
 
     def end(self, reports: dict[int, HangReport]) -> None:

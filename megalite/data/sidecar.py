@@ -1,0 +1,103 @@
+"""`PREFIX.json`, written by preprocessing beside `PREFIX.bin` and `.idx`: the tokenizer, and checksums of every byte.
+
+Checksums of a file: its SHA-256, and of every block of 256 KiB the first 8 bytes of its SHA-256, so that training can
+check each block when it first reads it, at no cost at the start however large the data are.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalite.errors import UserError
+from megalite.foreign import BadFile, read_json
+
+BLOCK = 256 << 10
+DIGEST = 8
+_MAX_BYTES = 1 << 20
+_REMEDY = "preprocess the text again, or remove the file"
+
+
+class Checksums(NamedTuple):
+    """What preprocessing wrote into a file: its SHA-256 (hex), and the digests of its blocks, end to end."""
+
+    sha256: str
+    blocks: bytes
+
+    def matches(self, block: int, data: bytes) -> bool:
+        """Whether these are the bytes that preprocessing wrote as a block."""
+        return _digest(data) == self.blocks[block * DIGEST : (block + 1) * DIGEST]
+
+
+def _digest(block: bytes | bytearray) -> bytes:
+    return hashlib.sha256(block).digest()[:DIGEST]
+
+
+class BlockHasher:
+    """Hash a file while it is written."""
+
+    def __init__(self) -> None:
+        self._whole, self._blocks, self._open = hashlib.sha256(), bytearray(), bytearray()
+
+    def update(self, data: bytes) -> None:
+        """Take in what was written next."""
+        self._whole.update(data)
+        self._open += data
+        while len(self._open) >= BLOCK:
+            self._blocks += _digest(self._open[:BLOCK])
+            del self._open[:BLOCK]
+
+    def to_json(self) -> dict[str, str]:
+        """Return the file's entry in `PREFIX.json`, after the last `update`."""
+        last = _digest(self._open) if self._open else b""
+        blocks = base64.b64encode(self._blocks + last).decode()
+        return {"sha256": self._whole.hexdigest(), "blocks": blocks}
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
+    """Return the contents of `PREFIX.json`, None if there is no such file (data made by Megatron-LM).
+
+    Raises:
+        UserError: the file was not written by preprocessing.
+    """
+    content = _read(prefix)
+    if content is not None and not (type(content.get("vocab_size")) is int and "tokenizer_sha256" in content):
+        rule = "must hold tokenizer_sha256 and vocab_size, as preprocess_data.py writes them"
+        raise UserError(f"{prefix}.json", rule, _REMEDY)
+    return content
+
+
+def read_checksums(prefix: str | Path) -> dict[str, Checksums]:
+    """Return the checksums in `PREFIX.json` by file ("bin", "idx"); empty without it, or if it has none.
+
+    Raises:
+        UserError: they are malformed.
+    """
+    files = (_read(prefix) or {}).get("checksums", {})
+    try:
+        if files and files.pop("block_bytes") != BLOCK:
+            raise ValueError
+        return {
+            name: Checksums(str(entry["sha256"]), base64.b64decode(entry["blocks"], validate=True))
+            for name, entry in files.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        rule = "its checksums are not as preprocess_data.py writes them"
+        raise UserError(f"{prefix}.json", rule, _REMEDY) from None
+
+
+def _read(prefix: str | Path) -> dict[str, Any] | None:
+    path, data = Path(f"{prefix}.json"), Path(f"{prefix}.bin")
+    try:
+        # A block's digest takes 11 characters; there may be a mask of as many blocks.
+        content = read_json(path, _MAX_BYTES + 32 * ((data.stat().st_size if data.exists() else 0) // BLOCK))
+    except FileNotFoundError:
+        return None
+    except (OSError, BadFile) as e:
+        reason = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
+        raise UserError(str(path), reason, _REMEDY) from None
+    if not isinstance(content, dict):
+        raise UserError(str(path), "must hold tokenizer_sha256 and vocab_size in a JSON object", _REMEDY)
+    return content

@@ -1,0 +1,57 @@
+"""Files that a stranger may have written: their kind, size and nesting are checked before memory is spent on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+# Far beyond any file that is read here. Python's own limit leaves no stack to those who print what they found.
+MAX_DEPTH = 64
+
+
+class BadFile(ValueError):
+    """A file is no regular one, too large, not JSON or nested too deeply; the message is the rule, in one line."""
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Read a whole file of at most `limit` bytes.
+
+    Raises:
+        BadFile: it is larger, or no regular file (a pipe would wait, a device has no end).
+        OSError: it cannot be read.
+    """
+    # Looked at before it is opened: devices act on that. Should it become a pipe in between, nothing waits.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise BadFile("is not a regular file")
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
+        data = f.read(limit + 1)
+    if len(data) > limit:
+        raise BadFile(f"has more than {limit} bytes")
+    return data
+
+
+def parse_json(data: bytes | bytearray | str) -> Any:
+    """Parse JSON of at most `MAX_DEPTH` levels.
+
+    Raises:
+        BadFile: it is not JSON, or has more levels.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise BadFile(f"is not JSON ({type(e).__name__}: {str(e)[:200]})") from None
+    level = [content]
+    for _ in range(MAX_DEPTH + 1):
+        parts = (v.values() if type(v) is dict else v for v in level if type(v) in (dict, list))
+        level = [item for part in parts for item in part if type(item) in (dict, list)]
+        if not level:
+            return content
+    raise BadFile(f"is nested in more than {MAX_DEPTH} levels")
+
+
+def read_json(path: Path, limit: int) -> Any:
+    """Read a JSON file of at most `limit` bytes; raises as `read_regular` and `parse_json`."""
+    return parse_json(read_regular(path, limit))
