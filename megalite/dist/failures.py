@@ -14,32 +14,19 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_KEY = "megalite/failed"
-# Seconds between two looks for a process group, and the longest single wait for the word of a failure.
-_LOOK_S, _WAIT = 1.0, timedelta(minutes=1)
+_KEY, _NOBODY = "megalite/failed", "nobody"
+# Seconds between two looks for a process group.
+_LOOK_S = 1.0
+# One wait for the word of a failure: torch logs each that ends without, and counts in 32 bits of milliseconds.
+_WAIT = timedelta(days=20)
 # Seconds that a rank that saw the failure itself gets to report it, and that the store of a failing rank stays.
 _REPORT_S, _LINGER_S = 5.0, 1.0
 
 
-def _own_connection() -> dist.Store | None:
-    """Return a store with a connection of its own: a wait on the run's store would block whatever else uses it."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    return store
-
-
-def announce_failure(rank: int) -> None:
-    """Leave word that this rank fails, for ranks that wait for it; returns once they could read it."""
-    with contextlib.suppress(RuntimeError, dist.DistError):
-        if (store := _own_connection()) is not None:
-            store.set(_KEY, str(rank))
-            # The store itself may live in this process.
-            threading.Event().wait(_LINGER_S)
-
-
 class FailureWatch:
     """A thread that calls `leave` some seconds after another rank has announced its failure.
+
+    It ends with the first rank that closes its watch, which all do at their end.
 
     Args:
         leave: gets the number of that rank, and ends the process.
@@ -47,31 +34,42 @@ class FailureWatch:
 
     def __init__(self, leave: Callable[[int], None]) -> None:
         self._leave, self._closed = leave, threading.Event()
-        threading.Thread(target=self._watch, name="failures of other ranks", daemon=True).start()
+        self._word: dist.Store | None = None
+        self._thread = threading.Thread(target=self._watch, name="failures of other ranks", daemon=True)
+        self._thread.start()
+
+    def announce(self, rank: int) -> None:
+        """Leave word that this rank fails; returns once the others could read it. The process is to exit at once."""
+        # The host of the store may be what failed.
+        saying = threading.Thread(target=self._set, args=(str(rank),), daemon=True)
+        saying.start()
+        saying.join(_REPORT_S)
+        # The store itself may live in this process.
+        self._closed.wait(_LINGER_S)
 
     def close(self) -> None:
-        """End the watch; the thread is left to itself."""
+        """End the thread: the interpreter must not end while it is inside the store."""
         self._closed.set()
+        self._set(_NOBODY)
+        self._thread.join()
 
-    def _watch(self) -> None:
+    def _set(self, word: str) -> None:
         # A store that is gone is no failure: the rank that holds it may have reached its end first.
         with contextlib.suppress(RuntimeError, dist.DistError):
-            store = None
-            while store is None:
-                if self._closed.wait(_LOOK_S):
-                    return
-                store = _own_connection()
-            while not self._arrived(store):
-                if self._closed.is_set():
-                    return
-            failed = int(store.get(_KEY))
-            if not self._closed.wait(_REPORT_S):
-                self._leave(failed)
+            if self._thread.is_alive() and self._word is not None and not self._word.check([_KEY]):
+                self._word.set(_KEY, word)
 
-    @staticmethod
-    def _arrived(store: dist.Store) -> bool:
-        try:
-            store.wait([_KEY], _WAIT)
-        except dist.DistStoreError:  # nothing within this time
-            return False
-        return True
+    def _watch(self) -> None:
+        while not (dist.is_available() and dist.is_initialized()):
+            if self._closed.wait(_LOOK_S):
+                return
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            # Connections of its own, made while the store is there: one waits, which blocks it for all else.
+            store = dist.distributed_c10d._get_default_store()
+            waiting, self._word = store.clone(), store.clone()  # type: ignore[attr-defined]
+            if self._closed.is_set():
+                return
+            waiting.wait([_KEY], _WAIT)
+            failed = waiting.get(_KEY).decode()
+            if failed != _NOBODY and not self._closed.wait(_REPORT_S):
+                self._leave(int(failed))

@@ -21,7 +21,7 @@ from megalite.console import write_or_drop
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext, launched_together, shutdown, under_torchrun
-from megalite.dist.failures import FailureWatch, announce_failure
+from megalite.dist.failures import FailureWatch
 from megalite.errors import LocalUserError, UserError
 from megalite.log import env_rank, logger, setup_logging, unfinished_code
 
@@ -91,7 +91,6 @@ def leaving_together() -> Iterator[None]:
     watch = FailureWatch(lambda failed: _leave_after(rank, failed))
     try:
         yield
-        watch.close()
     except UserError as e:
         if not isinstance(e, LocalUserError):
             _exit_after_rank_0(rank, 2)
@@ -105,6 +104,7 @@ def leaving_together() -> Iterator[None]:
             print("interrupted: exiting immediately, nothing more was saved", file=sys.stderr, flush=True)
         _exit(130)
     except SystemExit:
+        watch.close()
         shutdown()
         raise
     except (SaveError, Diverged) as e:
@@ -113,13 +113,13 @@ def leaving_together() -> Iterator[None]:
         logger.error(f"{type(e).__name__}: {e}")
         _exit(1)
     except BaseException as e:
-        watch.close()
         if isinstance(e, PeerFailed) or _lost_peer(e):
             _last_words(rank, "exiting: another rank failed first")
         else:
             _last_words(rank, traceback.format_exc())
-            announce_failure(rank)
+            watch.announce(rank)
         _exit(1)
+    watch.close()
     shutdown()
 
 
