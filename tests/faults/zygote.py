@@ -280,8 +280,8 @@ def install(fault: dict[str, Any]) -> None:
     elif place == "spike":
         real_sum = step.sum_over_world
 
-        def larger(engine: Any, loss_sum: Any, *rest: Any) -> Any:
-            return real_sum(engine, loss_sum * 10 if armed else loss_sum, *rest)
+        def larger(engine: Any, loss_sum: Any, *rest: Any, **more: Any) -> Any:
+            return real_sum(engine, loss_sum * 10 if armed else loss_sum, *rest, **more)
 
         real_next = BatchLoader.next_batch
 

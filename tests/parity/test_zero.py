@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,15 @@ def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.nd
 
 def assert_same(ranks: Sequence[tuple[list[tuple[float, float]], Gradients]], single: Config, what: str) -> None:
     """Every rank reports the single process's figures, and together they hold its gradients."""
-    steps, gradients = one_process(single)
+    assert_close(ranks, *one_process(single), what)
+
+
+def assert_close(
+    ranks: Sequence[tuple[list[tuple[float, float]], Gradients]],
+    steps: list[tuple[float, float]],
+    gradients: dict[str, np.ndarray],
+    what: str,
+) -> None:
     for rank, (got, _) in enumerate(ranks):
         np.testing.assert_allclose(got, steps, rtol=1e-5, err_msg=f"{what}, rank {rank}")
     held = put_together([boxes for _, boxes in ranks])
@@ -111,6 +120,9 @@ GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
         (LLAMA, {}, {"recompute": "selective", "loss_chunk": 5}),
         (LLAMA, {"zero_reduce": "step"}, {"precision": "bf16"}),
         (GPT2, {}, {"precision": "fp16"}),
+        (LLAMA, {}, {"offload": "optimizer"}),
+        (GPT2, {}, {"offload": "optimizer", "offload_dir": "scratch"}),
+        (LLAMA, {}, {"offload": "activations", "recompute": "full"}),
     ],
     (1, 2): [
         (LLAMA, {}, {}),
@@ -118,28 +130,48 @@ GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
         (LLAMA, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
         (GPT2, {"schedule": "zb-v", "vp": 2}, {}),
         (GPT2, {"zero_reduce": "step", "overlap_grad_reduce": False, "overlap_param_gather": False}, {}),
+        (LLAMA, {}, {"precision": "fp16"}),
+        (GPT2, {"schedule": "zb-v", "vp": 2}, {"precision": "fp16"}),
+        (LLAMA, {"schedule": "zb-h1"}, {"offload": "activations", "recompute": "full"}),
     ],
     (2, 1): [
         (LLAMA, {}, {}),
         (GPT2, {"sequence_parallel": False}, {}),
     ],
-    (2, 2): [(LLAMA, {"schedule": "zb-h1"}, {}), (GPT2, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"})],
+    (2, 2): [
+        (LLAMA, {"schedule": "zb-h1"}, {}),
+        (GPT2, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"}),
+        (GPT2, {}, {"offload": "optimizer"}),
+    ],
 }
 
 
-# How long gathered weights stay; on one rank a tied embedding is used by two units.
-KEEP: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, Any]]]] = {
-    (1, 1): [(GPT2, {"zero_keep": "backward"}, {}), (LLAMA, {"zero_keep": "step"}, {"recompute": "full"})],
-    (1, 2): [(LLAMA, {"zero_keep": "backward"}, {}), (GPT2, {"zero_keep": "step", "schedule": "zb-v", "vp": 2}, {})],
-    (2, 1): [],
+# How long gathered weights stay, and weights that come from the host. On one rank two units use a tied embedding.
+STAGE_3: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, Any]]]] = {
+    (1, 1): [
+        (GPT2, {"zero_keep": "backward"}, {}),
+        (LLAMA, {"zero_keep": "step"}, {"recompute": "full"}),
+        (GPT2, {"zero_group": "2"}, {"offload": "optimizer+params", "offload_dir": "scratch"}),
+    ],
+    (1, 2): [
+        (LLAMA, {"zero_keep": "backward"}, {}),
+        (GPT2, {"zero_keep": "step", "schedule": "zb-v", "vp": 2}, {}),
+        (LLAMA, {"schedule": "zb-h1"}, {"offload": "optimizer+params"}),
+    ],
+    (2, 1): [(LLAMA, {}, {"offload": "optimizer+params", "recompute": "full"})],
     (2, 2): [],
 }
 
 
+def in_folder(train: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {"offload_dir": str(folder)} if "offload_dir" in train else {}
+
+
 @pytest.mark.parametrize("grid", GRID)
 @pytest.mark.parametrize("zero", [2, 3])
-def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple[int, int]) -> None:
-    rows = GRID[grid] + (KEEP[grid] if zero == 3 else [])
+def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple[int, int], tmp_path: Path) -> None:
+    rows = GRID[grid] + (STAGE_3[grid] if zero == 3 else [])
+    rows = [(model, parallel, {**train, **in_folder(train, tmp_path)}) for model, parallel, train in rows]
     tp, pp = grid
     cfgs = [config(model, zero, {"tp": tp, "pp": pp, **parallel}, **train) for model, parallel, train in rows]
     world = max(4, 2 * tp * pp)
@@ -147,6 +179,43 @@ def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple
     for i, (model, parallel, train) in enumerate(rows):
         single = scaled(jobs.make_config(model, precision=train.get("precision", "fp32")))
         assert_same([rank[i] for rank in ranks], single, f"zero {zero} {parallel} {train}")
+
+
+DROPOUT = jobs.gpt2(hidden_dropout=0.1, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "train"),
+    [({}, {}), ({"tp": 2, "pp": 2, "schedule": "zb-h1"}, {"recompute": "full"})],
+    ids=["dp4", "dp2-tp2-pp2-zb-h1"],
+)
+def test_dropout(pool: WorkerPool, layout: dict[str, Any], train: dict[str, Any]) -> None:
+    """Masks follow dp, so ZeRO-1 in the same layout is what to compare with."""
+    cfgs = [config(DROPOUT, zero, layout, **train) for zero in (1, 2, 3)]
+    world = 8 if layout else 4
+    ranks = pool.run(world, trained, cfgs, world)
+    steps = ranks[0][0][0]
+    assert not np.allclose(steps, one_process(scaled(jobs.make_config(jobs.gpt2())))[0], rtol=1e-3)
+    gradients = put_together([rank[0][1] for rank in ranks])
+    for i, zero in ((1, 2), (2, 3)):
+        assert_close([rank[i] for rank in ranks], steps, gradients, f"zero {zero}")
+
+
+def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
+    """`trained`, its blocks traced by torch.compile, and run as traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return trained(rank, cfgs, world)
+
+
+def test_compiled_blocks(pool: WorkerPool) -> None:
+    """Tracing meets weights that are gathered and released; test_layouts.py has inductor's code."""
+    rows: list[tuple[int, dict[str, Any]]] = [(2, {}), (3, {}), (3, {"recompute": "full"})]
+    cfgs = [config(jobs.llama(2), zero, {}, compile=True, ops="torch", **train) for zero, train in rows]
+    ranks = pool.run(2, compiled, cfgs, 2)
+    single = scaled(jobs.make_config(jobs.llama(2)))
+    for i, row in enumerate(rows):
+        assert_same([rank[i] for rank in ranks], single, f"compiled, {row}")
 
 
 @pytest.mark.parametrize("zero", [2, 3])

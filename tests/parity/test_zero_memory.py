@@ -23,7 +23,8 @@ PARAMETERS = 3_410_176
 SMALL = 9 * 256
 
 
-# Of one rank: bytes live between steps, the peak of a step above that; elements gathered, reduced.
+# Of one rank: bytes live between steps, the peak of a step above that; elements gathered, reduced, and summed over the
+# groups of a hybrid.
 Measured = tuple[int, ...]
 
 
@@ -55,12 +56,14 @@ def measure(cfg: Config, ctx: Any) -> Measured:
     engine.optimizer.wait_weights()
     live = live_bytes() - before
     counts: Counter[str] = Counter()
-    real = {name: getattr(collectives, name) for name in ("all_gather", "reduce_scatter")}
+    real = {name: getattr(collectives, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
 
     def counting(name: str) -> Any:
-        def call(out: torch.Tensor, x: torch.Tensor, axis: Any) -> Any:
-            counts[name] += max(out.numel(), x.numel())
-            return real[name](out, x, axis)
+        def call(*tensors_and_axis: Any) -> Any:
+            *tensors, axis = tensors_and_axis
+            if axis.size > 1 and (name != "all_reduce" or axis.name == "replicas"):
+                counts[name] += max(x.numel() for x in tensors)
+            return real[name](*tensors, axis)
 
         return call
 
@@ -75,7 +78,7 @@ def measure(cfg: Config, ctx: Any) -> Measured:
             setattr(collectives, name, function)
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return live, int(np.cumsum(sizes).max()), counts["all_gather"], counts["reduce_scatter"]
+    return live, int(np.cumsum(sizes).max()), *(counts[name] for name in real)
 
 
 def live_bytes() -> int:
@@ -100,12 +103,12 @@ CONFIGS = {
     "0-powersgd": config(0, compress="powersgd:64"),
     "1": config(1),
     "1-int8": config(1, compress="int8"),
-    "1-topk": config(1, compress="topk:0.1"),
     "2": config(2),
     "2-step": config(2, zero_reduce="step"),
     "3": config(3),
     "3-m8": config(3, 8),
     "3-alone": config(3, overlap_param_gather=False),
+    "3-hybrid": config(3, zero_group="2"),
 }
 
 
@@ -118,7 +121,7 @@ def results(pool: WorkerPool) -> dict[str, Measured]:
 
 
 def test_bytes_per_parameter_between_steps(results: dict[str, Measured]) -> None:
-    expected = {"0": 18, "1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4}
+    expected = {"0": 18, "1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4, "3-hybrid": 18 / 2}
     assert {zero: results[zero][0] / PARAMETERS for zero in expected} == pytest.approx(expected, rel=0.01)
 
 
@@ -139,12 +142,14 @@ def test_the_plan_is_what_was_measured(results: dict[str, Measured], name: str) 
 
 
 def test_elements_sent(results: dict[str, Measured]) -> None:
-    _, _, gathered, reduced = results["3"]
+    _, _, gathered, reduced, across = results["3"]
     embedding, m = 512 * 256, 2
     cut = PARAMETERS - SMALL
     # Forward and backward gather, but for the backward pass of the embedding; what is small is gathered once.
     assert gathered == 2 * m * cut - m * embedding + padded(SMALL)
-    assert reduced == m * cut + padded(SMALL)
+    assert (reduced, across) == (m * cut + padded(SMALL), 0)
+    # A hybrid sends as much within each group; between them its shares go around once, whatever m is.
+    assert results["3-hybrid"][2:] == (gathered, reduced, (cut + padded(SMALL)) // 2)
 
 
 def padded(elements: int) -> int:
