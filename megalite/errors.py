@@ -17,6 +17,15 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
+# An error quotes values and names; a file may hold one of any length.
+_LONGEST_PART = 1000
+
+
+def _shortened(part: str) -> str:
+    half = _LONGEST_PART // 2
+    return part if len(part) <= _LONGEST_PART else f"{part[:half]} ... {part[-half:]}"
+
+
 def printable(text: str, keep: str = "") -> str:
     r"""Return text that may come from anywhere (names, file contents, library errors) as one harmless line.
 
@@ -36,6 +45,7 @@ class UserError(Exception):
 
     def __init__(self, given: str, rule: str, remedy: str) -> None:
         # Always one line: messages quote file contents and library errors, which may contain newlines.
+        given, rule, remedy = (_shortened(part) for part in (given, rule, remedy))
         super().__init__(printable(" ".join(f"{given}: {rule}; {remedy}".split())))
 
     @classmethod

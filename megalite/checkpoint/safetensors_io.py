@@ -24,7 +24,8 @@ BLOCK = 8 << 20
 # Bytes per element of the types that are read or written.
 ITEM_SIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 MAX_BYTES = 1 << 50
-_NAME = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+# Not longer than file systems allow.
+_NAME = re.compile(r"\.?[A-Za-z0-9_-][A-Za-z0-9_.-]{0,250}")
 
 
 class BadCheckpoint(UserError):

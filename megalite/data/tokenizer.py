@@ -6,6 +6,7 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import re
@@ -77,6 +78,16 @@ class Tokenizer(ABC):
         """
 
 
+def _call(path: str, function: Callable[[], _T], rule: str) -> _T:
+    """Call a library, which raises plain Exception, and PanicException (a BaseException) for its own defects."""
+    try:
+        return function()
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise UserError(f"tokenizer {path}", f"{rule} ({e!s:.300})", "give another file") from None
+
+
 class ByteTokenizer(Tokenizer):
     """Encode UTF-8 bytes as ids 0-255, with eos 256 and bos 257. Needs no file: its path is the word "bytes"."""
 
@@ -114,7 +125,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.path, self.sha256 = str(path), file_sha256(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError) as e:
+        except (RuntimeError, OSError, ValueError) as e:  # ValueError: its own message quotes bytes that are no text
             raise UserError(f"tokenizer {path}", f"is not a sentencepiece model ({e})", "give another file") from e
         self.vocab_size = self._model.vocab_size()
         self.eos_id = None if self._model.eos_id() < 0 else self._model.eos_id()
@@ -171,7 +182,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path) -> None:
         tokenizers = optional_import("tokenizers", "tokenizers", None)
         self.path, own = str(path), file_sha256(path)
-        self._model = self._call(lambda: tokenizers.Tokenizer.from_file(str(path)), "is not a tokenizer.json")
+        self._model = _call(self.path, lambda: tokenizers.Tokenizer.from_file(str(path)), "is not a tokenizer.json")
         # A saved truncation or padding setting would silently cut or fill documents.
         self._model.no_truncation()
         self._model.no_padding()
@@ -189,11 +200,11 @@ class HuggingFaceTokenizer(Tokenizer):
             self.eos_id = self._model.token_to_id(known[0]) if len(known) == 1 else None
 
     def encode(self, text: str) -> list[int]:
-        encoding = self._call(lambda: self._model.encode(text, add_special_tokens=False), "cannot encode a text")
+        encoding = _call(self.path, lambda: self._model.encode(text, add_special_tokens=False), "cannot encode a text")
         return encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._call(lambda: self._model.decode(list(ids), skip_special_tokens=False), "cannot decode ids")
+        return _call(self.path, lambda: self._model.decode(list(ids), skip_special_tokens=False), "cannot decode ids")
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
@@ -204,29 +215,42 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
         self._model.encode_special_tokens = False
         try:
-            encoding = self._call(lambda: self._model.encode(text, add_special_tokens=False), "cannot encode a text")
+            encoding = _call(
+                self.path, lambda: self._model.encode(text, add_special_tokens=False), "cannot encode a text"
+            )
         finally:
             self._model.encode_special_tokens = True
         return encoding.ids, encoding.offsets
-
-    def _call(self, function: Callable[[], _T], rule: str) -> _T:
-        """Call the library, which raises plain Exception, and PanicException (a BaseException) for its own defects."""
-        try:
-            return function()
-        except BaseException as e:
-            if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-                raise
-            raise UserError(f"tokenizer {self.path}", f"{rule} ({e!s:.300})", "give another file") from None
 
     def _special(self, entry: Any, name: str) -> int | None:
         token = entry.get("content") if isinstance(entry, dict) else entry
         if token is None:
             return None
-        token_id = self._model.token_to_id(token) if isinstance(token, str) else None
+        find = lambda: self._model.token_to_id(token)  # noqa: E731
+        token_id = _call(self.path, find, f"cannot look up {name}") if isinstance(token, str) else None
         if token_id is None:
             rule = f"tokenizer_config.json names {name} {token!r:.100}, which tokenizer.json does not have"
             raise UserError(f"tokenizer {self.path}", rule, "use files of the same tokenizer")
         return token_id
+
+
+def _read_ranks(data: bytes) -> dict[bytes, int]:
+    """Parse a rank file. The library's own reader keeps a copy in /tmp and takes that whenever the path is the same."""
+    lines = [line.split() for line in data.splitlines() if line.strip()]
+    bad = next((line for line in lines if len(line) != 2 or not line[1].isdigit()), None)
+    if bad is not None:
+        raise ValueError(f"a line is {b' '.join(bad)!r:.100}")
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+
+
+def _is_description(extra: dict[str, Any]) -> bool:
+    """Whether the JSON beside a rank file has the parts that it needs, each of its type."""
+    specials = extra.get("special_tokens")
+    if not isinstance(extra.get("pattern"), str) or not isinstance(specials, dict) or "eos" not in extra:
+        return False
+    named = [extra[key] for key in ("eos", "bos") if key in extra]
+    ids_fit = all(type(i) is int and 0 <= i < 1 << 31 for i in specials.values())
+    return ids_fit and all(isinstance(name, str) and name in specials for name in named)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -241,11 +265,11 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         tiktoken = optional_import("tiktoken", "tiktoken", "data")
-        tiktoken_load = optional_import("tiktoken.load", "tiktoken", "data")
-        self.path, self.sha256 = str(path), file_sha256(path)
+        data = read_regular(path)
+        self.path, self.sha256 = str(path), hashlib.sha256(data).hexdigest()
         try:
-            ranks = tiktoken_load.load_tiktoken_bpe(str(path))
-        except Exception as e:  # a cut line raises ValueError, IndexError or binascii.Error
+            ranks = _read_ranks(data)
+        except ValueError as e:
             raise UserError(f"tokenizer {path}", f"is not a tiktoken rank file ({e})", "give another file") from e
         extra_path = Path(f"{path}.json")
         extra = read_json(extra_path) or KNOWN_RANKS.get(len(ranks))
@@ -253,23 +277,22 @@ class TiktokenTokenizer(Tokenizer):
             rule = "the splitting pattern of a tiktoken file of this size is unknown"
             remedy = f'write {extra_path} with "pattern", "special_tokens" and "eos"'
             raise UserError(f"tokenizer {path} with {len(ranks)} ranks", rule, remedy)
-        try:
-            specials = extra["special_tokens"]
-            self._model = tiktoken.Encoding(
-                str(path), pat_str=extra["pattern"], mergeable_ranks=ranks, special_tokens=specials
-            )
-            self.eos_id = specials[extra["eos"]]
-            self.bos_id = specials[extra["bos"]] if "bos" in extra else None
-        except (KeyError, TypeError, ValueError) as e:
+        if not _is_description(extra):
             remedy = 'it needs "pattern", "special_tokens" {name: id} and "eos", a name among them'
-            raise UserError(str(extra_path), f"does not describe the tokenizer ({e!r})", remedy) from e
+            raise UserError(str(extra_path), "does not describe the tokenizer", remedy)
+        pattern, specials = extra["pattern"], extra["special_tokens"]
+        self.eos_id, self.bos_id = specials[extra["eos"]], specials.get(extra.get("bos"))
+        made = lambda: tiktoken.Encoding(  # noqa: E731
+            str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self._model = _call(self.path, made, f"is not what {extra_path} describes")
         self.vocab_size = self._model.n_vocab
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode_ordinary(text)
+        return _call(self.path, lambda: self._model.encode_ordinary(text), "cannot encode a text")
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids))
+        return _call(self.path, lambda: self._model.decode(list(ids)), "cannot decode ids")
 
     @property
     def control_tokens(self) -> dict[str, int]:

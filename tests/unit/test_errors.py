@@ -46,6 +46,15 @@ def test_foreign_text_cannot_act_on_a_terminal_or_forge_a_log_line(
         logger.handlers[:] = before
 
 
+def test_a_value_of_any_length_is_quoted_in_part() -> None:
+    """A hostfile or tokenizer of a stranger may have a word of a hundred megabytes."""
+    text = str(UserError("--x " + "a" * 10**6, "b" * 10**6, "use 4"))
+    assert len(text) < 3000
+    assert text.startswith("--x aaa")
+    assert text.endswith("bbb; use 4")
+    assert " ... " in text
+
+
 @pytest.mark.parametrize(("body", "code"), [("return 3", 3), ("pass", 0)])
 def test_codes(body: str, code: int) -> None:
     assert run(body).returncode == code

@@ -211,7 +211,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def resolve_inside(folder: Path, name: str) -> Path:
     """Resolve a file of a folder; a link may lead to another file of it, or into the `blobs` of the hub cache."""
     path = folder / name
-    if path.is_symlink() and re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+    if re.fullmatch(r"[A-Za-z0-9_.-]{1,250}", name) and path.is_symlink():
         real, here = path.resolve(), folder.resolve()
         if real.parent in (here, here.parent.parent / "blobs"):
             folder, name = real.parent, real.name

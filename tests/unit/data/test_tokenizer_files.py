@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -83,6 +84,8 @@ def test_an_export_does_not_follow_a_link_out_of_the_folder(tmp_path: Path) -> N
         ({}, '{"eos_token": {"content": ["a"]}}', r"names eos_token \['a'\], which"),
         ({}, '{"a":' * 100_000, "is not JSON"),
         ({}, "[]", "must hold a JSON object"),
+        # Half of a surrogate pair has no UTF-8 form, which the library needs.
+        ({}, '{"eos_token": "\\ud800"}', "cannot look up eos_token"),
     ],
 )
 def test_odd_files_are_refused(tmp_path: Path, content: dict[str, Any], config: str, message: str) -> None:
@@ -97,3 +100,36 @@ def test_a_panic_while_encoding_is_one_line(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "tokenizer.json", normalizer=charsmap))
     with pytest.raises(UserError, match="cannot encode a text"):
         tokenizer.encode("hello")
+
+
+def test_a_sentencepiece_file_whose_error_quotes_bytes(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x05\x0a\x01u\x18\x02" + b"\x0a\x03\x0a\x01\xbe" * 2)
+    with pytest.raises(UserError, match="is not a sentencepiece model"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_rank_file_is_read_from_its_path_and_from_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library keeps a copy by the name of the path, and would go on using it after the file has changed."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "copies"))
+    path, description = tmp_path / "own.tiktoken", {"pattern": r"\w+|\s+", "special_tokens": {"<e>": 300}, "eos": "<e>"}
+    Path(f"{path}.json").write_text(json.dumps(description))
+    for pair in (b"ab", b"cd"):
+        tokens = [*(bytes([i]) for i in range(256)), pair]
+        path.write_text("".join(f"{base64.b64encode(t).decode()} {rank}\n" for rank, t in enumerate(tokens)))
+        assert load_tokenizer(path).encode(pair.decode()) == [256]
+    assert not (tmp_path / "copies").exists()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"special_tokens": []}, {"special_tokens": {"<e>": -1}}, {"eos": ["<e>"]}, {"pattern": 5}, {"pattern": "("}],
+)
+def test_odd_descriptions_of_a_rank_file(tmp_path: Path, changed: dict[str, Any]) -> None:
+    path = tmp_path / "own.tiktoken"
+    path.write_text("".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)))
+    description = {"pattern": r"\w+|\s+", "special_tokens": {"<e>": 300}, "eos": "<e>", **changed}
+    Path(f"{path}.json").write_text(json.dumps(description))
+    with pytest.raises(UserError, match=r"does not describe the tokenizer|is not what .*json describes"):
+        load_tokenizer(path)

@@ -1,0 +1,193 @@
+"""A short soak with fixed seeds, and proof that it finds what it should. For hours: `python -m tests.soak`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.checkpoint import manifest
+from megalite.checkpoint.reader import ShardReader
+from megalite.errors import UserError
+from tests.faults.zygote import Zygote
+from tests.soak import mutate
+from tests.soak.attempt import Attempt
+from tests.soak.disk import build_library
+from tests.soak.faults import Fault, lose_unsynced
+from tests.soak.fuzz import Failed, Fuzzer
+from tests.soak.history import History
+from tests.soak.readers import READERS, Reader
+from tests.soak.runs import MODEL, Soak
+
+SEED, CASES = "ci", 100
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = build_library(tmp_path_factory.mktemp("library"))
+    if built is None:
+        pytest.skip("disk faults need a C compiler")
+    return built
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_readers_read_or_refuse(name: str, tmp_path: Path) -> None:
+    tally: Counter[str] = Counter()
+    Fuzzer(name, tmp_path / name, SEED).run(range(CASES), tally)
+    # Neither everything nor nothing: otherwise the damage is of one kind only.
+    assert sum(tally.values()) == CASES
+    assert tally[f"{name}: refused"] >= CASES // 10
+
+
+@pytest.mark.parametrize(("kinds", "number"), [(("kill_rank", "sigterm"), 4), (("power_cut", "disk"), 3)])
+def test_runs_survive(kinds: tuple[str, ...], number: int, zygote: Zygote, library: Path, tmp_path: Path) -> None:
+    """Numbers of cases that take a few seconds."""
+    tally: Counter[str] = Counter()
+    Soak(tmp_path, SEED, tally, print, zygote, library, kinds, steps=16).case(number)
+    assert tally["runs"] == 1
+    assert tally["losses compared"] >= 16
+    assert tally["checkpoints verified"] >= 1
+
+
+# ------------------------------------------------------------------------------------------- what it finds when spoiled
+
+
+def found(name: str, folder: Path, reader: Reader | None = None, first: int = 0) -> str:
+    """The failure among cases from the first on."""
+    with pytest.raises(Failed) as e:
+        Fuzzer(name, folder / name, SEED, reader).run(range(first, first + 200), Counter())
+    return str(e.value)
+
+
+def test_a_reader_without_its_checksums_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardReader, "verify", lambda *_: None)
+    assert "read as something else than was written" in found("checkpoint", tmp_path)
+
+
+def test_a_reader_without_its_schema_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "check_meta", lambda meta, step: meta)
+    assert "Error instead of UserError" in found("manifest", tmp_path, first=1100)
+
+
+def _unpickle(folder: Path) -> None:
+    import pickle
+
+    data = (folder / "hostfile").read_bytes()
+    try:
+        pickle.loads(data)
+    except Exception as e:
+        raise UserError("hostfile", str(e), "") from None
+
+
+def _write(folder: Path) -> None:
+    (folder / "cache").write_text("")
+
+
+def _allocate(folder: Path) -> None:
+    bytearray(8 << 30)
+
+
+def _wait(folder: Path) -> None:
+    while True:
+        pass
+
+
+def _crash(folder: Path) -> None:
+    os.abort()
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (_unpickle, "pickle.find_class"),
+        (_write, "wrote "),
+        (_allocate, "MemoryError instead"),
+        (_wait, "more than 0 s of processor time"),
+        (_crash, "died with -6"),
+    ],
+)
+def test_a_reader_that_does_more_than_read_is_found(
+    read: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.soak.fuzz.CPU_S", 0.3)
+    called = []
+
+    def only_in_a_case(folder: Path) -> None:
+        # Once for what is expected of valid files.
+        called.append(1)
+        if len(called) > 1:
+            read(folder)
+
+    assert words in found("hostfile", tmp_path, Reader(READERS["hostfile"].make, only_in_a_case))
+
+
+def test_a_save_that_does_not_flush_is_found(zygote: Zygote, library: Path, tmp_path: Path) -> None:
+    """A power cut takes what was written and not flushed; only the shards of honest saves are left whole."""
+    spoiled = tmp_path / "spoiled"
+    spoiled.mkdir()
+    (spoiled / "sitecustomize.py").write_text("import os\nos.fsync = lambda fd: None\n")
+    for path, whole in (("", True), (str(spoiled), False)):
+        place = tmp_path / f"whole_{whole}"
+        place.mkdir()
+        words = [*MODEL, "--run-dir", str(place / "run"), "--train-steps", "2", "--save-every", "1"]
+        env = {"LD_PRELOAD": str(library), "SOAK_DISK_PATH": str(place), "SOAK_DISK_JOURNAL": str(place / "journal")}
+        attempt = Attempt(place, 1, 0)
+        attempt.fork(zygote, words, {**env, **({"PYTHONPATH": path} if path else {})})
+        attempt.wait(300)
+        assert attempt.codes() == [0]
+        lose_unsynced(place / "run" / "checkpoints", place / "journal")
+        if whole:
+            History(place / "run").check()
+        else:
+            with pytest.raises(Failed, match="a committed checkpoint is damaged"):
+                History(place / "run").check()
+
+
+def test_a_lost_and_a_changed_checkpoint_are_found(tmp_path: Path) -> None:
+    READERS["checkpoint"].make(tmp_path)
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    for step in (1, 2):
+        shutil.copytree(tmp_path / "checkpoint", root / f"step_{step:08d}")
+    history = History(tmp_path / "run")
+    history.check()
+    assert history.newest() == history.verified == 2
+    shutil.rmtree(root / "step_00000001")
+    with pytest.raises(Failed, match="was committed and is lost"):
+        history.check()
+    shutil.copytree(tmp_path / "checkpoint", root / "step_00000001")
+    history.check()
+    shard = next((root / "step_00000002").glob("*.safetensors"))
+    shard.write_bytes(mutate.PICKLE)
+    with pytest.raises(Failed, match="has changed since it was committed"):
+        history.check()
+
+
+def test_a_second_job_that_gets_in_is_found(zygote: Zygote, tmp_path: Path) -> None:
+    """As if the lock were none: it is deleted while the first job uses the folder."""
+    words = [*MODEL, "--run-dir", str(tmp_path / "run"), "--save-every", "0", "--train-steps", "100000"]
+    attempt = Attempt(tmp_path, 1, 0)
+    attempt.fork(zygote, words, {})
+    fault = Fault("second_start", 1, 0.0, 0)
+    assert fault._reached(attempt)
+    try:
+        fault._start_second(attempt, zygote, [*words, "--train-steps", "2"])
+        (tmp_path / "run" / "checkpoints" / "lock").unlink()
+        with pytest.raises(Failed, match="a second start was not refused"):
+            fault._start_second(attempt, zygote, [*words, "--train-steps", "2"])
+    finally:
+        attempt.send(attempt.ranks, signal.SIGKILL)
+        attempt.wait(60)
