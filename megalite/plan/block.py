@@ -23,6 +23,7 @@ class Engine:
         overlap_dp, overlap_gather: gradients and weights over dp move while others compute.
         grad_bytes: of an element of a gradient, as it is reduced.
         saves_half: what is recomputed is chosen op by op: half of the matrix products (torchtitan's `op` mode).
+        accumulate: bytes per weight and micro-batch of a kernel that adds gradients up (0: the product does).
         host: seconds of the host per block and forward pass.
     """
 
@@ -34,6 +35,7 @@ class Engine:
     overlap_gather: bool = True
     grad_bytes: int = 4
     saves_half: bool = False
+    accumulate: int = 0
     host: float = 0.0
 
 
@@ -153,9 +155,19 @@ def block_time(
     again = {"none": 0.0, "selective": core, "full": forward}[recompute]
     if engine.saves_half:
         again = gemm / 2 + local
-    backward = gemm_back + core_back + 2 * local + traffic[1] + again
-    host = engine.host + rates.constants.host
-    return Block(gemm + gemm_back, core + core_back, 3 * local, again, sum(traffic), host, forward + host, backward)
+    added = engine.accumulate * weights_of_block(model) / tp / rates.memory
+    backward = gemm_back + core_back + 2 * local + added + traffic[1] + again
+    host = (engine.host + rates.constants.host) * (2 if recompute == "full" else 1)
+    return Block(
+        gemm + gemm_back, core + core_back, 3 * local + added, again, sum(traffic), host, forward + host, backward
+    )
+
+
+def weights_of_block(model: ModelConfig) -> int:
+    """Count the elements of a block's matrices."""
+    m = model
+    attention = 2 * m.hidden_size * (m.num_heads + m.kv_heads) * m.head_size
+    return attention + (3 if m.gated else 2) * m.hidden_size * m.ffn_size
 
 
 def _matrices(model: ModelConfig, x: int, tp: int, rates: Rates) -> tuple[float, float]:

@@ -63,17 +63,17 @@ class Device:
             )
 
 
-_H100 = Device("h100", 989e12, 67e12, 0.664, 3.35e12, 450e9, 50e9, 85.0e9, 132, host_link=55e9)
+_H100 = Device("h100", 989e12, 67e12, 0.66, 3.35e12, 450e9, 50e9, 85.0e9, 132, host_link=55e9)
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40g", 312e12, 19.5e12, 0.807, 1.555e12, 300e9, 25e9, 42.3e9, 108, host_memory=125e9),
-        Device("a100-80g", 312e12, 19.5e12, 0.807, 2.04e12, 300e9, 25e9, 85.1e9, 108),
+        Device("a100-40g", 312e12, 19.5e12, 0.80, 1.555e12, 300e9, 25e9, 42.3e9, 108, host_memory=125e9),
+        Device("a100-80g", 312e12, 19.5e12, 0.80, 2.04e12, 300e9, 25e9, 85.1e9, 108),
         _H100,
         # torchtitan's: 96 GB and 500 W, so that long matrix products run at four fifths of the clock.
         replace(_H100, name="h100-500w", peak=0.8 * 989e12, hbm=2.4e12, memory=102e9),
         replace(_H100, name="h200", hbm=4.8e12, memory=150e9),
-        Device("b200", 2250e12, 80e12, 0.475, 8e12, 900e9, 50e9, 191e9, 148, host_link=55e9, host_memory=500e9),
+        Device("b200", 2250e12, 80e12, 0.445, 8e12, 900e9, 50e9, 191e9, 148, host_link=55e9, host_memory=500e9),
     )
 }
 """Data sheets, and the fitted fraction of peak. Names are those of `--cluster`."""
@@ -93,19 +93,21 @@ class Constants:
         eager: factor on elementwise time when nothing is fused.
         latency: seconds per collective, times 1 + 0.15 log2 of its ranks.
         jitter: growth of a step with log2 of the hosts.
+        step: seconds per step of what nothing hides: the norm's sum over all ranks, the host's launches, logging.
         window: fraction of a backward pass behind which traffic over dp can hide.
         host: seconds of host time per block and forward pass, beside the device's (0: kernels are queued ahead).
     """
 
-    gemm_depth: float = 120.0
-    memory: float = 0.712
-    attention: float = 0.407
-    nvlink: float = 0.874
-    network: float = 0.875
-    overlap_tp: float = 0.701
-    eager: float = 2.03
-    latency: float = 94e-6
-    jitter: float = 0.0066
+    gemm_depth: float = 200.0
+    memory: float = 0.70
+    attention: float = 0.45
+    nvlink: float = 0.70
+    network: float = 0.80
+    overlap_tp: float = 0.70
+    eager: float = 2.0
+    latency: float = 15e-6
+    jitter: float = 0.004
+    step: float = 0.015
     window: float = 0.8
     host: float = 0.0
 

@@ -24,7 +24,7 @@ print(json.dumps([p.name, p.total_memory, p.multi_processor_count]))"""
 _PATIENCE_S = 120
 # A CPU whose rates nobody has measured: one core, its share of memory, and gloo on one host.
 _CPU = Device("cpu", 60e9, 60e9, 0.8, 8e9, 1e9, 1e9, 8e9, units=1, tile=8, host_link=4e9, host_bandwidth=8e9)
-_ON_CPU = replace(FITTED, memory=1.0, attention=0.3, overlap_tp=0.0, window=0.0, host=2e-4)
+_ON_CPU = replace(FITTED, memory=1.0, attention=0.3, overlap_tp=0.0, window=0.0, step=0.0, host=2e-4)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class StepTime:
         tied: sum of a tied embedding's gradient over its two ranks.
         optimizer: update of masters and moments, on the device or on the host.
         offload: copies of activations that nothing hides.
+        fixed: the norm's sum over all ranks, launches and logging, once per step.
         jitter: waiting for the slowest of many hosts.
     """
 
@@ -61,6 +62,7 @@ class StepTime:
     tied: float
     optimizer: float
     offload: float
+    fixed: float
     jitter: float
 
     @property
@@ -128,6 +130,7 @@ def step_time(
         "tied": _tied(cfg, rates),
         "optimizer": _optimizer(cfg, grid, rates, elements),
         "offload": offload,
+        "fixed": cluster.constants.step,
     }
     hosts = -(-grid.world // cluster.domain)
     return StepTime(**parts, jitter=sum(parts.values()) * cluster.constants.jitter * math.log2(hosts))
@@ -194,6 +197,8 @@ def _over_dp(
         return exposed_gather, exposed_reduce + _across(rates, ranks, group, inner, grads)
     window = rates.constants.window * max(1.0, p.pp * (p.vp - 1) / p.vp)
     gather, reduce = (rates.ring(size, ranks, inner) for size in (weights, grads))
+    if p.zero == 0:  # an all-reduce
+        return 0.0, _exposed(2 * reduce, window * backward, engine.overlap_dp)
     if p.zero == 2 and p.zero_reduce == "microbatch":
         reduce = rates.ring(grads, group, inner)
         each = _exposed(reduce, rates.constants.window * backward, engine.overlap_dp)

@@ -1,0 +1,155 @@
+"""Errors of the planner on published runs, by source and scope, against its goals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from megalite.plan.cluster import DEVICES
+from megalite.plan.published import Run
+from megalite.plan.time import model_flops
+
+GOALS = {"core_time": 0.06, "source_time": 0.12, "memory": 0.05, "false_alarms": 0.03}
+"""Mean absolute errors of step time (scope core, and the worst source) and of memory; share of real runs refused."""
+_ASIDE = "stress"
+"""Scope of runs outside what the model describes: their errors are printed, and count in no goal."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A published run with its prediction; errors are predicted / measured - 1, None without a measurement."""
+
+    run: Run
+    step_time_s: float
+    mem_gb: float
+    fits: bool
+    time_error: float | None
+    memory_error: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.run.id,
+            "source": self.run.source,
+            "scope": self.run.scope,
+            "predicted": {"step_time_s": self.step_time_s, "mem_gb": self.mem_gb},
+            "measured": {"step_time_s": self.run.step_time_s, "mem_gb": self.run.mem_gb},
+            "time_error": self.time_error,
+            "memory_error": self.memory_error,
+            "fits": self.fits,
+            "terms": self.run.time().terms,
+        }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Errors of a file.
+
+    Attributes:
+        time, memory: source (without its rows of scope stress) or scope -> (rows, mean absolute error, mean error).
+        baseline: mean absolute error of a constant share of peak per GPU, on the rows of `headline`.
+        headline: mean absolute time error of all rows but stress.
+        false_alarms: ids of runs that ran, and are predicted not to fit.
+        out_of_memory, called: layouts published as out of memory, and how many of them are predicted not to fit.
+        failed: goals that do not hold, as text.
+    """
+
+    time: dict[str, tuple[int, float, float]]
+    memory: dict[str, tuple[int, float, float]]
+    headline: float
+    baseline: float
+    false_alarms: list[str]
+    ran: int
+    out_of_memory: int
+    called: int
+    failed: list[str]
+
+
+def check(runs: Sequence[Run]) -> list[Checked]:
+    """Predict every run."""
+    out = []
+    for run in runs:
+        time, memory = run.time().total, run.memory() / 1e9
+        errors = [p / x - 1 if x else None for p, x in ((time, run.step_time_s), (memory, run.mem_gb))]
+        out.append(Checked(run, time, memory, run.fits(), *errors))
+    return out
+
+
+def summarize(rows: Sequence[Checked]) -> Summary:
+    """Average the errors and compare them with `GOALS`."""
+    time = [(c, c.time_error) for c in rows if c.time_error is not None]
+    memory = [(c, c.memory_error) for c in rows if c.memory_error is not None]
+    by_time, by_memory = _grouped(time), _grouped(memory)
+    counted = [(c, e) for c, e in time if c.run.scope != _ASIDE]
+    ran = [c for c in rows if c.run.scope not in ("oom", "memory_only")]
+    alarms = [c.run.id for c in ran if not c.fits]
+    oom = [c for c in rows if c.run.scope == "oom"]
+    failed = []
+
+    def hold(name: str, what: str, value: float) -> None:
+        if value > GOALS[name]:
+            failed.append(f"{what} {value:.1%}, goal {GOALS[name]:.0%}")
+
+    if "scope core" in by_time:
+        hold("core_time", "time, scope core:", by_time["scope core"][1])
+    for source, (_, mean, _) in by_time.items():
+        if not source.startswith("scope "):
+            hold("source_time", f"time, source {source}:", mean)
+    kept = [abs(e) for c, e in memory if c.run.scope != _ASIDE]
+    if kept:
+        hold("memory", "memory:", fmean(kept))
+    if ran:
+        hold("false_alarms", "real runs predicted not to fit:", len(alarms) / len(ran))
+    headline = fmean(abs(e) for _, e in counted) if counted else 0.0
+    return Summary(
+        by_time,
+        by_memory,
+        headline,
+        _baseline([c for c, _ in counted]),
+        alarms,
+        len(ran),
+        len(oom),
+        sum(not c.fits for c in oom),
+        failed,
+    )
+
+
+def _grouped(errors: Iterable[tuple[Checked, float]]) -> dict[str, tuple[int, float, float]]:
+    groups: dict[str, list[float]] = {}
+    for checked, error in errors:
+        names = [f"scope {checked.run.scope}"] + [checked.run.source] * (checked.run.scope != _ASIDE)
+        for name in names:
+            groups.setdefault(name, []).append(error)
+    ordered = sorted(groups, key=lambda name: (name.startswith("scope "), name))
+    return {name: (len(groups[name]), fmean(map(abs, groups[name])), fmean(groups[name])) for name in ordered}
+
+
+def _baseline(rows: Sequence[Checked]) -> float:
+    """Error of the usual shortcut: a GPU always reaches the same share of its peak, here the median of these rows."""
+    flops: dict[str, list[tuple[float, float]]] = {}
+    for c in rows:
+        ideal = model_flops(c.run.cfg) / c.run.grid.world / DEVICES[c.run.gpu].peak
+        flops.setdefault(c.run.gpu, []).append((ideal, float(c.run.step_time_s or 0)))
+    errors: list[float] = []
+    for pairs in flops.values():
+        share = median(ideal / measured for ideal, measured in pairs)
+        errors += [abs(ideal / share / measured - 1) for ideal, measured in pairs]
+    return fmean(errors) if errors else 0.0
+
+
+def table(summary: Summary) -> str:
+    """Format the errors as text, the goals that fail last."""
+    lines = [f"{'step time':<24}{'rows':>6}{'error':>9}{'bias':>9}"]
+    for part, groups in (("", summary.time), ("memory", summary.memory)):
+        lines += ["", f"{part:<24}{'rows':>6}{'error':>9}{'bias':>9}"] if part else []
+        lines += [f"{name:<24}{n:>6}{mean:>9.1%}{bias:>+9.1%}" for name, (n, mean, bias) in groups.items()]
+    lines += [
+        "",
+        f"all but scope {_ASIDE}: {summary.headline:.1%}; a constant share of peak per GPU: {summary.baseline:.1%}",
+        f"out of memory: {summary.called} of {summary.out_of_memory} predicted not to fit",
+        f"ran: {len(summary.false_alarms)} of {summary.ran} predicted not to fit",
+        *(f"  {name}" for name in summary.false_alarms),
+        *(f"goal missed: {text}" for text in summary.failed),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""The planner against published runs (tests/data/plan_reference.json, sources inside), with frozen constants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.plan.check import check, summarize
+from megalite.plan.published import read_runs
+
+REFERENCE = Path(__file__).resolve().parents[2] / "data/plan_reference.json"
+
+
+def test_goals_hold_on_published_runs() -> None:
+    summary = summarize(check(read_runs(REFERENCE)))
+    assert summary.failed == []
+    assert summary.time["scope core"][1] <= 0.06
+    assert (
+        max(mean for name, (_, mean, _) in summary.time.items() if name not in ("scope stress", "sc21_zero3")) <= 0.16
+    )
+    assert summary.headline <= summary.baseline / 2
+    assert len(summary.false_alarms) <= 0.03 * summary.ran
+    assert summary.called >= 7
+
+
+def test_an_unknown_stack_has_no_extra_overhead(tmp_path: Path) -> None:
+    """A name nobody has heard of is read as Megatron's own code: same time, same memory."""
+    row = next(r for r in json.loads(REFERENCE.read_text())["rows"] if r["group"] == "sc21_table2")
+    other = {**row, "sw": {**row["sw"], "stack": "somebody's fork"}, "measured": {}}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": [row, other]}))
+    known, unknown = check(read_runs(path))
+    assert (unknown.step_time_s, unknown.mem_gb) == (known.step_time_s, pytest.approx(known.mem_gb, rel=0.05))
+    assert unknown.time_error is None
