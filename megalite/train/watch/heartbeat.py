@@ -42,7 +42,12 @@ class Heartbeat(Observer):
         self._starts = 0
         self.beat("set-up", patience=watchdog.OWN)
         if timeout:
-            settings = {"rank": ctx.rank, "world": ctx.world.size, "timeout": timeout}
+            settings = {
+                "rank": ctx.rank,
+                "world": ctx.world.size,
+                "timeout": timeout,
+                "cuda": ctx.device.type == "cuda",
+            }
             self._settings: dict[str, object] = settings | {
                 "folder": str(run_dir.resolve() / "logs" / f"watchdog_{name}")
             }

@@ -25,6 +25,7 @@ from typing import Any
 from megalite.child import stat_of
 from megalite.console import write_or_drop
 from megalite.foreign import BadFile, read_json
+from megalite.train.watch.stacks import is_waiting, is_whole, main_thread
 
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")
@@ -74,6 +75,7 @@ class HangReport:
     """What a watchdog found out about its hanging rank.
 
     Attributes:
+        progress: number of the heartbeat, where ranks that run ahead of their GPUs differ in nothing else; otherwise 0.
         silent: seconds since its last heartbeat.
         state: `STOPPED`, `WAITING`, or what else it is doing.
         stacks: its Python stacks, as far as it could print them.
@@ -87,12 +89,13 @@ class HangReport:
     silent: float
     state: str
     stacks: str
+    progress: int = 0
 
     @property
-    def suspicion(self) -> tuple[int, int, float]:
+    def suspicion(self) -> tuple[int, int, int, float]:
         """Order reports by suspicion, most suspicious first: by state, then by how far behind the rank is."""
         kind = {STOPPED: 0, STARVED: 2, WAITING: 3}.get(self.state, 1)
-        return kind, self.step, -self.silent
+        return kind, self.step, self.progress, -self.silent
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid}), {self.state}, in {self.place} for {self.silent:.0f} s"
@@ -106,13 +109,24 @@ class Watchdog:
     """Watches one rank until the rank exits or is killed."""
 
     def __init__(
-        self, rank: int, world: int, pid: int, timeout: float, folder: str, beats: int, stacks: int, alive: int
+        self,
+        rank: int,
+        world: int,
+        pid: int,
+        timeout: float,
+        folder: str,
+        beats: int,
+        stacks: int,
+        alive: int,
+        cuda: bool = False,
     ) -> None:
-        self.rank, self.world, self.pid, self.timeout = rank, world, pid, timeout
+        self.rank, self.world, self.pid, self.timeout, self.cuda = rank, world, pid, timeout, cuda
         self.folder, self.stacks, self.alive = Path(folder), stacks, alive
         self.memory = mmap.mmap(beats, LAYOUT.size, prot=mmap.PROT_READ)
         self.tick = min(1.0, timeout / 20)
         self.report: HangReport | None = None
+        # Seconds without a heartbeat at the last look at the stacks, and whether they showed a wait for the GPU.
+        self.looked, self.polls_gpu = 0.0, False
 
     def run(self) -> None:
         """Watch until the rank's end of the pipe is closed, which the kernel does however the rank dies."""
@@ -129,13 +143,23 @@ class Watchdog:
             beat = Beat.read(self.memory)
             previous, effort = effort, self.effort(beat.patience)
             if beat.count != last.count or beat.patience == IDLE:
-                last, silent, without_beat = beat, 0.0, 0.0
+                last, silent, without_beat, self.looked, self.polls_gpu = beat, 0.0, 0.0, 0.0, False
                 self.withdraw()
-            elif without_beat < MOST_TIMEOUTS * self.timeout and works(previous, effort, passed):
+            elif (
+                without_beat < MOST_TIMEOUTS * self.timeout
+                and works(previous, effort, passed)
+                and not self.polls(without_beat)
+            ):
                 silent = 0.0
                 self.withdraw()
             elif silent >= self.timeout:
                 self.decide(beat, silent)
+
+    def polls(self, without_beat: float) -> bool:
+        """Whether the processor time is that of a wait for the GPU, which never sleeps; looks once per timeout."""
+        if self.cuda and without_beat >= self.looked + self.timeout:
+            self.looked, self.polls_gpu = without_beat, is_waiting(self.dump(), cuda=True)
+        return self.polls_gpu
 
     def effort(self, patience: int) -> tuple[int, int] | None:
         """Measure processor ticks and bytes moved so far by the processes that count under `patience`."""
@@ -174,11 +198,12 @@ class Watchdog:
             doing = STOPPED
         elif not is_whole(stacks):
             doing = f"unable to print its stacks (process state {process_state(self.pid) or 'unknown'})"
-        elif is_waiting(stacks):
+        elif is_waiting(stacks, self.cuda):
             doing = WAITING
         else:
             doing = f"at {main_thread(stacks)[0]}"
-        return HangReport(self.rank, socket.gethostname(), self.pid, beat.step, beat.place, silent, doing, stacks)
+        where = self.rank, socket.gethostname(), self.pid, beat.step, beat.place
+        return HangReport(*where, silent, doing, stacks, progress=beat.count if self.cuda else 0)
 
     def dump(self) -> str:
         """Get the rank's Python stacks; faulthandler prints them whatever the interpreter is busy with."""
@@ -277,33 +302,6 @@ def process_state(pid: int) -> str:
 def is_stopped(pid: int) -> bool:
     """Whether a signal or a debugger has stopped the process."""
     return process_state(pid) in ("T", "t")
-
-
-def is_whole(stacks: str) -> bool:
-    """Whether a faulthandler dump is complete: the main thread comes last, with its outermost frame or "..." for it."""
-    return stacks.endswith((" in <module>\n", " in _run_module_as_main\n", "\n  ...\n"))
-
-
-def main_thread(stacks: str) -> list[str]:
-    """Get the main thread's frames from a faulthandler dump, innermost first: "path, line N in function"."""
-    threads = [
-        re.findall(r'^  File "(.+)", (line \d+ in .+)$', block, re.MULTILINE)
-        for block in re.split(r"^(?=Thread |Current thread |Stack )", stacks, flags=re.MULTILINE)
-    ]
-    threads = [frames for frames in threads if frames]
-    for frames in threads:
-        if frames[-1][1].endswith("in <module>"):
-            return [f"{path}, {line}" for path, line in frames]
-    return [f"{path}, {line}" for path, line in threads[-1]] if threads else []
-
-
-def is_waiting(stacks: str) -> bool:
-    """Whether the main thread is in a collective: waiting for it, or (CUDA) reading its result."""
-    frames = main_thread(stacks)
-    if not frames:
-        return False
-    path = frames[0].rpartition(", ")[0]
-    return path.endswith("dist/collectives.py") or "/torch/distributed/" in path
 
 
 def main(**settings: Any) -> None:

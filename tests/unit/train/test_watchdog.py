@@ -23,6 +23,7 @@ from megalite.dist.context import ParallelContext
 from megalite.schedules.pipeline import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.heartbeat import Heartbeat
+from megalite.train.watch.stacks import is_waiting, is_whole, main_thread
 from megalite.train.watch.watchdog import (
     IDLE,
     LAYOUT,
@@ -34,9 +35,6 @@ from megalite.train.watch.watchdog import (
     HangReport,
     Watchdog,
     children,
-    is_waiting,
-    is_whole,
-    main_thread,
     process_state,
     usage,
     works,
@@ -78,6 +76,22 @@ def test_waiting_is_in_a_collective() -> None:
     assert not is_waiting(text.replace('"<string>", line 5', '"/a/megalite/dist/collectives.py", line 50'))
 
 
+def test_a_gpus_host_waits_wherever_it_launches() -> None:
+    """Frames innermost first: in a forward pass, in autograd, in a compiler, in set-up."""
+    text = stacks_of_a_script("wait()\n")
+
+    def stacks(*paths: str) -> str:
+        inner = "\n".join(f'  File "/a/{path}", line 9 in f' for path in paths)
+        return text.replace('  File "<string>", line 4 in wait', inner)
+
+    step = ("megalite/pipeline/executor.py", "megalite/train/step.py", "megalite/train/loop.py")
+    for launching in ("megalite/tensor_parallel/linear.py", "torch/autograd/graph.py", "triton/runtime/jit.py"):
+        assert is_waiting(stacks(launching, *step), cuda=True)
+        assert not is_waiting(stacks(launching, *step))
+    assert not is_waiting(stacks("subprocess.py", "triton/compiler/compiler.py", *step), cuda=True)
+    assert not is_waiting(stacks("megalite/train/build.py"), cuda=True)
+
+
 def report(rank: int, state: str, step: int = 5, silent: float = 30.0) -> HangReport:
     return HangReport(rank, "host", 1, step, "training", silent, state, "")
 
@@ -98,6 +112,11 @@ def test_among_waiting_ranks_the_one_furthest_behind() -> None:
     assert min(ranks, key=lambda r: r.suspicion).rank == 1
     ranks[1] = dataclasses.replace(ranks[1], step=5)
     assert min(ranks, key=lambda r: r.suspicion).rank == 2
+
+
+def test_of_hosts_that_ran_ahead_the_one_that_launched_least() -> None:
+    ranks = [dataclasses.replace(report(rank, WAITING), progress=count) for rank, count in enumerate((70, 68, 90))]
+    assert min(ranks, key=lambda r: r.suspicion).rank == 1
 
 
 def test_one_that_had_no_time_to_print_is_no_more_suspect_than_one_that_works() -> None:
@@ -202,6 +221,31 @@ def test_time_without_the_watchdog_is_no_silence(
         dog.run()
     # Once before the first look; each adds two ticks at most.
     assert len(looks) - 1 >= dog.timeout / (2 * dog.tick)
+
+
+@pytest.mark.parametrize(("cuda", "judged_after"), [(False, 10), (True, 2)])
+def test_a_busy_wait_for_the_gpu_is_no_work(
+    watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch, cuda: bool, judged_after: int
+) -> None:
+    """A host in cudaStreamSynchronize uses all of a processor, and set-up counts processor time as life."""
+    dog, _ = watched
+    dog.timeout, dog.tick, dog.cuda = 1.0, 0.001, cuda
+    ticks, clock, dumps = itertools.count(0, 10**6), itertools.count(), []
+    monkeypatch.setattr(dog, "effort", lambda _: (next(ticks), 0))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock.__next__))
+    waiting = stacks_of_a_script("wait()\n").replace('"<string>", line 4', '"/a/megalite/dist/collectives.py", line 50')
+    monkeypatch.setattr(dog, "dump", lambda: dumps.append(1) or waiting)
+    seen = []
+
+    def decide(beat: Beat, silent: float) -> None:
+        raise StopIteration
+
+    monkeypatch.setattr(dog, "decide", decide)
+    monkeypatch.setattr(dog, "polls", lambda without, polls=dog.polls: seen.append(without) or polls(without))
+    with pytest.raises(StopIteration):
+        dog.run()
+    assert seen[-1] == pytest.approx(judged_after * dog.timeout, abs=2 * 2 * dog.tick)
+    assert len(dumps) == (1 if cuda else 0)
 
 
 def test_a_run_in_a_notebook_may_rest_for_hours(watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch) -> None:
