@@ -5,6 +5,7 @@ The children (the writer of checkpoints, the watchdog) import this file too: the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -13,11 +14,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+# Name under which a process shows that it waits for the disk.
+FLUSHING = "flushing"
 # The run decides when its children end: what a terminal or a launcher sends to a whole group is not meant for them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -122,6 +125,28 @@ def scratch_file(folder: Path, size: int) -> int:
         os.close(descriptor)
         raise (too_small if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else e) from None
     return descriptor
+
+
+@contextlib.contextmanager
+def shown_as(name: str) -> Iterator[None]:
+    """Give this process a name of at most 15 characters for a while: `ps` and its watchdog see it (Linux only)."""
+    own, before = Path("/proc/self/comm"), ""
+    with contextlib.suppress(OSError):
+        before = own.read_text().strip()
+        own.write_text(name)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            own.write_text(before)
+
+
+def name_of(pid: int) -> str:
+    """Return the name that a process shows; "" where it is gone, and where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def stat_of(pid: int) -> list[str]:

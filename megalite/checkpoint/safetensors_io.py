@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from megalite.child import FLUSHING, shown_as
 from megalite.errors import UserError
 from megalite.foreign import BadFile, parse_json
 
@@ -94,17 +95,23 @@ def write_file(
                     between()
         if filled:
             crcs.append(crc)
-        os.fsync(fd)
+        _flush(fd)
     finally:
         os.close(fd)
     return size, crcs
+
+
+def _flush(fd: int) -> None:
+    # It may take minutes, without processor time or I/O of this process by which it could be told from a hang.
+    with shown_as(FLUSHING):
+        os.fsync(fd)
 
 
 def sync_folder(path: Path) -> None:
     """Flush the entries of a folder (new names, renames) to the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        _flush(fd)
     finally:
         os.close(fd)
 

@@ -17,6 +17,7 @@ import pytest
 from megalite.train.watch.watchdog import children, process_state
 from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, outcome
 from tests.faults.zygote import Job, Left, Zygote, processes_of
+from tests.soak.disk import build_library
 
 TIMEOUT = 8
 FLAGS = [*RUN, "--watchdog-timeout", str(TIMEOUT), "--eval-every", "4", "--eval-steps", "2"]
@@ -200,3 +201,16 @@ def test_a_stopped_writer_ends_with_its_rank(zygote: Zygote, tmp_path: Path) -> 
     job.end(30)
     # A zombie is over: whoever adopted it may be slow to notice.
     zygote.until(lambda: process_state(writer) in ("", "Z"), 30)
+
+
+def test_a_long_flush_is_no_hang(zygote: Zygote, tmp_path: Path) -> None:
+    """Three times the timeout in one fsync, as large shards on slow storage take: no processor time and no I/O."""
+    library = build_library(tmp_path)
+    if library is None:
+        pytest.skip("disk faults need a C compiler")
+    slow = {"LD_PRELOAD": str(library), "SOAK_DISK_PATH": str(tmp_path), "SOAK_DISK_FAULT": "fsync 1 -6 0"}
+    flags = [*RUN, "--train-steps", "4", "--watchdog-timeout", "2", "--run-dir", str(tmp_path / "run")]
+    left = zygote.start(flags, 1, tmp_path, env=slow).end(150)
+    assert codes(left) == [0], left
+    assert committed(tmp_path / "run") == {"step_00000002", "step_00000004"}
+    assert "watchdog" not in left[0].err

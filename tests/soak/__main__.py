@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="to work in (a new one under /tmp)")
     args = parser.parse_args()
     args.folder = args.folder or Path(tempfile.mkdtemp(prefix="megalite-soak-"))
+    args.folder.mkdir(parents=True, exist_ok=True)
     tally: Counter[str] = Counter()
     started = time.monotonic()
     try:

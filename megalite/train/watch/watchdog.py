@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.child import stat_of
+from megalite.child import FLUSHING, name_of, stat_of
 from megalite.console import write_or_drop
 from megalite.foreign import BadFile, read_json
 from megalite.train.watch.stacks import is_waiting, is_whole, main_thread
 
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")
-# What counts as life besides a heartbeat: nothing; processor time and I/O of the rank's children (a save); also its own
-# (set-up and the first step, where files are read and kernels compiled).
+# What counts as life besides a heartbeat: nothing; processor time, I/O and waits for the disk of the rank's children (a
+# save); also its own processor time and I/O (set-up and the first step, where files are read and kernels compiled).
 STRICT, CHILDREN, OWN = 0, 1, 2
 # Nothing is expected: a notebook holds the run between two steps.
 IDLE = 3
@@ -145,10 +145,8 @@ class Watchdog:
             if beat.count != last.count or beat.patience == IDLE:
                 last, silent, without_beat, self.looked, self.polls_gpu = beat, 0.0, 0.0, 0.0, False
                 self.withdraw()
-            elif (
-                without_beat < MOST_TIMEOUTS * self.timeout
-                and works(previous, effort, passed)
-                and not self.polls(without_beat)
+            elif without_beat < MOST_TIMEOUTS * self.timeout and (
+                self.saves(beat.patience) or (works(previous, effort, passed) and not self.polls(without_beat))
             ):
                 silent = 0.0
                 self.withdraw()
@@ -167,6 +165,10 @@ class Watchdog:
             return None
         pids = [self.pid, *children(self.pid)] if patience == OWN else children(self.pid)
         return usage([pid for pid in pids if pid != os.getpid()])
+
+    def saves(self, patience: int) -> bool:
+        """Whether a child that counts under `patience` waits for the disk, which is neither processor time nor I/O."""
+        return patience != STRICT and any(waits_for_disk(pid) for pid in children(self.pid) if pid != os.getpid())
 
     def withdraw(self) -> None:
         """Withdraw the report: the rank is making progress again."""
@@ -297,6 +299,15 @@ def usage(pids: list[int]) -> tuple[int, int]:
 def process_state(pid: int) -> str:
     """Get the state letter that ps shows: R, S, D, T, Z; empty where there is no /proc."""
     return next(iter(stat_of(pid)), "")
+
+
+def waits_for_disk(pid: int) -> bool:
+    """Whether a process waits in the kernel for a device (state D), or in a flush, as its name then shows.
+
+    A flush on some network file systems is not in state D.
+    """
+    state = process_state(pid)
+    return state == "D" or (state in ("R", "S") and name_of(pid) == FLUSHING)
 
 
 def is_stopped(pid: int) -> bool:

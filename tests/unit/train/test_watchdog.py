@@ -37,8 +37,10 @@ from megalite.train.watch.watchdog import (
     children,
     process_state,
     usage,
+    waits_for_disk,
     works,
 )
+from tests.ranks import ROOT
 
 
 def stacks_of_a_script(body: str) -> str:
@@ -305,6 +307,32 @@ def test_work_is_seen_and_sleep_is_not() -> None:
         assert child.pid in children(os.getpid())
         assert process_state(child.pid) in ("R", "S", "D")
         child.kill()
+
+
+# A posix_spawn waits in state D until its child has opened the pipe, which it does when somebody writes to it.
+IN_STATE_D = (
+    "import os, sys\n"
+    "os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])"
+)
+FLUSHES = "import time\nfrom megalite.child import *\nwith shown_as(FLUSHING):\n    time.sleep(60)"
+
+
+@pytest.mark.parametrize("code", [IN_STATE_D, FLUSHES])
+def test_a_wait_for_the_disk_is_seen(code: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    process = subprocess.Popen([sys.executable, "-S", "-c", code, str(tmp_path / "pipe")], cwd=ROOT)
+    try:
+        while not waits_for_disk(process.pid):
+            assert process.poll() is None
+        # One that is stopped does not wait for the disk.
+        if code == FLUSHES:
+            stop(process.pid)
+            assert not waits_for_disk(process.pid)
+        assert not waits_for_disk(os.getpid())
+    finally:
+        os.close(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK))
+        process.kill()
+        process.wait()
 
 
 def test_heartbeats_say_where_the_rank_is(tmp_path: Path) -> None:
