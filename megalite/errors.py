@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import math
 import os
 import re
@@ -60,13 +61,20 @@ class LocalUserError(UserError):
     """A user mistake that other ranks may not see: this rank has to report it itself."""
 
 
+class ToolError(RuntimeError):
+    """What ended a tool though nothing was wrong with what was asked (exit code 1); the message says all, in a line."""
+
+
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a command-line tool's `main` and end the process.
 
-    A `UserError` prints one `error:` line and exits with 2, a full or failing disk likewise with 1, Ctrl-C with 130.
+    A `UserError` prints one `error:` line and exits with 2, a `ToolError` and a full or failing disk likewise with 1,
+    Ctrl-C with 130. A crash (SIGBUS, SIGSEGV) prints the stack.
     A reader that has closed the pipe (`| head`) ends it quietly.
     """
     code: int | str | None
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=2)
     try:
         try:
             code = main() or 0
@@ -77,6 +85,9 @@ def run_tool(main: Callable[[], int | None]) -> None:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
+    except ToolError as e:
+        print(f"error: {printable(str(e))}", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:
         _exit_without_reader()
     except OSError as e:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from megalite.console import may_block, write_or_drop
-from megalite.errors import LocalUserError, printable
+from megalite.errors import LocalUserError, UserError, printable
 
 logger = logging.getLogger("megalite")
 
@@ -72,6 +72,37 @@ class _Console(logging.StreamHandler):
             self.handleError(record)
 
 
+class RankFile(logging.Handler):
+    """A rank's log file. Where it cannot be written, the run continues: its lines are dropped and counted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.dropped, self._reported = path, 0, False
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record) + "\n"
+        if self.dropped:
+            # The line before may have been written in part.
+            line = f"\n({self.dropped} lines dropped: this file could not be written)\n{line}"
+        data = line.encode(errors="backslashreplace")
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+            self.dropped = 0
+        except OSError as e:
+            self.dropped += 1
+            if not self._reported:
+                self._reported = True
+                logger.warning(f"{self.path} cannot be written ({e.strerror}): lines missing there are counted")
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        super().close()
+
+
 class _OneLine(logging.Formatter):
     """One line a record, whatever names and contents of files its message quotes."""
 
@@ -89,8 +120,16 @@ def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None
     """Log to the console (rank 0 from INFO, others from WARNING, prefixed with their rank) and from INFO to `log_file`.
 
     May be called again, with the file, once the run directory is known.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     rank = env_rank() if rank is None else rank
+    try:
+        to_file = RankFile(log_file) if log_file is not None else None
+    except OSError as e:
+        rule = f"cannot be written ({e.strerror})"
+        raise UserError(f"log file {log_file}", rule, "choose another --run-dir") from None
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -99,8 +138,7 @@ def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     console.setFormatter(_OneLine(prefix + "%(message)s"))
     logger.addHandler(console)
-    if log_file is not None:
-        to_file = logging.FileHandler(log_file)
+    if to_file is not None:
         to_file.setFormatter(_OneLine(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s"))
         logger.addHandler(to_file)
     logger.setLevel(logging.INFO)

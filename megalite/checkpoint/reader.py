@@ -28,6 +28,53 @@ from megalite.slices import Slice, box_index, contiguous_runs
 _STAGE = 16 << 20
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where the elements of a tensor are in a safetensors file: from byte `at` on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+
+
+class Staging:
+    """A buffer for what is read, the same memory each time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, size: int) -> torch.Tensor:
+        """Return `size` bytes."""
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
+
+
+def read_parts(
+    fd: int, path: Path, stored: StoredTensor, offset: tuple[int, ...], shape: tuple[int, ...], staging: Staging
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Read the part of a tensor that has `shape` at `offset`, as many rows at a time as fit in the buffer.
+
+    It is read, not mapped: a file that is cut meanwhile is an error that names it, not the end of the process.
+
+    Yields:
+        Number of the first row, counted from the offset, and the rows; they are valid until the next ones.
+
+    Raises:
+        BadCheckpoint: the file ends too early or cannot be read.
+    """
+    item, width = ITEM_SIZE[stored.dtype], math.prod(shape[1:])
+    rows_at_once = max(1, _STAGE // (width * item))
+    for row in range(0, shape[0], rows_at_once):
+        rows = min(rows_at_once, shape[0] - row)
+        stage = staging(rows * width * item)
+        view = memoryview(stage.numpy().data).cast("B")
+        starts, run = contiguous_runs(stored.shape, (offset[0] + row, *offset[1:]), (rows, *shape[1:]))
+        for at, start in zip(range(0, len(view), run * item), starts):
+            read_exactly(fd, view[at : at + run * item], stored.at + start * item, path)
+        yield row, stage.view(STORED[stored.dtype]).view(rows, *shape[1:])
+
+
 @dataclass
 class ReadStats:
     """Count the bytes that this rank read to fill its states, and those it read to verify checksums."""
@@ -44,7 +91,7 @@ class ShardReader:
     manifest: Manifest
     stats: ReadStats = field(default_factory=ReadStats)
     _open: dict[int, int] = field(default_factory=dict)
-    _stage: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _staging: Staging = field(default_factory=lambda: Staging())
 
     def descriptor(self, number: int) -> int:
         """Return the file descriptor of shard `number`; open it and check its size at first use."""
@@ -115,25 +162,11 @@ class ShardReader:
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Yield (offset, elements) of the part of a box that has `shape` at `offset`: as many rows at a time as fit in
         the buffer, which is reused."""
-        item, fd, path = ITEM_SIZE[dtype], self.descriptor(file), self.path / self.manifest.files[file].name
-        width = math.prod(shape[1:])
-        rows_at_once = max(1, _STAGE // (width * item))
-        for row in range(offset[0], offset[0] + shape[0], rows_at_once):
-            rows = min(rows_at_once, offset[0] + shape[0] - row)
-            stage = self._staging(rows * width * item)
-            view = memoryview(stage.numpy().data).cast("B")
-            local = (row - box.offset[0], *(o - b for o, b in zip(offset[1:], box.offset[1:])))
-            starts, run = contiguous_runs(box.shape, local, (rows, *shape[1:]))
-            for at, start in zip(range(0, len(view), run * item), starts):
-                read_exactly(fd, view[at : at + run * item], box.at + start * item, path)
-            self.stats.loaded += len(view)
-            yield (row, *offset[1:]), stage.view(STORED[dtype]).view(rows, *shape[1:])
-
-    def _staging(self, size: int) -> torch.Tensor:
-        """Return a buffer of `size` bytes, the same memory each time."""
-        if size > len(self._stage):
-            self._stage = torch.empty(size, dtype=torch.uint8)
-        return self._stage[:size]
+        fd, path = self.descriptor(file), self.path / self.manifest.files[file].name
+        local = tuple(o - b for o, b in zip(offset, box.offset))
+        for row, part in read_parts(fd, path, StoredTensor(dtype, box.shape, box.at), local, shape, self._staging):
+            self.stats.loaded += part.nbytes
+            yield (offset[0] + row, *offset[1:]), part
 
     def close(self) -> None:
         """Close the shards."""

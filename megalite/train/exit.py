@@ -84,6 +84,8 @@ def leaving_together() -> Iterator[None]:
         print(f"error: {e}", file=sys.stderr)
         _exit(2)
     setup_logging(rank)
+    # A crash in native code, or of a file that is mapped, prints the stack.
+    faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     if under_torchrun():
         # Killed, it leaves its ranks running, and nobody could restart them: they save and exit.
@@ -113,8 +115,11 @@ def leaving_together() -> Iterator[None]:
         logger.error(f"{type(e).__name__}: {e}")
         _exit(1)
     except BaseException as e:
-        if isinstance(e, PeerFailed) or _lost_peer(e):
+        if isinstance(e, PeerFailed):
             _last_words(rank, "exiting: another rank failed first")
+        elif _lost_peer(e):
+            # Where all ranks print this and none anything else, it was the network.
+            _last_words(rank, "exiting: another rank failed first, or the network between them")
         else:
             _last_words(rank, traceback.format_exc())
             watch.announce(rank)

@@ -8,6 +8,7 @@ import hashlib
 import math
 import signal
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from megalite.config.run import Config
 from megalite.data import BatchLoader, Datasets, Samples
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError, step_range
+from megalite.errors import step_range
 from megalite.log import logger, setup_logging
 from megalite.model.parameters import param_map
 from megalite.pipeline.choose import schedule_of
@@ -35,6 +36,7 @@ from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
 from megalite.train.quiet import GpuReadings
 from megalite.train.resume import check_folders, choose_checkpoint, log_start, resume
+from megalite.train.run_dir import make_run_dir, write_config
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import CHILDREN, IDLE, OWN
@@ -162,7 +164,7 @@ def open_run(
         engine = agree(ctx, lambda: build_engine(cfg, ctx))
         run_dir = Path(cfg.run.run_dir)
         agree(ctx, lambda: make_run_dir(run_dir))
-        setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log")
+        agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
         logger.info(banner(engine))
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
@@ -174,8 +176,7 @@ def open_run(
         if source:
             log_start(engine, source, meta)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
-        if ctx.rank == 0:
-            (run_dir / "config.yaml").write_text(cli.to_yaml(cfg))
+        agree(ctx, lambda: write_config(run_dir, cli.to_yaml(cfg)) if ctx.rank == 0 else None)
         run = make_run(
             engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
         )
@@ -229,7 +230,8 @@ def make_run(
     run_dir, batch = Path(cfg.run.run_dir), cfg.train.global_batch_size
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     loader = BatchLoader(datasets.train, batch, ctx.dp.rank, ctx.dp.size, consumed_samples=consumed)
-    metrics = MetricsLogger(
+    make_metrics = partial(
+        MetricsLogger,
         run_dir,
         ctx.rank,
         total_steps=cfg.train.train_steps,
@@ -238,6 +240,7 @@ def make_run(
         wandb_project=cfg.run.wandb_project,
         config=meta["config"],
     )
+    metrics = agree(ctx, make_metrics)
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
     steps = step_range("--record-schedule", cfg.run.record_schedule)
     recorder = Recorder(run_dir / "schedule", ctx, engine.executor, schedule_of(cfg, ctx.dp.size), steps)
@@ -260,17 +263,6 @@ def make_run(
         sample_offset=consumed - step * batch,
         skipped_steps=int(state.get("skipped_steps", 0)),
     )
-
-
-def make_run_dir(run_dir: Path) -> None:
-    """Make the run's directories."""
-    try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (run_dir / "checkpoints").mkdir(exist_ok=True)
-    except OSError as e:
-        raise UserError(
-            f"--run-dir {run_dir}", f"must be a folder this user can write ({e.strerror})", "choose another --run-dir"
-        ) from None
 
 
 def banner(engine: Engine) -> str:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
 from megalite.checkpoint.hf.packing import file_shapes, row_runs
+from megalite.checkpoint.reader import Staging, StoredTensor, read_parts
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, parse_header
 from megalite.config.model import ModelConfig
 from megalite.dist.dtypes import DTYPES, STORED, torch_name
@@ -31,13 +32,10 @@ _MAX_HEADER, _MAX_DIMS = 8 << 20, 8
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """A tensor of the folder, and the name that its file gives it."""
+class _Tensor(StoredTensor):
+    """A tensor of the folder, and its file."""
 
     path: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class HFSource:
@@ -80,14 +78,21 @@ class HFSource:
             if not inside:
                 continue
             source = self._tensors[name]
-            # Opened anew for each tensor, so that mapped pages do not accumulate.
-            with _opened(source.path) as file:
-                tensor = file.get_slice(source.name)
-                for there, first, last, here in inside:
-                    rows = slice(there + first - here, there + last - here)
-                    index = (inner[0], rows) if transposed else (rows, *inner)
-                    part = tensor[index].t() if transposed else tensor[index]
-                    out[first - low : last - low].copy_(part)
+            for there, first, last, here in inside:
+                box = [slice(there + first - here, there + last - here), *inner]
+                target = out[first - low : last - low]
+                for row, part in self._parts(source, box[::-1] if transposed else box):
+                    into = target.t() if transposed else target
+                    into[row : row + len(part)].copy_(part)
+
+    def _parts(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Read a box of a tensor, some rows at a time."""
+        offset, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
+        fd = open_inside(source.path.parent, source.path.name)
+        try:
+            yield from read_parts(fd, source.path, source, offset, shape, Staging())
+        finally:
+            os.close(fd)
 
     def whole(self, spec: ParamSpec, where: Packed) -> torch.Tensor:
         """Read a whole tensor of megalite, fp32."""
@@ -125,10 +130,14 @@ class HFSource:
     def _list(self, name: str) -> dict[str, _Tensor]:
         """List the tensors of a file, whose header the library checks."""
         path = resolve_inside(self.folder, name)
-        _check_header(path)
+        start, header = _check_header(path)
+        # The library checks the header, that it fits the file too.
         with _opened(path) as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (not a dict)
-            return {t: _Tensor(path, t, tuple(s.get_shape()), s.get_dtype()) for t, s in slices.items()}
+            return {
+                t: _Tensor(s.get_dtype(), tuple(s.get_shape()), start + header[t]["data_offsets"][0], path)
+                for t, s in slices.items()
+            }
 
     def _renamed(self, tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
         """Drop tensors that are not weights, and add the prefix that hub files of GPT-2 lack."""
@@ -169,9 +178,10 @@ class HFSource:
         if tied and head in self._tensors:
             embedding = self.family.place("embed_tokens.weight").names[0]
             one, other = self._tensors[head], self._tensors[embedding]
-            with _opened(one.path) as a, _opened(other.path) as b:
-                equal = torch.equal(a.get_tensor(one.name), b.get_tensor(other.name))
-            if not equal:
+            boxes = [[slice(0, n) for n in tensor.shape] for tensor in (one, other)]
+            parts = zip(self._parts(one, boxes[0]), self._parts(other, boxes[1]))
+            alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+            if not alike or not all(torch.equal(a, b) for (_, a), (_, b) in parts):
                 rule = f"tie_word_embeddings is true, and {head} differs from {embedding}"
                 raise BadCheckpoint(where, rule, "set tie_word_embeddings to false in config.json, or remove the head")
 
@@ -180,8 +190,12 @@ def _some(names: list[str]) -> str:
     return f"tensor {names[0]} is" if len(names) == 1 else f"{len(names)} tensors ({', '.join(names[:3])} ...) are"
 
 
-def _check_header(path: Path) -> None:
-    """Refuse a header that would take the library all memory or time; other mistakes are the library's to find."""
+def _check_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Refuse a header that would take the library all memory or time; other mistakes are the library's to find.
+
+    Returns:
+        Where the tensors' bytes begin, and the entries of the header.
+    """
     with path.open("rb") as f:
         size = f.read(8)
         length = int.from_bytes(size, "little")
@@ -194,6 +208,7 @@ def _check_header(path: Path) -> None:
         if isinstance(shape, list) and len(shape) > _MAX_DIMS:
             rule = f"tensor {name:.100} has {len(shape)} dimensions, more than {_MAX_DIMS}"
             raise BadCheckpoint(str(path), rule, "use the weights of a language model")
+    return 8 + length, header
 
 
 @contextmanager

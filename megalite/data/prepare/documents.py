@@ -26,6 +26,10 @@ _TABLES = (".json", ".ndjson", ".csv", ".tsv")
 _SNIFFED_BYTES = 8192
 CHUNK_BYTES, CHUNK_RECORDS = 1 << 18, 1024
 _BLOCK_BYTES = 1 << 20
+# Of a zstd file: one byte may become 32 KiB.
+_ZSTD_BYTES = 4 << 10
+# A line, or a compressed text: no document is so long, and a few MB may decompress to any length.
+_MAX_RECORD = 128 << 20
 EXCERPT_CHARS = 80
 
 
@@ -109,7 +113,11 @@ def _is_text(path: Path) -> bool:
     if kind_of(path) in (".jsonl", ".parquet"):
         return True
     with _opened(path) as raw:
-        start = next(_blocks(raw, path), b"")[:_SNIFFED_BYTES]
+        start = b""
+        for block in _blocks(raw, path):
+            start = (start + block)[:_SNIFFED_BYTES]
+            if len(start) == _SNIFFED_BYTES:
+                break
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) < _SNIFFED_BYTES)
     except UnicodeDecodeError:
@@ -132,9 +140,9 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
         if kind == ".parquet":
             unit, records = "row", _parquet_values(raw, path, key)
         elif kind == ".jsonl":
-            unit, records = "line", _lines(_blocks(raw, path))
+            unit, records = "line", _lines(_blocks(raw, path), path)
         else:
-            unit, records = "file", iter([b"".join(_blocks(raw, path))])
+            unit, records = "file", iter([_whole(_blocks(raw, path), path)])
         first, held, size = 1, [], 0
         for record in records:
             held.append(record)
@@ -216,7 +224,7 @@ def _zstd_blocks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
     zstandard = optional_import("zstandard", "zstandard", "data")
     inside_frame = False
     try:
-        while data := raw.read(_BLOCK_BYTES):
+        while data := raw.read(_ZSTD_BYTES):
             while data:
                 if not inside_frame:
                     frame, inside_frame = zstandard.ZstdDecompressor().decompressobj(), True
@@ -229,17 +237,34 @@ def _zstd_blocks(raw: BinaryIO, path: Path) -> Iterator[bytes]:
         raise UserError(str(path), "is cut short (its last zstd frame does not end)", "fetch or compress it again")
 
 
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+def _lines(blocks: Iterable[bytes], path: Path) -> Iterator[bytes]:
     """Yield lines without their newline, including a last one that has none."""
     open_line: list[bytes] = []
+    size, number = 0, 1
     for block in blocks:
         first, *rest = block.split(b"\n")
         open_line.append(first)
+        size += len(first)
         for line in rest:
             yield b"".join(open_line)
-            open_line = [line]
+            open_line, size, number = [line], len(line), number + 1
+        if size > _MAX_RECORD:
+            rule = f"has more than {_MAX_RECORD >> 20} MiB"
+            raise UserError(f"{path} line {number}", rule, "cut it into documents, a line each")
     if last := b"".join(open_line):
         yield last
+
+
+def _whole(blocks: Iterable[bytes], path: Path) -> bytes:
+    """Return a text; of a compressed one, which may be a thousand times as large as its file, only up to the limit."""
+    parts, size, limit = [], 0, max(_MAX_RECORD, path.stat().st_size)
+    for block in blocks:
+        parts.append(block)
+        size += len(block)
+        if size > limit:
+            rule = f"holds a text of more than {limit >> 20} MiB"
+            raise UserError(str(path), rule, "decompress it, or cut it into documents as lines of a .jsonl")
+    return b"".join(parts)
 
 
 def _parquet_values(raw: BinaryIO, path: Path, key: str) -> Iterator[bytes | None]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from megalite.data.prepare.documents import BadRecord, Chunk, parse
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import token_dtype
+from megalite.errors import ToolError
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ def _ended_unexpectedly() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError) as e:
-        raise RuntimeError("a preprocessing worker ended unexpectedly (perhaps killed because memory ran out)") from e
+        text = "a preprocessing worker ended unexpectedly, perhaps killed because memory ran out; give fewer --workers"
+        raise ToolError(text) from e
 
 
 def encode_all(

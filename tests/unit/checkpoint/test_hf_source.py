@@ -2,48 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import os
+from itertools import starmap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from megalite.checkpoint.hf import source as hf
+from megalite.checkpoint.hf.source import HFSource
+from megalite.checkpoint.safetensors_io import BadCheckpoint
 from tests.unit.checkpoint.hf_models import CASES, make_model
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_parts_are_parts_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     make_model(case, tmp_path)
-    source = hf.HFSource(tmp_path)
+    source = HFSource(tmp_path)
     read = [0]
 
-    class Counting:
-        def __init__(self, tensor: Any) -> None:
-            self.tensor = tensor
+    preadv = os.preadv
 
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            part: torch.Tensor = self.tensor[index]
-            read[0] += part.numel()
-            return part
+    def counting(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        read[0] += count // 4
+        return count
 
-    class File:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def get_slice(self, name: str) -> Counting:
-            return Counting(self.file.get_slice(name))
-
-    opened = hf._opened
-
-    @contextlib.contextmanager
-    def counting(path: Path) -> Iterator[File]:
-        with opened(path) as file:
-            yield File(file)
-
-    monkeypatch.setattr(hf, "_opened", counting)
+    monkeypatch.setattr(os, "preadv", counting)
     for spec, where in source.tensors():
         whole = source.whole(spec, where)
         assert read == [spec.numel]
@@ -57,3 +41,12 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monkey
             assert torch.equal(out, expected.double())
             assert read == [expected.numel()]
         read[0] = 0
+
+
+def test_weights_that_are_cut_while_they_are_read(tmp_path: Path) -> None:
+    """A map of the file would end the process by SIGBUS, without a word."""
+    make_model("llama", tmp_path)
+    source, file = HFSource(tmp_path), tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(BadCheckpoint, match=r"model\.safetensors: ends at byte \d+, \d+ bytes too early"):
+        list(starmap(source.whole, source.tensors()))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, commit_text, read_manifest
 from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, parse_header, write_file
 from megalite.slices import Slice
 
@@ -111,3 +111,29 @@ def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_file(tmp_path / "x", [b"second"])
     assert (tmp_path / "x").read_bytes() == b"first"
+
+
+def test_files_that_no_manifest_names_do_not_raise_its_limit(tmp_path: Path) -> None:
+    """4 MiB, and as much for each shard that it names and that holds anything: refused before it is parsed."""
+    text = b'{"files": [{"name": "named.safetensors"}, {"name": "empty.safetensors"}]}' + b" " * (9 << 20)
+    (tmp_path / "manifest.json").write_bytes(text)
+    (tmp_path / "COMMIT").write_bytes(commit_text(text))
+    for i in range(30):
+        (tmp_path / f"empty_{i}.safetensors").touch()
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "link.safetensors").symlink_to("/dev/zero")
+    limit = 4 << 20
+    words = f"manifest.json: has {len(text)} bytes, more than the limit of {{}}"
+    with pytest.raises(BadCheckpoint, match=words.format(limit)):
+        read_manifest(tmp_path)
+    for name in ("unnamed", "other", "named"):
+        with (tmp_path / f"{name}.safetensors").open("wb") as f:
+            f.truncate(5 << 20)
+    with pytest.raises(BadCheckpoint, match=words.format(2 * limit)):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_nested_too_deeply() -> None:
+    for depth, words in ((100_000, "is not JSON"), (70, "is nested in more than 64 levels")):
+        with pytest.raises(BadCheckpoint, match=words):
+            Manifest.from_json(b'{"step": ' + b"[" * depth + b"]" * depth + b"}", "here")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -415,7 +416,8 @@ def test_a_killed_worker_ends_the_run_with_a_message(tmp_path: Path, running: Ru
             running.pipe.write(jsonl(["some text " * 1000] * 100))
     _, stderr = running.process.communicate(timeout=30)
     assert running.process.returncode == 1
-    assert "a preprocessing worker ended unexpectedly" in stderr
+    assert stderr.splitlines()[-1].startswith("error: a preprocessing worker ended unexpectedly")
+    assert "Traceback" not in stderr
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -433,3 +435,25 @@ def test_a_worker_killed_while_it_writes_is_noticed(tmp_path: Path) -> None:
             list(pool.take())
     finally:
         pool.close()
+
+
+def test_a_line_or_a_text_without_end_is_refused_before_memory_is_spent(tmp_path: Path) -> None:
+    """3 GB of one line: 13 MB compressed, or nothing on the disk."""
+    piece = b"x" * (16 << 20)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(piece, 1) * 190)
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(piece, 1) * 190)
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(b"{}\n" + piece * 10))
+    with (tmp_path / "d.jsonl").open("wb") as f:
+        f.write(b"{}\n{}\n")
+        f.truncate(3 << 30)
+    for name, words in (
+        ("a.jsonl.gz", "line 1: has more than 128 MiB"),
+        ("b.txt.gz", "holds a text of more than 128 MiB"),
+        ("c.jsonl.zst", "line 2: has more than 128 MiB"),
+        ("d.jsonl", "line 3: has more than 128 MiB"),
+    ):
+        tracemalloc.start()
+        with pytest.raises(UserError, match=words):
+            list(read_chunks(tmp_path / name, "text"))
+        assert tracemalloc.get_traced_memory()[1] < 300 << 20
+        tracemalloc.stop()

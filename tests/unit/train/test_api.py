@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch
 
 import megalite
 from megalite.config import cli
+from megalite.log import RankFile
 from megalite.train.metrics import read_metrics
 from megalite.train.watch.watchdog import children
 from tests.workers import WorkerPool
@@ -63,7 +63,7 @@ def train(rank: int, run_dir: str, options: dict[str, Any]) -> Any:
                 break
         megalite.fit(run, [lambda run, step: figures.append((step["loss"], step["grad_norm"]))])
         busy = children(os.getpid())
-    files = [h for h in megalite.train.loop.logger.handlers if isinstance(h, logging.FileHandler)]
+    files = [h for h in megalite.train.loop.logger.handlers if isinstance(h, RankFile)]
     assert set(before) < set(busy)
     assert children(os.getpid()) == before
     assert not files
