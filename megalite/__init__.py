@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalite.api import configure, start
+    from megalite.data.rows import Rows
     from megalite.errors import UserError
     from megalite.train.inference import generate, load_model
     from megalite.train.loop import evaluate, fit, steps
     from megalite.train.run import save
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "configure", "evaluate", "fit", "generate", "load_model", "save", "start", "steps"]
+__all__ = ["Rows", "UserError", "configure", "evaluate", "fit", "generate", "load_model", "save", "start", "steps"]
 
 _PLACES = {
     **dict.fromkeys(("configure", "start"), "megalite.api"),
+    "Rows": "megalite.data.rows",
     "UserError": "megalite.errors",
     **dict.fromkeys(("generate", "load_model"), "megalite.train.inference"),
     **dict.fromkeys(("evaluate", "fit", "steps"), "megalite.train.loop"),

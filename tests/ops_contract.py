@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import Ops
-from megalite.ops.attention import Mask
+from megalite.ops.attention import Documents, Mask
 from megalite.ops.cross_entropy import combine_stats
 
 # Relative L2 error against float64. bf16: rounding of inputs' products to 8 bits (2^-9) a few times over.
@@ -331,7 +331,9 @@ def _matmul_cases() -> Iterator[Case]:
         yield Case(label, inputs, _matmul, _matmul_oracle, differentiate=False)
 
 
-def _attention_oracle(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None) -> tuple[Tensor]:
+def _attention_oracle(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, first_BS: Tensor | None = None
+) -> tuple[Tensor]:
     seq, group = q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
@@ -339,7 +341,17 @@ def _attention_oracle(q: Tensor, k: Tensor, v: Tensor, window: int | None, softc
         scores = softcap * (scores / softcap).tanh()
     distance = torch.arange(seq, device=q.device)[:, None] - torch.arange(seq, device=q.device)
     hidden = (distance < 0) | (distance >= (window or seq))
+    if first_BS is not None:
+        hidden = (hidden | (torch.arange(seq, device=q.device) < first_BS[..., None])).unsqueeze(1)
     return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v,)
+
+
+def _documents(*lengths: int, device: torch.device) -> Documents:
+    """Two samples of these documents, the second in the opposite order."""
+    orders = (lengths, lengths[::-1])
+    starts = [[sum(order[:i]) for i, n in enumerate(order) for _ in range(n)] for order in orders]
+    ends = torch.tensor([0, *lengths, *lengths[::-1]]).cumsum(0)
+    return Documents(torch.tensor(starts, device=device).t(), ends.to(device, torch.int32), max(lengths))
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -358,6 +370,21 @@ def _attention_cases() -> Iterator[Case]:
                 lambda q, k, v, w=window, c=softcap: _attention_oracle(q, k, v, w, c),
                 # A softmax over one key is constant.
                 differentiate=seq > 1,
+            )
+            if seq < 9:
+                continue
+            lengths = (2, 1, seq - 8, 5)
+
+            def first(q: Tensor, lengths: tuple[int, ...] = lengths) -> Tensor:
+                return _documents(*lengths, device=q.device).starts_SB.t()
+
+            yield Case(
+                f"attention [2, {heads}/{kv}, {seq}, {width}] window {window} softcap {softcap} documents",
+                inputs,
+                lambda o, q, k, v, w=window, c=softcap, n=lengths: (
+                    o.attention(q, k, v, Mask(w), _documents(*n, device=q.device), softcap=c),
+                ),
+                lambda q, k, v, w=window, c=softcap, first=first: _attention_oracle(q, k, v, w, c, first(q)),
             )
 
 

@@ -56,7 +56,7 @@ the type of the tokenizer is read from its files
     tokenizer-type tokenizer-metadata legacy-tokenizer trust-remote-code no-save-tokenizer-assets
 padding follows from --vocab-size, --vocab-divisible-by and --tp, and never counts
     padded-vocab-size no-pad-vocab-size
-all micro-batches have the same number of tokens, so that both means are the same; the mask is always causal
+the loss is always divided by the number of targets of the whole step; the mask is always causal
     calculate-per-token-loss *create-attention-mask-in-dataloader
 data files are memory-mapped and indices built in memory, without cache files or worker processes
     data-cache-path no-mmap-bin-files mmap-warmup num-workers dataloader-fast-* dataloader-defer-*
@@ -115,10 +115,12 @@ pattern and special tokens come with the tokenizer -> drop it, and give --tokeni
     tokenizer-* tiktoken-* null-tokenizer-*
 the vocabulary is the tokenizer's -> give --vocab-size with the ids added
     vocab-extra-ids=0
-samples cross document boundaries, and every token counts in the loss -> drop it
+attention, positions and targets stop at document ends by one option -> give --document-mask
     reset-position-ids reset-attention-mask eod-mask-loss dataloader-inter-document-masking
 a sample is the next --seq-len tokens of its documents -> drop it
-    dataloader-type=single sft* fim-*
+    dataloader-type=single fim-*
+conversations are prepared and marked before training -> run tools/preprocess_data.py --chat, and give --loss-on answers
+    sft*
 --data, --valid-data and --split define the data -> write the prefixes after --data
     test-data-path *data-args-path per-dataset-sequences-path
 an evaluation reads --eval-steps batches of the size of training from --valid-data or --split -> use these

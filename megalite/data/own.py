@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megalite.data.samples import Tokens, epoch_order
+from megalite.data.rows import Rows, Tokens
+from megalite.data.samples import epoch_order
 from megalite.errors import UserError
 
 
@@ -24,7 +25,8 @@ class Samples(Protocol):
     def sample(self, i: int) -> Any:
         """Return the token ids of sample i, seq_len + 1 of them: an array, a tensor or a list.
 
-        Inputs are [:-1], targets [1:]. -1 pads a short sample at its end: it does not count in the loss.
+        Inputs are [:-1], targets [1:]. -1 pads a short sample at its end: it does not count in the loss. Or return a
+        `Rows` of arrays [seq_len], which names targets, documents and weights by itself.
         """
 
 
@@ -53,11 +55,11 @@ class OwnDataset:
         self._epoch, self._order = -1, np.zeros(0, np.int64)
         self._read(0)
 
-    def sample(self, position: int) -> Tokens:
-        """Return int64 [seq_len + 1] at a position.
+    def sample(self, position: int) -> Tokens | Rows:
+        """Return the sample at a position.
 
         Raises:
-            UserError: the sample has another length, is not of whole numbers, or has an id outside the vocabulary.
+            UserError: it has another length, is not of whole numbers, or has an id outside the vocabulary.
         """
         epoch, within = divmod(position, len(self.samples))
         if not self.shuffle:
@@ -66,17 +68,35 @@ class OwnDataset:
             self._order, self._epoch = epoch_order(len(self.samples), self.seed, epoch), epoch
         return self._read(int(self._order[within]))
 
-    def _read(self, i: int) -> Tokens:
-        tokens, where = np.asarray(self.samples.sample(i)), f"sample {i} of {self.name}"
-        if tokens.shape != (self.seq_len + 1,):
-            rule = f"must have seq_len + 1 = {self.seq_len + 1} token ids"
-            raise UserError(f"{where} of shape {list(tokens.shape)}", rule, "cut it so, or change --seq-len")
-        if tokens.dtype.kind not in "iu":
-            raise UserError(f"{where} of {tokens.dtype}", "token ids are whole numbers", "convert it to int64")
-        if int(tokens.max()) >= self.vocab_size:
+    def _read(self, i: int) -> Tokens | Rows:
+        given, where = self.samples.sample(i), f"sample {i} of {self.name}"
+        if not isinstance(given, Rows):
+            return self._ids(given, where, self.seq_len + 1, "seq_len + 1")
+        inputs, targets = (self._ids(x, where, self.seq_len, "seq_len") for x in (given.inputs, given.targets))
+        if given.weights is not None and np.shape(given.weights) != inputs.shape:
+            rule = f"must have seq_len = {self.seq_len} of them"
+            raise UserError(f"{where} with weights of shape {list(np.shape(given.weights))}", rule, "cut them so")
+        starts, at = given.starts, np.arange(self.seq_len)
+        # Each token belongs to the same document as the one before it, or starts one.
+        if starts is not None and not (
+            np.shape(starts) == at.shape and ((starts == at) | (starts == np.append(-1, starts[:-1]))).all()
+        ):
+            rule = "starts[k] must be k where a document starts, and starts[k - 1] elsewhere"
+            raise UserError(f"{where} with starts {str(starts)[:80]}", rule, "correct them")
+        weights = None if given.weights is None else np.asarray(given.weights, np.float32)
+        return Rows(inputs, targets, None if starts is None else np.asarray(starts, np.int64), weights)
+
+    def _ids(self, given: Any, where: str, length: int, name: str) -> Tokens:
+        ids = np.asarray(given)
+        if ids.shape != (length,):
+            rule = f"must have {name} = {length} token ids"
+            raise UserError(f"{where} of shape {list(ids.shape)}", rule, "cut it so, or change --seq-len")
+        if ids.dtype.kind not in "iu":
+            raise UserError(f"{where} of {ids.dtype}", "token ids are whole numbers", "convert it to int64")
+        if int(ids.max()) >= self.vocab_size:
             rule = f"ids must be below --vocab-size {self.vocab_size}"
-            raise UserError(f"token id {int(tokens.max())} in {where}", rule, "correct the data or raise --vocab-size")
-        return tokens.astype(np.int64)
+            raise UserError(f"token id {int(ids.max())} in {where}", rule, "correct the data or raise --vocab-size")
+        return ids.astype(np.int64)
 
     def content_hash(self) -> str:
         """Return the samples' own hash, or hash their number and the first, middle and last of them."""
@@ -85,5 +105,7 @@ class OwnDataset:
         n = len(self.samples)
         digest = hashlib.sha256(f"{n} {self.seq_len}".encode())
         for i in sorted({0, n // 2, n - 1}):
-            digest.update(self._read(i).tobytes())
+            read = self._read(i)
+            for part in vars(read).values() if isinstance(read, Rows) else (read,):
+                digest.update(b"" if part is None else part.tobytes())
         return digest.hexdigest()

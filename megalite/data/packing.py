@@ -52,11 +52,12 @@ def pack(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 class LossMask:
-    """`PREFIX.mask.bin`: one byte per token of `PREFIX.bin`, not 0 where the token is learned (part of an answer).
+    """`PREFIX.mask.bin`: one byte per token of `PREFIX.bin`, not 0 in answers, 2 in the last one of a document.
 
     Args:
         indexed: the tokens.
-        on: "answers": marked tokens; "last": those of each document's last unbroken run of them; "all": every token.
+        on: "answers": learn the marked tokens; "last": those marked 2, in a document without any the last unbroken run
+            of marked ones; "all": every token.
 
     Raises:
         UserError: the file is missing, or of another length than the tokens.
@@ -80,12 +81,14 @@ class LossMask:
         start, stop = self.indexed.starts[document : document + 2].tolist()
         if self.on == "all":
             return np.ones(stop - start, np.bool_)
-        marked = np.frombuffer(self.file.read(start, stop - start), np.uint8) != 0
+        marks = np.frombuffer(self.file.read(start, stop - start), np.uint8)
+        if self.on == "last" and (marks == 2).any():
+            return marks == 2
+        marked = marks != 0
         if self.on == "last" and marked.any():
             last = len(marked) - 1 - int(np.argmax(marked[::-1]))
-            broken = np.flatnonzero(~marked[:last])
-            marked[: broken[-1] if len(broken) else 0] = False
-            # What follows the run is not marked anyway.
+            before = np.flatnonzero(~marked[:last])
+            marked[: before[-1] if len(before) else 0] = False
         return marked
 
 
@@ -160,7 +163,7 @@ class PackedDataset:
         logger.info(
             f"{name}: {len(self._usable)} documents packed into {self.num_samples} samples of {seq_len}, "
             f"{total / (self.num_samples * seq_len):.1%} full; {int(too_long.sum())} of more than {seq_len + 1} tokens "
-            f"{done}, {int((sizes < 2).sum())} of less than 2 dropped"
+            f"{done}, {int((sizes < 2).sum())} of less than 2 dropped; --loss-on {mask.on}"
         )
 
     def __len__(self) -> int:

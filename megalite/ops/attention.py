@@ -17,8 +17,10 @@ attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=Non
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -109,11 +111,25 @@ def why_masked(
         return "FlashAttention has no fp32"
     if head_dim > 256 or head_dim % 8:
         return f"FlashAttention takes heads of up to 256 in steps of 8, not {head_dim}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if _capability(device) < (8, 0):
         return "FlashAttention needs compute capability 8.0"
     if dropout or softcap is not None:
         return "the kernel for varying lengths has neither dropout nor a cap of scores"
     return None
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@torch.compiler.assume_constant_result
+@lru_cache
+def _varlen_takes_groups() -> bool:
+    """Whether this torch's kernel takes grouped heads (from 2.13 on it does)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int, scale: float | None) -> Tensor:
@@ -121,8 +137,11 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: 
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, seq, width = q.shape
-    bounds, longest = documents.bounds, documents.longest
+    bounds, longest, group = documents.bounds, documents.longest, heads // k.shape[1]
     assert bounds is not None
+    grouped: dict[str, Any] = {"enable_gqa": True} if group > 1 else {}
+    if group > 1 and not _varlen_takes_groups():
+        k, v, grouped = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), {}
     q_TND, k_TGD, v_TGD = (t.transpose(1, 2).reshape(batch * seq, -1, width) for t in (q, k, v))
     out = varlen_attn(
         q_TND,
@@ -134,7 +153,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: 
         longest,
         scale=scale,
         window_size=(window - 1 if window < seq else -1, 0),
-        enable_gqa=heads != k.shape[1],
+        **grouped,
     )
     assert isinstance(out, Tensor)
     return out.view(batch, seq, heads, width).transpose(1, 2)

@@ -9,6 +9,7 @@ import torch
 
 from megalite import ops as kernels
 from megalite.config.run import Config
+from megalite.data import mask_path, prefixes_of
 from megalite.dist.context import ParallelContext, local_world_size
 from megalite.dist.dtypes import DTYPES
 from megalite.dist.seeding import RngStreams
@@ -19,6 +20,7 @@ from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.ops import Ops
+from megalite.ops.attention import why_masked
 from megalite.ops.cpu_memory import keep_freed_memory
 from megalite.optim.bucket import Bucket, make_buckets
 from megalite.optim.loss_scale import LossScaler
@@ -77,6 +79,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     if cfg.train.offload == "activations":
         needed = memory_per_rank(cfg, ctx.grid)[ctx.pp.rank].host
         check_host_memory(needed, "--offload activations", "lower --micro-batch-size, or drop --offload")
+    _log_documents(cfg, ctx, dtype)
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
     message = next(iter(stages.values())).message(cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
@@ -94,6 +97,17 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         scaler=LossScaler.of(cfg.optim, cfg.train.global_batch_size) if fp16 else LossScaler(),
         unit_weights=unit_weights,
     )
+
+
+def _log_documents(cfg: Config, ctx: ParallelContext, dtype: torch.dtype) -> None:
+    """Log how attention stays within documents, if it does."""
+    packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.data.data))
+    if not packed and not cfg.data.document_mask:
+        return
+    model = cfg.model
+    why = why_masked(ctx.device, dtype, model.head_size, model.attention_dropout, model.attention_softcap)
+    how = "FlashAttention over each" if why is None else f"a mask of seq_len x seq_len ({why})"
+    logger.info(f"attention within documents: {how}")
 
 
 def build_stages(

@@ -131,3 +131,71 @@ def test_packed_documents_in_every_layout(pool: WorkerPool, grid: tuple[int, int
     names = ("llama", "gpt2")
     cfgs = [jobs.make_config(MAKE[name](n, **SIZES), p, **train) for n, p, train in GRID[grid] for name in names]
     assert_same(pool, grid[2], cfgs)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_packed_documents_under_sliding_windows(pool: WorkerPool, name: str) -> None:
+    layouts = [{}, {"schedule": "zb-h1"}]
+    cfgs = [jobs.make_config(MAKE[name](4, **SIZES), {"tp": 2, "pp": 2, **layout}) for layout in layouts]
+    assert_same(pool, 4, cfgs)
+
+
+# What counts in the loss
+
+ANSWERS = ((3, 40), (25, 1), (60, 7), (2, 2))
+"""Targets of the two samples of each of four data-parallel ranks."""
+
+
+def answers(counts: Sequence[int], per_sample: bool = False) -> Rows:
+    """Samples of 64 places, the last ones of which have targets."""
+    ids = np.random.default_rng(8).integers(0, jobs.VOCAB, (len(counts), 65))
+    learned = np.arange(64) >= 64 - np.array(counts)[:, None]
+    weights = (learned / np.maximum(counts, 1)[:, None]).astype(np.float32)
+    targets = np.where(learned, ids[:, 1:], -1)
+    return Rows(ids[:, :-1], targets, np.zeros_like(targets), weights if per_sample else None)
+
+
+def learned(rank: int, cfgs: Sequence[Config], world: int, batches: Sequence[Rows]) -> list[list[tuple[float, ...]]]:
+    """By config: loss, gradient norm and weight of the targets of each batch."""
+    from megalite.train.step import train_step
+
+    out = []
+    for cfg in cfgs:
+        engine = jobs.start(rank, cfg, world)
+        figures = []
+        for step, rows in enumerate(batches, 1):
+            share = len(rows) // engine.ctx.dp.size
+            mine = rows[engine.ctx.dp.rank * share :][:share]
+            result = train_step(engine, mine, step)
+            figures.append((result.loss, result.grad_norm, result.targets))
+        out.append(figures)
+    return out
+
+
+def test_loss_is_divided_once_by_the_true_count(pool: WorkerPool) -> None:
+    """Also per sample, and with samples, thus micro-batches and a whole rank, that have no answer."""
+    counts = [n for pair in ANSWERS for n in pair]
+    without = [0, 0, *counts[2:5], 0, *counts[6:]]
+    batches = [answers(counts), answers(counts, per_sample=True), answers(without), answers(without, per_sample=True)]
+    model = jobs.llama(2, seq_len=64, init_std=0.15)
+    (want,) = learned(0, [jobs.make_config(model, micro_batch_size=8)], 1, batches)
+    assert [targets for *_, targets in want] == pytest.approx([140, 8, 90, 5])
+    # By hand, from the loss of each sample: megalite's mean over samples of one answer each.
+    alone = [answers(counts)[i : i + 1] for i in range(8)]
+    one = jobs.start(0, jobs.make_config(model, global_batch_size=1), 1)
+    from megalite.train.step import eval_step
+
+    means = np.array([eval_step(one, rows)[0] for rows in alone])
+    assert want[0][0] == pytest.approx(np.average(means, weights=counts), rel=1e-5)
+    mean_of_rank_means = np.mean([np.average(means[i : i + 2], weights=counts[i : i + 2]) for i in range(0, 8, 2)])
+    assert abs(mean_of_rank_means / want[0][0] - 1) > 1e-2
+    for world, layouts in (
+        (1, [{}]),
+        (2, [{}, {"zero": 3}]),
+        (2, [{"pp": 2}, {"pp": 2, "schedule": "zb-h1"}]),
+        (4, [{}]),
+    ):
+        cfgs = [jobs.make_config(model, layout) for layout in layouts]
+        for rank in pool.run(world, learned, cfgs, world, batches):
+            for got in rank:
+                np.testing.assert_allclose(got, want, rtol=1e-5)

@@ -67,6 +67,9 @@ def test_a_sample_written_out(tmp_path: Path) -> None:
     assert last.weights is not None
     np.testing.assert_allclose(last.weights[last.targets >= 0], [0.5, 0.5, 0.5, 0.5, 1])
     assert last.total_weight() == 3
+    # Marked as the last answer, although what follows is marked too.
+    np.where(np.arange(12) == 2, 2, mask).astype(np.uint8).tofile(prefix + ".mask.bin")
+    assert packed(prefix, 10, "last", shuffle=False).sample(0).targets.tolist()[4:7] == [-1, 2, -1]
     every = packed(prefix, 10, "all", shuffle=False).sample(0)
     assert every.targets.tolist() == [8, 9, 10, 11, 1, 2, 3, 5, 6, -1]
     assert packed(prefix, 10, shuffle=False).sample(3).inputs.tolist() == row.inputs.tolist()

@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from megalite.ops import Ops, resolve
-from megalite.ops.attention import Mask
+from megalite.ops.attention import Documents, Mask
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,23 @@ def test_dropout_draws_from_the_generator_and_keeps_the_mean(
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_compile_traces_through(ops: Ops, window: int | None, softcap: float | None) -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.attention(q, k, v, Mask(window), softcap=softcap)
+    def run(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        return ops.attention(q, k, v, Mask(window), documents, softcap=softcap)
 
     q, k, v, _ = draw(1, 4, 2, 8, 4, torch.float32)
-    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v), run(q, k, v))
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for documents in (None, Documents(torch.tensor([[0], [0], [2], [2], [2], [5], [5], [5]]))):
+        torch.testing.assert_close(compiled(q, k, v, documents), run(q, k, v, documents))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_document_neither_sees_nor_moves_the_others(ops: Ops, window: int | None, softcap: float | None) -> None:
+    starts = torch.tensor([0, 0, 0, 3, 3, 3, 3, 7]).repeat(2, 1).t()
+    q, k, v, _ = (t.requires_grad_() for t in draw(2, 4, 2, 8, 4, torch.float32))
+    out = ops.attention(q, k, v, Mask(window), Documents(starts), softcap=softcap)[:, :, 3:7]
+    alone = ops.attention(q[:, :, 3:7], k[:, :, 3:7], v[:, :, 3:7], Mask(window), softcap=softcap)
+    torch.testing.assert_close(out, alone)
+    for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert not grad[:, :, :3].any()
+        assert not grad[:, :, 7:].any()
