@@ -1,0 +1,56 @@
+"""benchmarks/gpu.sh without a GPU: what a part measured survives its end, and every part runs with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_parts
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        ("signal.signal(2, signal.SIG_IGN); time.sleep(600)", "cut off after 5 s"),
+        ("raise SystemExit(3)", "failed with exit code 3"),
+        ("os._exit(0)", "passed"),
+    ],
+)
+def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, outcome: str) -> None:
+    monkeypatch.setattr(gpu, "_KILL_AFTER_S", 0.5)
+    script = (
+        "import os, signal, time\n"
+        "with open(os.environ['MEGALITE_ROWS'], 'a') as out: out.write('{\"ms\": 1.5}\\n{\"ms\": 2')\n"
+        f"print('measured', flush=True)\n{end}\n"
+    )
+    part = gpu.run_part("step", ("-c", script), 5.0, "cpu", tmp_path / "log", dict(os.environ))
+    assert part["outcome"] == outcome
+    assert part["rows"] == [{"ms": 1.5}]
+    assert "| 1.5 |" in gpu.markdown({"step": part})
+    assert "measured" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("part", [name for name in gpu_parts.PARTS if name != "compiled"])
+def test_every_part_runs(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_ROWS", str(tmp_path / "rows"))
+    gpu_parts.PARTS[part](torch.device("cpu"))
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    figures = {"machine": "torch", "attention": "forward_tflops", "step": "tokens_per_s", "profile": "busy_ms"}
+    assert any(row.get(figures.get(part, "forward_tflops")) for row in rows)
+
+
+def test_parts_fit_and_their_files_exist() -> None:
+    assert sum(seconds for seconds, _ in gpu.PARTS.values()) <= 510
+    for name, (_, command) in gpu.PARTS.items():
+        files = [word.split("=")[-1] for word in command if re.search(r"\.py$|^tests/", word)]
+        assert files, name
+        assert all((ROOT / file).exists() for file in files), name
+        if gpu.MEASURE in command:
+            assert command[1] in gpu_parts.PARTS
