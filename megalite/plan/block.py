@@ -42,12 +42,14 @@ class Engine:
 def engine_of(cfg: Config) -> Engine:
     """Describe this project with the options of a run."""
     p = cfg.parallel
+    beside = p.device != "cpu"  # gloo copies and adds with the cores that compute
     return Engine(
         flash=cfg.model.attention_softcap is None,
         # Of the two reductions of a backward pass, that of a column-parallel layer runs beside its weight gradient.
-        overlap_tp=(0.0, 0.5 if p.overlap_tp_reduce else 0.0),
-        overlap_dp=p.overlap_grad_reduce,
-        overlap_gather=p.overlap_param_gather,
+        overlap_tp=(0.0, 0.5 if p.overlap_tp_reduce and beside else 0.0),
+        overlap_pp=beside,
+        overlap_dp=p.overlap_grad_reduce and beside,
+        overlap_gather=p.overlap_param_gather and beside,
         grad_bytes={"none": 4 if cfg.train.grad_reduce_dtype == "fp32" else 2, "int8": 1}.get(cfg.train.compress, 1),
     )
 

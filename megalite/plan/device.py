@@ -24,7 +24,7 @@ print(json.dumps([p.name, p.total_memory, p.multi_processor_count]))"""
 _PATIENCE_S = 120
 # A CPU whose rates nobody has measured: one core, its share of memory, and gloo on one host.
 _CPU = Device("cpu", 60e9, 60e9, 0.8, 8e9, 1e9, 1e9, 8e9, units=1, tile=8, host_link=4e9, host_bandwidth=8e9)
-_ON_CPU = replace(FITTED, memory=1.0, attention=0.3, overlap_tp=0.0, window=0.0, step=0.0, host=2e-4)
+_ON_CPU = replace(FITTED, memory=1.0, attention=0.3, step=0.0, host=2e-4)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ def _host_memory() -> int:
     return min(installed, int(text)) if text.isdecimal() else installed
 
 
+def rates_known(seen: Seen) -> bool:
+    """Whether there are rates of this very device, so that times can be predicted without a calibration."""
+    return _listed(seen) is not None
+
+
 def machine(seen: Seen, world: int, calibration: str | None = None) -> tuple[Cluster, str]:
     """Describe `world` ranks on devices like this one.
 
@@ -114,12 +119,9 @@ def _known(seen: Seen) -> tuple[Device, Constants, str]:
     """Find rates by the name of the device."""
     if seen.on_cpu:
         return _CPU, _ON_CPU, "rough rates of a CPU core; measure them with tools/plan.py calibrate"
-    if re.search(r"\bA100\b", seen.name):
-        size = "40g" if seen.memory < 60e9 else "80g"
-        return DEVICES[f"a100-{size}"], FITTED, f"rates of a100-{size}"
-    for name in ("H200", "H100", "B200"):
-        if re.search(rf"\b{name}\b", seen.name):
-            return DEVICES[name.lower()], FITTED, f"rates of {name.lower()}"
+    name = _listed(seen)
+    if name is not None:
+        return DEVICES[name], FITTED, f"rates of {name}"
     like = DEVICES["a100-80g"]
     scale = seen.units / like.units
     # Links as of PCIe: whether there is anything faster is not known.
@@ -130,3 +132,11 @@ def _known(seen: Seen) -> tuple[Device, Constants, str]:
         FITTED,
         f"rates of an A100 scaled to {seen.units} multiprocessors; tools/plan.py calibrate has better",
     )
+
+
+def _listed(seen: Seen) -> str | None:
+    """Name of a GPU in the table of data sheets."""
+    if re.search(r"\bA100\b", seen.name):
+        return "a100-40g" if seen.memory < 60e9 else "a100-80g"
+    names = ("H200", "H100", "B200")
+    return next((name.lower() for name in names if re.search(rf"\b{name}\b", seen.name)), None)

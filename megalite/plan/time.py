@@ -191,6 +191,8 @@ def _over_dp(
         passes = {"none": 2, "backward": 1, "step": 1 / m}[p.zero_keep]
         times = m if p.zero_reduce == "microbatch" else 1
         first, second = gather * min(passes, 1), gather * max(passes - 1, 0)
+        if not engine.overlap_gather:
+            forward = backward = 0.0
         exposed_gather = m * (_hidden(first, forward) + _hidden(second, backward))
         room = max(backward - second, 0.0)
         exposed_reduce = times * _hidden(reduce, room)

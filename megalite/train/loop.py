@@ -19,6 +19,7 @@ from megalite.errors import UserError
 from megalite.log import logger, warn_on_rank_0
 from megalite.plan.flops import flops_per_token, peak_flops
 from megalite.train.exit import Diverged, leave_unfinished, raise_together
+from megalite.train.expect import Forecast
 from megalite.train.quiet import SteppedCollection
 from megalite.train.rewind import rewind
 from megalite.train.run import Run, save
@@ -39,6 +40,7 @@ class Progress:
 
     Attributes:
         stragglers: compares the ranks' own times.
+        forecast: compares the planner's figures with those of the first steps.
         begun: step after which this process started.
         saved_at: step of the last save.
         bad_steps: steps in a row whose update was skipped, overflows of a dynamic loss scale excluded.
@@ -47,6 +49,7 @@ class Progress:
     """
 
     stragglers: StragglerReport
+    forecast: Forecast
     begun: int
     saved_at: int
     bad_steps: int = 0
@@ -87,7 +90,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
     log_plan(run)
-    progress = Progress(StragglerReport(run.engine.ctx), run.step, saved_at)
+    progress = Progress(StragglerReport(run.engine.ctx), Forecast(cfg, run.engine.ctx), run.step, saved_at)
     with closing(SteppedCollection()) as garbage:
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
@@ -157,6 +160,8 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     run.skipped_steps += result.skipped or result.spiked
     record = step_record(run, result, seconds, waited)
     run.metrics.step(record)
+    if figures := progress.forecast.after_step(seconds - waited):
+        run.metrics.event("forecast", step=step, **figures)
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:

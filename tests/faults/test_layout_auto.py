@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
+import pytest
 import yaml
 
 from megalite.config.options import GROUP_OF, LAYOUT
+from megalite.plan.cluster import DEVICES, FITTED, write_calibration
 from megalite.train.metrics import read_metrics
 from tests.faults.zygote import Zygote
 
@@ -32,10 +36,19 @@ def test_a_run_keeps_the_layout_that_was_chosen_for_it(zygote: Zygote, tmp_path:
     # Another choice than the one that would be made again: what is recorded counts.
     written = (run_dir / "config.yaml").read_text()
     (run_dir / "config.yaml").write_text(written.replace("micro_batch_size: 4", "micro_batch_size: 2"))
-    second = zygote.start([*words, "--train-steps", "4"], 2, tmp_path).end()
+    rates = tmp_path / "rates.json"
+    write_calibration(rates, DEVICES["h100"], replace(FITTED, step=0.5), date="today")
+    words += ["--train-steps", "13", "--calibration", str(rates)]
+    second = zygote.start(words, 2, tmp_path).end()
     assert [left.code for left in second] == [0, 0], second[0].err
     assert layout_of(run_dir) == {**chosen, "micro_batch_size": 2}
     assert "resuming in the layout of" in second[0].err
     assert "chosen: dp" not in second[0].err
-    steps, _ = read_metrics(run_dir)
-    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    steps, events = read_metrics(run_dir)
+    assert [step["step"] for step in steps] == list(range(1, 14))
+    # A step of half a second is predicted, after ten steps, and there only where a calibration was given.
+    (forecast,) = (event for event in events if event["event"] == "forecast")
+    measured = median(step["step_time_s"] - step["data_wait_s"] for step in steps[5:12])
+    assert (forecast["step"], forecast["measured_step_s"]) == (12, measured)
+    assert forecast["predicted_step_s"] == pytest.approx(0.5, rel=0.02)
+    assert f"after 10 steps: {measured:.3f} s per step, predicted {forecast['predicted_step_s']:.3f} (" in second[0].err

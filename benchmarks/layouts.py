@@ -1,0 +1,104 @@
+"""How well does the planner predict step times here? Calibrate this machine, run five layouts, compare.
+
+    python benchmarks/layouts.py --json benchmarks/results/layouts.json
+
+Two ranks, one thread each, on a machine with nothing else to do; about four minutes on two cores. The layouts are those
+of one model and one batch: data-parallel, with full recomputation, with ZeRO-3, tensor-parallel and pipeline-parallel.
+The predictions are made from the calibration alone, before the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megalite.config import cli
+from megalite.dist.grid import Grid
+from megalite.errors import UserError, run_tool
+from megalite.plan.device import machine, read_device
+from megalite.plan.time import step_time
+from megalite.train.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 2
+SHAPE = "--num-layers 8 --hidden-size 256 --num-heads 4 --seq-len 256 --vocab-size 2048 --precision fp32"
+RUN = [*SHAPE.split(), "--global-batch-size", "16", "--device", "cpu"]
+LAYOUTS = {
+    "dp 2": "--micro-batch-size 2",
+    "dp 2, recompute full": "--micro-batch-size 2 --recompute full",
+    "dp 2, ZeRO-3": "--micro-batch-size 2 --zero 3",
+    "tp 2": "--tp 2 --micro-batch-size 2",
+    "pp 2": "--pp 2 --schedule 1f1b --micro-batch-size 2",
+}
+WARMUP, STEPS = 3, 10
+
+
+def predict(flags: list[str], calibration: Path) -> dict[str, float]:
+    """Predict the seconds of a step, by cause."""
+    cfg = cli.parse([*RUN, *flags]).config
+    grid = Grid.of(RANKS, cfg.parallel.tp, cfg.parallel.pp)
+    cluster, _ = machine(read_device("cpu"), RANKS, str(calibration))
+    return step_time(cfg, grid, cluster).terms
+
+
+def measure(flags: list[str], folder: Path) -> float:
+    """Run the layout; return the median seconds of a step after the first few."""
+    words = [*RUN, *flags, "--mock-data", "--train-steps", str(WARMUP + STEPS)]
+    run(["-m", "megalite", "train", "--nproc", str(RANKS), *words, "--run-dir", str(folder)])
+    steps, _ = read_metrics(folder)
+    return median(step["step_time_s"] - step["data_wait_s"] for step in steps[WARMUP:])
+
+
+def run(words: list[str]) -> None:
+    """Run a Python program of the project to its end."""
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(" ".join(words[:3]), f"ended with {done.returncode}", (done.stderr.splitlines() or [""])[-1])
+
+
+def compare(calibration: Path, folder: Path) -> dict[str, Any]:
+    """Predict all layouts, run them, and compare."""
+    predicted = {name: predict(flags.split(), calibration) for name, flags in LAYOUTS.items()}
+    rows = []
+    for i, (name, flags) in enumerate(LAYOUTS.items()):
+        seconds, terms = measure(flags.split(), folder / str(i)), predicted[name]
+        total = sum(terms.values())
+        rows.append({"layout": name, "flags": flags, "predicted_s": total, "measured_s": seconds,
+                     "error": total / seconds - 1, "terms": terms})  # fmt: skip
+        print(f"{name:<24}{total:>10.3f}{seconds:>10.3f}{total / seconds - 1:>+9.1%}", flush=True)
+    best = [min(rows, key=lambda row: row[key])["layout"] for key in ("predicted_s", "measured_s")]
+    print(f"fastest: predicted {best[0]}, measured {best[1]}")
+    about = json.loads(calibration.read_text())
+    largest = max(abs(row["error"]) for row in rows)
+    fastest = dict(zip(("predicted", "measured"), best))
+    return {"run": RUN, "ranks": RANKS, "layouts": rows, "largest_error": largest, "fastest": fastest,
+            "calibration": about}  # fmt: skip
+
+
+def main() -> int:
+    """Calibrate unless a file is given, compare, and write the JSON. Returns 1 above an error of 15 %."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--calibration", type=Path, help="use this file instead of calibrating first")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        calibration = args.calibration or Path(folder) / "calibration.json"
+        if args.calibration is None:
+            print("calibrating", flush=True)
+            run(["tools/plan.py", "calibrate", "--nproc", str(RANKS), "--out", str(calibration), *RUN])
+        print(f"{'layout':<24}{'predicted':>10}{'measured':>10}{'error':>9}")
+        result = compare(calibration, Path(folder))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    good = result["largest_error"] <= 0.15 and len(set(result["fastest"].values())) == 1
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    run_tool(main)
