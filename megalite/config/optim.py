@@ -25,6 +25,8 @@ class OptimConfig:
     """Steps of linear warmup from init_lr."""
     init_lr: float = 0.0
     """Learning rate at step 0 of the warmup."""
+    warmup_shape: Literal["linear", "deepspeed-linear", "deepspeed-log"] = "linear"
+    """Shape of the warmup. DeepSpeed's start two steps late, and so does the decay (constant, linear, cosine)."""
     lr_decay: Annotated[str, NamedIn(LR_DECAYS)] = "cosine"
     """Shape of the decay after warmup."""
     lr_decay_steps: int | None = None
@@ -78,6 +80,13 @@ class OptimConfig:
             f"--min-lr {self.min_lr}",
             f"must be between 0 and --lr {self.lr}",
             "lower --min-lr or raise --lr",
+        )
+        require(
+            self.warmup_shape == "linear"
+            or (self.warmup_steps > 1 and self.lr_decay in ("constant", "linear", "cosine")),
+            f"--warmup-shape {self.warmup_shape}",
+            "requires --warmup-steps 2 or more, and --lr-decay constant, linear or cosine",
+            f"change --warmup-steps {self.warmup_steps} or --lr-decay {self.lr_decay}",
         )
         require(
             self.lr_decay_steps is None or self.lr_decay_steps >= self.warmup_steps,

@@ -1,7 +1,8 @@
 """Learning rate of each step: linear warm-up, then what `--lr-decay` names.
 
 Sources: cosine, Loshchilov & Hutter 2017 (SGDR), eq. 5 without restarts; WSD, Hu et al. 2024 (MiniCPM), section 4;
-inverse square root, Vaswani et al. 2017, eq. 3, scaled as in Megatron-LM: `lr` at the end of the warm-up.
+inverse square root, Vaswani et al. 2017, eq. 3, scaled as in Megatron-LM: `lr` at the end of the warm-up;
+DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR, deepspeed/runtime/lr_schedules.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ class Rates(Protocol):
     def init_lr(self) -> float: ...
     @property
     def warmup_steps(self) -> int: ...
+    @property
+    def warmup_shape(self) -> str: ...
     @property
     def lr_decay(self) -> str: ...
     @property
@@ -83,8 +86,24 @@ def learning_rate(step: int, cfg: Rates, train_steps: int) -> float:
     """Compute the learning rate of optimizer step `step` (the first is 1).
 
     Rises from `init_lr` at 0 to `lr` at `warmup_steps`, then follows the decay, which ends at `lr_decay_steps`
-    (default: the last step).
+    (default: the last step). With `warmup_shape` linear; the others are DeepSpeed's.
     """
+    if cfg.warmup_shape != "linear":
+        return _deepspeed(step, cfg, cfg.lr_decay_steps or train_steps)
     if step < cfg.warmup_steps:
         return cfg.init_lr + (cfg.lr - cfg.init_lr) * step / cfg.warmup_steps
     return LR_DECAYS[cfg.lr_decay](step, cfg, cfg.lr_decay_steps or train_steps)
+
+
+def _deepspeed(step: int, cfg: Rates, end: int) -> float:
+    """Follow DeepSpeed's schedulers: WarmupLR (constant), WarmupDecayLR (linear), WarmupCosineLR (cosine).
+
+    They set the first rate at construction and once more at the first step, so that two updates use it. Their cosine is
+    one step ahead.
+    """
+    done = step - 2
+    if done >= cfg.warmup_steps:
+        return LR_DECAYS[cfg.lr_decay](done + (cfg.lr_decay == "cosine"), cfg, end)
+    by_log = cfg.warmup_shape == "deepspeed-log"
+    share = math.log(done + 1) / math.log(cfg.warmup_steps) if by_log and done >= 0 else done / cfg.warmup_steps
+    return cfg.init_lr + (cfg.lr - cfg.init_lr) * max(0.0, share)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megalite.config.optim import OptimConfig
@@ -27,6 +29,23 @@ def cfg(decay: str, **options: float) -> OptimConfig:
 def test_figures(step: int, linear: float, cosine: float) -> None:
     assert learning_rate(step, cfg("linear"), 1000) == pytest.approx(linear, rel=1e-6)
     assert learning_rate(step, cfg("cosine"), 1000) == pytest.approx(cosine, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "decay", "rates"),
+    [
+        ("deepspeed-log", "constant", [0, 0, 0.04306766, 0.06826062, 0.08613531, 0.1, 0.1, 0.1]),
+        ("deepspeed-linear", "constant", [0, 0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.1]),
+        ("deepspeed-linear", "linear", [0, 0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.08, 0.06, 0.04, 0.02, 0, 0]),
+        # The formula of their scheduler: 0.1 (1e-4 + (1 - 1e-4) (1 + cos(pi k / 5)) / 2), k = 1 at the sixth step.
+        ("deepspeed-linear", "cosine", [0, 0, 0.02, 0.04, 0.06, 0.08, 0.09045180, 0.06545430, 0.03455570, 0.00955820]),
+    ],
+)
+def test_rates_of_deepspeed(shape: str, decay: str, rates: list[float]) -> None:
+    options = OptimConfig(lr=0.1, warmup_steps=5, warmup_shape=shape, lr_decay=decay, lr_decay_steps=10)  # type: ignore
+    if decay == "cosine":
+        options = dataclasses.replace(options, min_lr=0.1 * 1e-4)
+    assert [learning_rate(step, options, 99) for step in range(1, len(rates) + 1)] == pytest.approx(rates, abs=5e-9)
 
 
 def test_warmup_stable_decay_and_constant() -> None:
