@@ -26,7 +26,7 @@ def main(
     train_data: Samples | None = None, valid_data: Samples | None = None, callbacks: Sequence[StepCallback] = ()
 ) -> None:
     """Train as the command line says; a script of your own may add data and callbacks (see docs/extending.md)."""
-    parsed = cli.parse(read_model=hf_model_config)
+    parsed = cli.parse(read_model=hf_model_config, world=world_size(otherwise=0) or None)
     cfg = settle_layout(parsed)
     tp, pp = cfg.parallel.tp, cfg.parallel.pp
     if parsed.print_config or parsed.dry_run:

@@ -49,7 +49,7 @@ def configure(**options: Any) -> Config:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             words += [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
-    parsed = cli.parse(words, read_model=hf_model_config)
+    parsed = cli.parse(words, read_model=hf_model_config, world=world_size())
     only_prints = "print_config" if parsed.print_config else "dry_run" if parsed.dry_run else ""
     require(not only_prints, f"{only_prints}=True", "prints and trains nothing", "drop it")
     return settle_layout(parsed)

@@ -1,6 +1,7 @@
 """Command line of a run: flat flags from the fields of `Config`, presets, YAML files, and Megatron-LM's spellings.
 
-Precedence, lowest first: defaults, options of the family (`--arch`), `--preset`, `--config FILE` (repeatable), flags.
+Precedence, lowest first: defaults, options of the family (`--arch`), `--preset`, `--config FILE` (repeatable),
+`--accelerate-config FILE`, `--deepspeed-config FILE`, flags.
 Each of these is a layer {option: `Given`} of typed values; the layers are merged, and `Config` checks the result.
 A mistake is a `UserError`: the value, the rule it breaks, the fix.
 """
@@ -25,12 +26,15 @@ from megalite.config.options import (
     LAYOUT,
     LAYOUT_DETAILS,
     TYPES,
+    Given,
+    Layer,
     Start,
     StrictLoader,
     choices_of,
     help_texts,
     read_value,
 )
+from megalite.config.others import layers_of_others
 from megalite.config.refused import accept
 from megalite.config.run import Config
 from megalite.errors import UserError, show
@@ -49,25 +53,11 @@ class Parsed(NamedTuple):
     layout: frozenset[str] | None = None
 
 
-class Given(NamedTuple):
-    """The value of an option, and the words to quote in an error."""
-
-    value: Any
-    written: str
-
-    @property
-    def source(self) -> str:
-        """The flag it was given with; `--x` and `--no-x` count as one."""
-        return self.written.split(" ")[0].replace("--no-", "--")
-
-
-Layer = dict[str, Given]
-
-
 def parse(
     argv: list[str] | None = None,
     prog: str = "pretrain_gpt.py",
     read_model: Callable[[str], ModelConfig] | None = None,
+    world: int | None = None,
 ) -> Parsed:
     """Parse a command line (default: that of this process).
 
@@ -77,6 +67,7 @@ def parse(
         argv: the words after the program name.
         prog: the program name, for `--help`.
         read_model: reads the model options of an `--init-from-hf` directory; preset, files and flags override them.
+        world: number of ranks, None where they are not started.
 
     Raises:
         UserError: the command line, a file it names, or the configuration they make is wrong.
@@ -87,14 +78,14 @@ def parse(
         raise SystemExit(0)
     flags, computed = _read_flags(tokens)
     start = Start(**{name: flags.pop(name).value for name in _START if name in flags})
-    files = [read_yaml(Path(path)) for path in start.config]
-    if start.layout is not None:  # a flag, and so above what files say
-        chosen = {*LAYOUT, *LAYOUT_DETAILS}
-        files = [{name: given for name, given in file.items() if name not in chosen} for file in files]
-    layers = [_preset_layer(start.preset), *files, flags]
+    layers = [_preset_layer(start.preset), *(read_yaml(Path(path)) for path in start.config), flags]
     if read_model is not None and "init_from_hf" in (merged := _merge(layers)):
         layers.insert(0, _folder_layer(merged["init_from_hf"], read_model))
     layers.insert(0, _family_layer(layers))
+    layers[-1:-1] = layers_of_others(start, _values(layers[:-1]), flags, world)
+    if start.layout is not None:  # a flag, and so above what files say
+        chosen = {*LAYOUT, *LAYOUT_DETAILS}
+        layers = [{name: given for name, given in file.items() if name not in chosen} for file in layers[:-1]] + [flags]
     for flag, (name, kind, compute) in megatron.COMPUTED.items():
         if flag in computed:
             word, written = computed[flag]
@@ -295,7 +286,8 @@ def _help(prog: str) -> str:
     lines = [
         f"usage: torchrun --nproc-per-node N {prog} [--name value ...]",
         "",
-        "Precedence, lowest first: defaults, options of the family (--arch), --preset, --config, flags.",
+        "Precedence, lowest first: defaults, options of the family (--arch), --preset, --config, --accelerate-config,",
+        "--deepspeed-config, flags.",
         f"Presets: {', '.join(PRESETS)}.",
         "Flags of Megatron-LM and Megatron-DeepSpeed are accepted too: see docs/megatron.md.",
     ]

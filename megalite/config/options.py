@@ -9,7 +9,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -26,6 +26,10 @@ class Start:
     """Named model; --config and flags override it."""
     config: tuple[str, ...] = ()
     """YAML file of options, as --print-config writes it (repeatable, later files win)."""
+    deepspeed_config: str | None = None
+    """DeepSpeed's JSON: keys are mapped to options, ignored, or refused with a reason (see docs/coming_from.md)."""
+    accelerate_config: str | None = None
+    """Accelerate's YAML, likewise."""
     print_config: bool = False
     """Print the resolved options as YAML and exit."""
     dry_run: bool = False
@@ -34,6 +38,22 @@ class Start:
     """Choose tp, pp, micro-batch size and so on for these ranks and their memory; those that flags give stay."""
     ignore_megatron_flags: bool = False
     """Drop flags of Megatron-LM that have no effect here, and log their names."""
+
+
+class Given(NamedTuple):
+    """The value of an option, and the words to quote in an error."""
+
+    value: Any
+    written: str
+
+    @property
+    def source(self) -> str:
+        """The flag it was given with; `--x` and `--no-x` count as one."""
+        return self.written.split(" ")[0].replace("--no-", "--")
+
+
+Layer = dict[str, Given]
+"""Options that one source gives, by name."""
 
 
 GROUPS: dict[str, type] = get_type_hints(Config)

@@ -92,7 +92,7 @@ there is no separate FSDP engine -> use --zero 3, or --zero 2; --zero-group for 
 offload is all or nothing, of one kind of state -> use --offload optimizer, or --offload activations
     cpu-offloading-num-layers=0 optimizer-offload-fraction=1.0 cpu-* optimizer-offload-*
     remote-device use-pin-memory checkpoint-in-cpu fine-grained-* offload-modules
-megalite has no DeepSpeed engine -> drop it; --zero, --precision and --clip-grad replace its file
+megalite has no DeepSpeed engine -> drop it; --deepspeed-config FILE reads its file
     deepspeed*
 a layer specification in Python cannot be read -> describe the model with the options in --help
     spec yaml-cfg

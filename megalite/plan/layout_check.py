@@ -28,7 +28,7 @@ def check_layout(script: Sequence[str], world: int, read_model: Callable[[str], 
     """
     if PurePath(script[0]).name != _SCRIPT or {"-h", "--help"} & set(script):
         return
-    parsed = cli.parse(list(script[1:]), read_model=read_model)
+    parsed = cli.parse(list(script[1:]), read_model=read_model, world=world)
     if not (parsed.print_config or parsed.dry_run):
         grid = Grid.of(world, parsed.config.parallel.tp, parsed.config.parallel.pp)
         if parsed.layout is not None:  # chosen by the ranks, who see their devices

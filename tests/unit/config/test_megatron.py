@@ -187,7 +187,7 @@ MATTERS = """
     expert-interval topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
     num-experts-switch moe-router-topk use-megatron-fsdp use-torch-fsdp2 cpu-optimizer cpu-torch-adam
     optimizer-offload-fraction cpu-offloading-num-layers remote-device use-pin-memory
-    checkpoint-in-cpu deepspeed deepspeed-config spec fp32-residual-connection fp16-lm-cross-entropy
+    checkpoint-in-cpu deepspeed spec fp32-residual-connection fp16-lm-cross-entropy
     embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul squared-relu quick-geglu
     apply-residual-connection-post-layernorm embed-layernorm use-alibi-position-embeddings no-position-embedding
     rotary-interleaved rope-type qk-l2-norm softmax-type multi-latent-attention mtp-num-layers
