@@ -34,13 +34,15 @@ class ParallelConfig:
     zero_reduce: Literal["microbatch", "step"] = "microbatch"
     """ZeRO-2, 3: reduce gradients after each micro-batch (least memory) or once per step (least traffic)."""
     zero_whole_below: int = 100_000
-    """ZeRO-3: layers with fewer weights per rank stay whole; gathering them would be pure latency."""
+    """ZeRO-3: layers with fewer weights per rank stay whole; gathering them would be pure latency. ZeRO-2: gradients of
+    such layers are reduced together."""
     debug_zero: bool = False
     """ZeRO-3: make any read of a weight that is not gathered an error (slow)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; auto uses CUDA if available."""
     bucket_size: int = 40_000_000
-    """Gradient bucket size in elements. A bucket is reduced as soon as all its gradients are ready."""
+    """Gradient bucket size in elements. A bucket is reduced as soon as all its gradients are ready; with --zero 2 it
+    holds one large layer at most."""
     overlap_grad_reduce: bool = True
     """Reduce gradients over dp while backward is still running."""
     overlap_tp_reduce: bool = True

@@ -9,6 +9,7 @@ Rajbhandari et al. 2019, section 5.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -287,7 +288,8 @@ def make_buckets(
     """Make buckets over the parameters of units (in forward order): one or more for each kind.
 
     Where weights are cut, a unit has a bucket of its own for each kind. One with fewer elements than `whole_below` is
-    treated as in stage 1: gathering it would be pure latency.
+    treated as in stage 1: gathering it would be pure latency. Where gradients are cut, units of that size share no
+    bucket, so that no more memory is taken than for one of them.
     """
     by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
     for number, unit in enumerate(units):
@@ -309,6 +311,7 @@ def make_buckets(
                     make(unit[::-1], kind, sharded)
             params = [[] if own else unit for unit, own in zip(params, large)]
             rest = replace(sharded, grad=False, weights=False)
-        for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size):
+        alone_from = whole_below if rest.grad else math.inf
+        for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size, alone_from):
             make([params[unit][i] for unit, i in indices], kind, rest)
     return buckets

@@ -74,13 +74,16 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-def plan_buckets(units: Sequence[Sequence[int]], bucket_size: int | None) -> list[list[tuple[int, int]]]:
+def plan_buckets(
+    units: Sequence[Sequence[int]], bucket_size: int | None, alone_from: float = math.inf
+) -> list[list[tuple[int, int]]]:
     """Cut units of parameters into buckets.
 
     Args:
         units: sizes of the parameters of each unit, in elements and in forward order.
         bucket_size: a bucket closes when it has reached as many elements; a unit joins those after it if all of it
             fits. None = one bucket.
+        alone_from: a bucket with as many elements takes no further unit.
 
     Returns:
         (unit, parameter) indices of each bucket, from the last to the first: gradients are complete in that order.
@@ -89,7 +92,7 @@ def plan_buckets(units: Sequence[Sequence[int]], bucket_size: int | None) -> lis
     buckets: list[list[tuple[int, int]]] = [[]]
     filled: float = 0
     for unit in reversed(range(len(units))):
-        if filled + sum(units[unit]) > limit:
+        if filled + sum(units[unit]) > limit or filled >= alone_from:
             filled = limit  # not even a part of it joins the units after it
         for i in reversed(range(len(units[unit]))):
             if filled >= limit:

@@ -128,7 +128,8 @@ def _of_units(cfg: Config, units: Sequence[int], total: int, element: int, copie
 
 def _largest_bucket(cfg: Config, stages: Sequence[Sequence[Unit]]) -> int:
     units = [[max(unit, default=0)] for stage in stages for unit in stage]
-    plans = plan_buckets(units, cfg.parallel.bucket_size)
+    alone_from = cfg.parallel.zero_whole_below if cfg.parallel.zero == 2 else math.inf
+    plans = plan_buckets(units, cfg.parallel.bucket_size, alone_from)
     largest = max(sum(units[unit][i] for unit, i in bucket) for bucket in plans)
     return largest if len(plans) == 1 else min(largest, max(cfg.parallel.bucket_size, *(unit[0] for unit in units)))
 

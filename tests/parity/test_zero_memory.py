@@ -103,7 +103,7 @@ CONFIGS = {
     "0-powersgd": config(0, compress="powersgd:64"),
     "1": config(1),
     "1-int8": config(1, compress="int8"),
-    "2": config(2),
+    "2": config(2, bucket_size=40_000_000),  # the default; units share no bucket all the same
     "2-step": config(2, zero_reduce="step"),
     "3": config(3),
     "3-m8": config(3, 8),

@@ -68,9 +68,9 @@ def test_no_parameter_is_lost_or_moved_onto_another(sizes: list[int], limit: int
         assert all(end <= start for end, start in zip(ends, [*starts[1:], numel]))
 
 
-@given(st.lists(st.lists(st.integers(1, 300), max_size=6), max_size=12), st.integers(1, 900))
-def test_large_units_have_buckets_of_their_own(units: list[list[int]], limit: int) -> None:
-    plan = plan_buckets(units, limit)
+@given(st.lists(st.lists(st.integers(1, 300), max_size=6), max_size=12), st.integers(1, 900), st.integers(1, 900))
+def test_large_units_have_buckets_of_their_own(units: list[list[int]], limit: int, alone_from: int) -> None:
+    plan = plan_buckets(units, limit, alone_from)
     every = [(unit, i) for unit, sizes in enumerate(units) for i in range(len(sizes))]
     assert [key for bucket in plan for key in bucket] == every[::-1]
     for bucket in plan:
@@ -80,6 +80,8 @@ def test_large_units_have_buckets_of_their_own(units: list[list[int]], limit: in
             joined = sorted(held)[:-1]
             assert all((unit, i) in bucket for unit in joined for i in range(len(units[unit])))
             assert sum(units[unit][i] for unit, i in bucket) <= limit
+            # No unit joins those that are large enough without it.
+            assert sum(units[unit][i] for unit, i in bucket if unit != min(held)) < alone_from
 
 
 def parameters(
