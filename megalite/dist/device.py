@@ -38,8 +38,7 @@ def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
 
 def _set_up_cuda(tp: int, zero: int) -> None:
     """Set what CUDA reads from the environment when it starts; what a user has set stays."""
-    # It would delay the gathers of ZeRO-3 until the computation before them is done.
-    if tp > 1 and zero < 3:
+    if wants_one_queue(tp, zero):
         # Up to Hopper. One hardware queue: a collective that was launched first also starts before the matrix product
         # it overlaps with.
         if (gpu_capability() or 0) < 10:
@@ -50,6 +49,12 @@ def _set_up_cuda(tp: int, zero: int) -> None:
     # grow leave no holes of memory that is reserved and cannot be used.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def wants_one_queue(tp: int, zero: int) -> bool:
+    """Whether a GPU up to Hopper is to have one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)."""
+    # It would delay the gathers of ZeRO-3 until the computation before them is done.
+    return tp > 1 and zero < 3
 
 
 def gpu_capability() -> int | None:

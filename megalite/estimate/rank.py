@@ -15,6 +15,7 @@ from megalite import ops as kernels
 from megalite.config.run import Config
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
+from megalite.dist.device import wants_one_queue
 from megalite.dist.dtypes import DTYPES
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
@@ -40,6 +41,7 @@ class Estimate:
             weights that the step before has started.
         first: where the step begins in it.
         syncs: how often the host waits for the device, by what it waits in.
+        one_queue: whether the run asks for one hardware queue.
     """
 
     grid: Grid
@@ -52,6 +54,7 @@ class Estimate:
     log: list[Event]
     first: int
     syncs: dict[str, int]
+    one_queue: bool
 
     @property
     def kernels(self) -> int:
@@ -103,25 +106,42 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
             first = run_step(engine, log)
         ops = kernels.resolve(cfg.train.ops, device, DTYPES[cfg.train.precision]).describe()
         syncs = {"status of the step": 1, **tracker.syncs}
-        return Estimate(grid, rank, ops, states, building, tracker.finish(), tracker.timeline, list(log), first, syncs)
+        return Estimate(
+            grid=grid,
+            rank=rank,
+            ops=ops,
+            states=states,
+            building=building,
+            peak=tracker.finish(),
+            timeline=tracker.timeline,
+            log=list(log),
+            first=first,
+            syncs=syncs,
+            one_queue=wants_one_queue(cfg.parallel.tp, cfg.parallel.zero),
+        )
 
 
 def run_step(engine: Engine, log: list[Event]) -> int:
     """Run one training step in a recorded world; returns where it begins in the log, which is cleared before.
 
-    The gathers of weights that the step before would have started come first. The batch is zeros, and the numbers that
-    the ranks agree on are made up: the step is not skipped.
+    The gathers of weights that the step before would have started come first. The batch is zeros.
     """
     cfg = engine.cfg
-    samples, tokens = cfg.train.global_batch_size, cfg.train.global_batch_size * cfg.model.seq_len
-    batch = np.zeros((samples // engine.ctx.dp.size, cfg.model.seq_len + 1), dtype=np.int64)
+    batch = np.zeros((cfg.train.global_batch_size // engine.ctx.dp.size, cfg.model.seq_len + 1), dtype=np.int64)
     log.clear()
     engine.optimizer.gather()
     first = len(log)
-    status = [10.0 * tokens, float(tokens), 1.0, 0.0, 0.0]
-    with mock.patch.object(collectives, "to_host", return_value=status):
+    with made_up_status(cfg):
         train_step(engine, batch, 1)
     return first
+
+
+@contextmanager
+def made_up_status(cfg: Config) -> Iterator[None]:
+    """Make up the numbers that the ranks agree on at the end of a step."""
+    tokens = float(cfg.train.global_batch_size * cfg.model.seq_len)
+    with mock.patch.object(collectives, "to_host", return_value=[10.0 * tokens, tokens, 1.0, 0.0, 0.0]):
+        yield
 
 
 def _check(cfg: Config, grid: Grid, rank: int) -> None:

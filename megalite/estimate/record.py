@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,12 @@ class _Work(dist.Work):
         return True
 
 
+def _receive(out: torch.Tensor, x: torch.Tensor) -> None:
+    """Let every peer have sent what this rank sends: some programs take what they receive for indices."""
+    if not isinstance(out, FakeTensor):
+        out.copy_(x.clone())
+
+
 # What `torch.distributed` calls is one overload of each method that is declared.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -110,12 +117,14 @@ class _Group(_ProcessGroup):
         return self._post("broadcast", *tensors, peer=opts.rootRank)
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> _Work:
+        _receive(out.view(len(self._ranks), -1), x.reshape(-1))
         return self._post("all_gather", out, x)
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> _Work:
         return self._post("reduce_scatter", out, x)
 
     def all_to_all_single(self, out: torch.Tensor, x: torch.Tensor, *splits_and_opts: Any) -> _Work:
+        _receive(out, x)
         return self._post("all_to_all", out, x)
 
     # Their names before torch 2.13.
@@ -132,7 +141,7 @@ class _Group(_ProcessGroup):
 def recorded_world(rank: int, world: int) -> Iterator[list[Event]]:
     """Be `rank` of a world of `world` ranks that has no other processes; yields the log of all operations.
 
-    What would be received is left as it is.
+    Sums and messages leave their tensors as they are, what is gathered is this rank's own.
     """
     log: list[Event] = []
 

@@ -7,7 +7,7 @@ slices of logical parameters (`StateTensor`), so that files do not depend on the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from megalite.dist.context import Axis, ParallelContext
 from megalite.ops import Ops
 from megalite.optim.bucket import Bucket
 from megalite.optim.compress import PowerSGD
+from megalite.optim.gather_chain import GatherChain
 from megalite.optim.offload import Offload
 from megalite.optim.shares import Segment
 from megalite.optim.trust_ratio import TrustRatioUpdate
@@ -62,6 +63,7 @@ class DistributedOptimizer:
     ) -> None:
         self.buckets, self.cfg, self.ctx, self.ops = buckets, cfg, ctx, ops
         self.overlap_gather = overlap_gather
+        self._gathers = GatherChain(buckets)
         self.num_steps = 0
         self._offload, self._update_ops = offload, host_ops or ops
         if offload is None:
@@ -90,16 +92,21 @@ class DistributedOptimizer:
                     segment.param.copy_(value)
                 state.master[at] = own
 
-    def wait_before(self, modules: Iterable[nn.Module]) -> None:
-        """Make each module wait for its weights before its forward pass, but for those that `UnitWeights` gathers."""
-        whole = [b for b in self.buckets if not b.sharded.weights]
+    def wait_before(self, modules: Collection[nn.Module]) -> None:
+        """Make each module wait for its weights before its forward pass, but for those that `UnitWeights` gathers.
+
+        A module inside another one of them waits for its own, so that more can be gathered while the rest runs.
+        """
+        whole = [b for b in reversed(self.buckets) if not b.sharded.weights]
+        waiting = set(modules)
         for module in modules:
-            wanted = {id(p) for p in module.parameters()}
+            inside = {id(p) for m in module.modules() if m in waiting and m is not module for p in m.parameters()}
+            wanted = {id(p) for p in module.parameters()} - inside
             mine = [b for b in whole if any(id(p) in wanted for p in b.params)]
 
             def wait(_module: nn.Module, _args: object, mine: list[Bucket] = mine) -> None:
                 for bucket in mine:
-                    bucket.wait_weights()
+                    self._gathers.wait(bucket)
 
             module.register_forward_pre_hook(wait)
 
@@ -192,9 +199,7 @@ class DistributedOptimizer:
 
     def gather(self) -> None:
         """Start gathering all weights that stay whole, the first layers first."""
-        for bucket in reversed(self.buckets):
-            if not bucket.sharded.weights:
-                bucket.gather()
+        self._gathers.start()
 
     def copies(self) -> list[tuple[Axis, list[tuple[str, torch.Tensor]]]]:
         """List what several ranks hold the same of: (axis that they are on, names and weights)."""
@@ -214,8 +219,7 @@ class DistributedOptimizer:
 
     def wait_weights(self) -> None:
         """Wait until all weights that stay whole are."""
-        for bucket in self.buckets:
-            bucket.wait_weights()
+        self._gathers.wait_all()
 
     def states(self) -> list[StateTensor]:
         """Describe all state of this rank that a checkpoint holds, by logical parameter."""

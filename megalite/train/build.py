@@ -34,7 +34,7 @@ from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Placement, Program
 from megalite.plan.memory import memory_per_rank
 from megalite.sharding import Layout, ShardedParameter
-from megalite.tensor_parallel.linear import WgradQueue
+from megalite.tensor_parallel.linear import ParallelLinear, WgradQueue
 
 
 @dataclass
@@ -188,7 +188,9 @@ def _build_optimizer(
     )
     _log_sharding(cfg, ctx, buckets)
     optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
-    optimizer.wait_before(modules)
+    # Not inside compiled blocks, whose graph a hook would break.
+    linear = [m for unit in modules for m in unit.modules() if isinstance(m, ParallelLinear) and not cfg.train.compile]
+    optimizer.wait_before(dict.fromkeys([*modules, *linear]))
     weights = UnitWeights(by_stage, buckets, keep=p.zero_keep, prefetch=p.overlap_param_gather, debug=p.debug_zero)
     return optimizer, weights
 
