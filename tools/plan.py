@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Memory and step time of every layout on a described cluster, without a GPU: search, explain, sweep, check, fit."""
+"""Memory and step time of every layout on a described cluster, without a GPU: search, explain, sweep, check, fit.
+
+`calibrate` measures the machine at hand instead.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from megalite.plan.published import read_runs
 from megalite.plan.report import as_json, best_layouts, explain_text, mfu, search_text
 from megalite.plan.search import Found, pick, search
 from megalite.plan.time import step_time
+from megalite.train.calibrate import main as calibrate
 from picture import picture_errors
 from plan_views import draw_search, draw_sweep
 
@@ -159,12 +163,17 @@ def fit_command(argv: Sequence[str]) -> int:
     return 0
 
 
+def calibrate_command(argv: Sequence[str]) -> int:
+    return calibrate(argv, [str(Path(__file__).resolve()), "calibrate"])
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "search": search_command,
     "explain": explain_command,
     "sweep": sweep_command,
     "check": check_command,
     "fit": fit_command,
+    "calibrate": calibrate_command,
 }
 
 
