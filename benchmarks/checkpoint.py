@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.replicas import check_finite
 from megalite.checkpoint.save import Checkpointer
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext, init_process_group, shutdown, world_size
@@ -56,6 +58,13 @@ def timed(ctx: ParallelContext, action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def processor_time(action: Callable[[], object]) -> float:
+    """Measure the processor time of this process: what other processes take does not count."""
+    started = time.process_time()
+    action()
+    return time.process_time() - started
+
+
 def plain_write(folder: Path, ctx: ParallelContext, data: bytes) -> None:
     """Write one file per rank and flush it: the speed of the disk."""
     with (folder / f"plain_{ctx.rank}").open("wb") as f:
@@ -87,11 +96,18 @@ def measure(ctx: ParallelContext, mb: float, step_s: float, root: Path, repeats:
     data = b"".join(s.flat.cpu().numpy().tobytes() for s in states)
     step = make_step(ctx, step_s)
     checkpointer = Checkpointer(root / "checkpoints", ctx)
-    saves, plains, snapshots, alone, after, loads = [], [], [], [], [], []
+    saves, plains, snapshots, alone, after, loads, finite, locks = [], [], [], [], [], [], [], []
+    owned = root / "owned"
+    owned.mkdir(exist_ok=True)
+    lock = RunLock(owned, f"rank {ctx.rank}")
+    if ctx.rank == 0:
+        lock.acquire()
     path = root / "checkpoints"
     for i in range(repeats + 1):
         plains.append(timed(ctx, lambda: plain_write(root, ctx, data)))
         saves.append(timed(ctx, lambda i=i: checkpointer.save(3 * i + 1, states, {})))
+        finite.append(processor_time(lambda: check_finite(states, ctx)))
+        locks.append(processor_time(lock.confirm) if ctx.rank == 0 else 0.0)
         alone += [timed(ctx, step) for _ in range(5)]
         snapshots.append(timed(ctx, lambda i=i: checkpointer.save(3 * i + 2, states, {}, background=True)))
         after.append(timed(ctx, step))
@@ -99,6 +115,7 @@ def measure(ctx: ParallelContext, mb: float, step_s: float, root: Path, repeats:
         path = root / "checkpoints" / f"step_{3 * i + 2:08d}"
         loads.append(timed(ctx, lambda path=path: load_checkpoint(path, states, ctx)))
     checkpointer.close()
+    lock.release()
     # The first of each allocates memory that later ones reuse.
     first, middle = snapshots[0], statistics.median
     save, plain, load = middle(saves[1:]), middle(plains[1:]), middle(loads[1:])
@@ -106,6 +123,8 @@ def measure(ctx: ParallelContext, mb: float, step_s: float, root: Path, repeats:
         "save_over_plain_write": save / plain,
         "step_after_save_over_step": middle(after[1:]) / middle(alone),
         "snapshot_share_of_save": middle(snapshots[1:]) / save,
+        "finite_check_share_of_save": middle(finite[1:]) / save,
+        "lock_check_share_of_save": middle(locks[1:]) / save,
         "mb": whole,
         "save_mb_per_s": whole / save,
         "plain_write_mb_per_s": whole / plain,
