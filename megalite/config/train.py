@@ -29,6 +29,8 @@ class TrainConfig:
     """What to recompute in backward: nothing, the attention core, or whole blocks."""
     ops: str = "auto"
     """Kernels: a backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs, comma-separated."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Kernel of torch's attention; auto: the first that torch prefers and that can run."""
     compile: bool = False
     """Compile each block (everything but the parallel linear layers). Requires dropout 0."""
     loss_chunk: int = 0

@@ -22,6 +22,7 @@ from megalite.model.partition import layer_split
 from megalite.ops import Ops
 from megalite.ops.attention import why_masked
 from megalite.ops.cpu_memory import keep_freed_memory
+from megalite.ops.sdpa import KERNELS, AttentionCase, select, why_not
 from megalite.optim.bucket import Bucket, make_buckets
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.offload import Offload, check_host_memory
@@ -71,7 +72,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     dtype = DTYPES[cfg.train.precision]
     if ctx.device.type == "cpu":
         keep_freed_memory()
-    ops = kernels.resolve(cfg.train.ops, ctx.device, dtype)
+    ops = _with_attention(cfg, kernels.resolve(cfg.train.ops, ctx.device, dtype), ctx.device)
     logger.info(ops.describe())
     schedule = schedule_of(cfg, ctx.dp.size)
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
@@ -108,6 +109,26 @@ def _log_documents(cfg: Config, ctx: ParallelContext, dtype: torch.dtype) -> Non
     why = why_masked(ctx.device, dtype, model.head_size, model.attention_dropout, model.attention_softcap)
     how = "FlashAttention over each" if why is None else f"a mask of seq_len x seq_len ({why})"
     logger.info(f"attention within documents: {how}")
+
+
+def _with_attention(cfg: Config, ops: Ops, device: torch.device) -> Ops:
+    """Fix the kernel of attention to the one asked for, and log which one torch will take."""
+    m = cfg.model
+    case = AttentionCase(
+        device,
+        DTYPES[cfg.train.precision],
+        m.head_size,
+        masked=any((m.window_of(i) or m.seq_len) < m.seq_len for i in range(m.num_layers)),
+        softcap=m.attention_softcap is not None,
+        deterministic=cfg.train.deterministic,
+    )
+    name = cfg.train.attention
+    chosen = select(name, ops.attention, case)
+    if device.type == "cuda":
+        able = [kernel for kernel in KERNELS if why_not(kernel, case) is None]
+        order = ", ".join(able)
+        logger.info(f"attention: {name}" + (f" (torch takes one of {order})" if name == "auto" else ""))
+    return replace(ops, attention=chosen)
 
 
 def build_stages(

@@ -121,3 +121,17 @@ def test_attention_runs_a_fused_kernel() -> None:
         train("cuda", "bf16", model=model)
     names = " ".join(event.key.lower() for event in prof.key_averages())
     assert "flash" in names or "cudnn" in names or "fmha" in names, names
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA's kernels")
+@pytest.mark.parametrize(("attention", "kernel"), [("flash", "flash"), ("cudnn", "cudnn"), ("efficient", "fmha")])
+def test_attention_is_the_one_asked_for(attention: str, kernel: str) -> None:
+    model = jobs.llama(2, hidden_size=256, num_heads=4, num_kv_heads=2)
+    try:
+        with torch.profiler.profile() as prof:
+            got = train("cuda", "bf16", model=model, attention=attention)
+    except megalite.UserError as e:
+        pytest.skip(str(e))
+    names = " ".join(event.key.lower() for event in prof.key_averages())
+    assert kernel in names, names
+    np.testing.assert_allclose(got[:, 0], train("cpu", model=model)[:, 0], rtol=1e-2)

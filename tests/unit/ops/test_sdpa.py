@@ -1,0 +1,62 @@
+"""`--attention`: a kernel that cannot serve a run is refused with the reason; the others compute the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.errors import UserError
+from megalite.ops.attention import Mask, attention
+from megalite.ops.sdpa import KERNELS, AttentionCase, select
+from tests.parity import jobs
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "reason"),
+    [
+        ("cudnn", AttentionCase(CPU, BF16, 64), "it runs on CUDA GPUs, not on cpu; use auto or flash or math"),
+        ("efficient", AttentionCase(CPU, torch.float32, 64), "it runs on CUDA GPUs"),
+        ("flash", AttentionCase(CPU, BF16, 64, softcap=True), "run in plain torch; use auto or math"),
+        ("cudnn", AttentionCase(GPU, torch.float32, 64), "bf16 and fp16, not fp32; use auto or efficient or math"),
+        ("flash", AttentionCase(GPU, BF16, 64, masked=True), "a mask, which it does not take; use auto or efficient"),
+        ("flash", AttentionCase(GPU, BF16, 512), "heads of at most 256, not 512"),
+        ("cudnn", AttentionCase(GPU, BF16, 64, deterministic=True), "not --deterministic; use auto or flash"),
+        ("cudnn", AttentionCase(torch.device("cuda", 1), BF16, 64), "compute capability 9.0 or above, not 8.0"),
+    ],
+)
+def test_refusals(monkeypatch: pytest.MonkeyPatch, name: str, case: AttentionCase, reason: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 0 else (8, 0))
+    with pytest.raises(UserError) as caught:
+        select(name, attention, case)
+    assert str(caught.value).startswith(f"--attention {name}: ")
+    assert reason in str(caught.value)
+
+
+def test_the_kernel_is_the_one_asked_for() -> None:
+    case = AttentionCase(CPU, torch.float32, 16)
+    q, k, v = (torch.randn(2, n, 24, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
+    expected = attention(q, k, v, Mask())
+    assert select("auto", attention, case) is attention
+    names = {}
+    for name in ("flash", "math"):
+        with torch.profiler.profile() as prof:
+            out = select(name, attention, case)(q, k, v, Mask())
+        torch.testing.assert_close(out, expected)
+        names[name] = {event.key for event in prof.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names["flash"]
+    assert "aten::_scaled_dot_product_attention_math" in names["math"]
+    assert set(KERNELS) == {"cudnn", "flash", "efficient", "math"}
+
+
+def test_training_takes_the_option() -> None:
+    model = jobs.llama(2)
+    usual = jobs.train(0, jobs.make_config(model), 1, steps=2)
+    assert jobs.train(0, jobs.make_config(model, attention="flash"), 1, steps=2) == usual
+    scores = jobs.train(0, jobs.make_config(model, attention="math"), 1, steps=2)
+    np.testing.assert_allclose(scores, usual, rtol=1e-5)
+    with pytest.raises(UserError, match="--attention cudnn: it runs on CUDA"):
+        jobs.train(0, jobs.make_config(model, attention="cudnn"), 1)
