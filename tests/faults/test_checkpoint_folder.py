@@ -19,6 +19,7 @@ from megalite.checkpoint.load import find_good
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
+from megalite.log import logger
 from tests.faults import checkpoint_states as cs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,3 +199,38 @@ def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text(text.replace('"started": "', '"started": "9'))
     Checkpointer(tmp_path, ParallelContext.single(), run_id="new").close()
     assert not (tmp_path / "lock").exists()
+
+
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vfat, SMB, gcsfuse, s3fs: the lock holds there too."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    first = lock.RunLock(tmp_path, "first")
+    first.acquire()
+    assert os.listdir(tmp_path) == ["lock"]
+    with pytest.raises(UserError, match="is in use by run first"):
+        lock.RunLock(tmp_path, "second").acquire()
+    assert not first.confirm()
+    first.release()
+    lock.RunLock(tmp_path, "third").acquire()
+
+
+def test_a_disk_that_turns_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save reports it in one line; the lock, which cannot be deleted any more, is a warning."""
+    monkeypatch.setattr(logger, "propagate", True)
+    checkpointer = Checkpointer(tmp_path, ParallelContext.single())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(SaveError, match=r"checkpoint not saved: .*: Read-only file system"):
+        checkpointer.save(1, cs.states_at(1), {})
+    checkpointer.close()
+    assert "lock cannot be deleted (Read-only file system): the next run on this host will take it over" in caplog.text

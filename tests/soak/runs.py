@@ -104,10 +104,12 @@ class Soak:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         fixed = rng.randrange(len(LAYOUTS)) if rng.random() < 0.4 else None
-        common = [*self.words(place, fixed is not None), "--save-every", str(rng.choice((1, 1, 2, 3)))]
-        common += ["--keep-last", str(KEEP)]
+        every = rng.choice((1, 1, 2, 5))
         history, attempts = History(place / "run"), 0
         faults = [draw(rng, self.disk_library, self.kinds) for _ in range(rng.choice((1, 2, 2, 3)))]
+        if fixed is not None and any(fault.world(LAYOUTS[fixed][0]) != LAYOUTS[fixed][0] for fault in faults):
+            fixed = None
+        common = [*self.words(place, fixed is not None), "--save-every", str(every), "--keep-last", str(KEEP)]
         try:
             for fault in [*faults, None]:
                 layout = rng.randrange(len(LAYOUTS)) if fixed is None else fixed

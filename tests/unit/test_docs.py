@@ -23,7 +23,7 @@ from megalite.pipeline.schedule import build_schedule
 from megalite.plan.dry_run import dry_run_report
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
 SCRIPTS = (
     "tools/*.py",
     "examples/*.py",
@@ -82,6 +82,16 @@ def test_every_page_is_in_the_index() -> None:
     assert [p.name for p in (ROOT / "docs").glob("*.md") if p.name != "README.md" and f"]({p.name})" not in index] == []
 
 
+def test_named_tests_exist() -> None:
+    """Tables that prove what they say by tests name each by its function."""
+    found = {
+        t for f in (ROOT / "tests").rglob("test_*.py") for t in re.findall(r"^def (test_\w+)", f.read_text(), re.M)
+    }
+    named = {t for page in PAGES for t in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert len(named) > 50
+    assert not named - found
+
+
 def test_pictures_are_small_and_shown() -> None:
     shown = "".join(page.read_text() for page in PAGES)
     pictures = list((ROOT / "docs/images").iterdir())
@@ -118,7 +128,7 @@ def other_flags() -> set[str]:
     """Flags of the scripts and tools, and of those programs of others that the pages call."""
     files = [path for pattern in SCRIPTS for path in ROOT.glob(pattern)]
     files += [path for room in ("launch", "data", "ops") for path in (ROOT / "megalite" / room).glob("*.py")]
-    files.append(ROOT / "megalite/train/command.py")
+    files += [ROOT / "megalite/train/command.py", ROOT / "tests/soak/__main__.py"]
     theirs = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"}
     # docker, pyxis, apptainer
     theirs |= {"--build-arg", "--gpus", "--ipc", "--shm-size", "--ulimit", "--cap-add", "--device", "--network", "--rm"}

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import inspect
+import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megalite.dist.rendezvous import fresh_store
 
@@ -45,3 +48,15 @@ def test_a_rank_that_never_comes(server: dist.TCPStore) -> None:
         fresh_store(client, 0, 2, timedelta(seconds=0.5))
     with pytest.raises(dist.DistStoreError):
         fresh_store(client, 1, 2, timedelta(seconds=0.5))
+
+
+# ------------------------------------------------------------------------- what SECURITY.md says of torch, while it is so
+
+
+def test_torch_listens_on_all_addresses(server: dist.TCPStore) -> None:
+    """Not only on the one that it was given, 127.0.0.1."""
+    socket.create_connection(("127.0.0.2", server.port), timeout=10).close()
+
+
+def test_torch_elastic_unpickles_what_the_store_holds() -> None:
+    assert "pickle.loads(" in inspect.getsource(dynamic_rendezvous)
