@@ -17,7 +17,7 @@ from megalite.config import cli
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.errors import UserError, run_tool
-from megalite.plan.check import check, summarize, table
+from megalite.plan.check import check, markdown, summarize, table
 from megalite.plan.cluster import FITTED, Cluster, read_calibration
 from megalite.plan.fit import fit, left_out, timed
 from megalite.plan.memory import memory_per_rank
@@ -138,13 +138,14 @@ def _sizes(text: str) -> list[int]:
 def check_command(argv: Sequence[str]) -> int:
     parser = _parser("check", "Compare predictions with published runs; exit 1 if an error is above its goal.")
     parser.add_argument("--reference", type=Path, required=True, metavar="F", help="JSON of published runs")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/plan.md instead")
     args = parser.parse_args(argv)
     rows = check(read_runs(args.reference))
     summary = summarize(rows)
     if args.json:
         print(json.dumps({"rows": [row.as_json() for row in rows], "summary": vars(summary)}))
     else:
-        print(table(summary))
+        print(markdown(rows, summary) if args.markdown else table(summary))
     return 1 if summary.failed else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from statistics import fmean, median
 from typing import Any
 
@@ -136,6 +137,24 @@ def _baseline(rows: Sequence[Checked]) -> float:
         share = median(ideal / measured for ideal, measured in pairs)
         errors += [abs(ideal / share / measured - 1) for ideal, measured in pairs]
     return fmean(errors) if errors else 0.0
+
+
+def markdown(rows: Sequence[Checked], summary: Summary) -> str:
+    """Format the errors by source as the table of docs/plan.md, each source cited."""
+    cited: dict[str, list[str]] = {}
+    for c in rows:
+        cited.setdefault(c.run.source, []).append(str(c.run.row["source"]))
+    lines = ["| source | rows | step time | bias | rows | memory | bias |", "|---|---|---|---|---|---|---|"]
+    for name in [*sorted(cited), *(n for n in summary.time if n.startswith("scope "))]:
+        cells = [*_cells(summary.time.get(name)), *_cells(summary.memory.get(name))]
+        if any(cells):
+            what = f"{name}: {commonprefix(cited[name]).rstrip(' (/,')}" if name in cited else f"**{name}**"
+            lines.append(f"| {what} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cells(figures: tuple[int, float, float] | None) -> list[str]:
+    return ["", "", ""] if figures is None else [str(figures[0]), f"{figures[1]:.1%}", f"{figures[2]:+.1%}"]
 
 
 def table(summary: Summary) -> str:

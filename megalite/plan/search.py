@@ -167,17 +167,26 @@ def flags(options: Mapping[str, Any], than: Mapping[str, Any] | None = None) -> 
 def _evaluate(
     cfg: Config, cluster: Cluster, fixed: frozenset[str], limit: float, host_limit: float, offloads: tuple[str, ...]
 ) -> Iterator[Found]:
-    """Yield every valid layout. States do not depend on the batch, activations not on ZeRO: each is counted once."""
+    """Yield every valid layout. States do not depend on the batch, activations not on ZeRO: each is counted once.
+
+    Where the activations of a micro-batch alone are too large, larger micro-batches are left out.
+    """
     for shape in _shapes(cfg, cluster, fixed):
         grid = Grid.of(cluster.gpus, shape.parallel.tp, shape.parallel.pp)
         states: dict[tuple[Any, ...], list[RankMemory]] = {}
+        too_large: set[tuple[str, str]] = set()
         for batch in _batches(shape, grid, fixed, offloads):
             schedule, dp = batch.parallel.schedule, grid["dp"]
+            mode = (batch.train.recompute, batch.train.offload)
+            if mode in too_large:
+                continue
             try:
                 check_schedule(schedule, batch.parallel.pp, batch.parallel.vp, batch.num_microbatches(dp))
             except UserError:
                 continue
             kept = kept_per_rank(batch, grid, schedule)
+            if max(activations + logits for activations, logits, _ in kept) > limit:
+                too_large.add(mode)
             for sharded in _sharded(batch, cluster, dp, fixed):
                 p = sharded.parallel
                 key = (p.zero, p.zero_group, sharded.train.offload)

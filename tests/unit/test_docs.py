@@ -221,7 +221,7 @@ def test_dry_run_on_the_page_is_the_tools() -> None:
 
 
 def test_memory_tables() -> None:
-    for words, table in marked("layout.md", "table"):
+    for words, table in [*marked("layout.md", "table"), *marked("plan.md", "table")]:
         world, common = words.split(": ")
         for flags, memory, schedule, bubble in rows(table):
             said = report(int(world), f"{common} {flags.strip('`')}")

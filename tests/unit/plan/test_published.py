@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megalite.plan.check import check, summarize
+from megalite.plan.check import check, markdown, summarize
 from megalite.plan.published import read_runs
 
-REFERENCE = Path(__file__).resolve().parents[2] / "data/plan_reference.json"
+ROOT = Path(__file__).resolve().parents[3]
+REFERENCE = ROOT / "tests/data/plan_reference.json"
 
 
 def test_goals_hold_on_published_runs() -> None:
-    summary = summarize(check(read_runs(REFERENCE)))
+    rows = check(read_runs(REFERENCE))
+    summary = summarize(rows)
     assert summary.failed == []
     assert summary.time["scope core"][1] <= 0.06
     sources = {name: mean for name, (_, mean, _) in summary.time.items() if name != "scope stress"}
@@ -22,6 +24,7 @@ def test_goals_hold_on_published_runs() -> None:
     assert summary.headline <= summary.baseline / 2
     assert len(summary.false_alarms) <= 0.03 * summary.ran
     assert summary.called >= 7
+    assert markdown(rows, summary) in (ROOT / "docs/plan.md").read_text(), "plan.py check --markdown writes the table"
 
 
 def test_an_unknown_stack_has_no_extra_overhead(tmp_path: Path) -> None:
