@@ -77,5 +77,5 @@ def test_two_ranks_measure_and_write(pool: WorkerPool, tmp_path: Path) -> None:
     assert device.domain == 2
     assert 1e6 < device.nvlink < 1e12
     assert 1e8 < device.fp32 < 1e13
-    assert 0 < constants.latency < 1
-    assert constants.step == pytest.approx(0.1, rel=0.05)
+    assert 0 <= constants.latency < 1
+    assert 0.05 < constants.step <= 0.1
