@@ -33,6 +33,11 @@ class DataConfig:
     long_documents: Literal["cut", "drop"] = "cut"
     """Chat data: cut conversations of more than seq_len + 1 tokens to their beginning, or drop them."""
 
+    @property
+    def within_documents(self) -> bool:
+        """Whether these options alone say that attention stays within documents; chat data implies it too."""
+        return self.document_mask or self.loss_on != "all" or self.loss_per == "sample"
+
     def __post_init__(self) -> None:
         for flag, given in (
             ("--document-mask", self.document_mask),

@@ -128,7 +128,10 @@ def _core(cfg: Config) -> list[Saved]:
     """What attention keeps besides its output: its input, the norms of queries and keys, and its statistics."""
     m, e, on_cpu = cfg.model, element_size(cfg), cfg.parallel.device == "cpu"
     q, kv, scores = m.num_heads * m.head_size, m.kv_heads * m.head_size, m.num_heads * m.seq_len
-    masked = (m.window or m.seq_len) < m.seq_len
+    # FlashAttention follows the lengths of documents; elsewhere each sample has a mask of its own.
+    by_document = cfg.data.within_documents and (on_cpu or e == 4 or m.attention_dropout > 0)
+    masks = cfg.train.micro_batch_size if cfg.data.within_documents else 1
+    masked = by_document or (not cfg.data.within_documents and (m.window or m.seq_len) < m.seq_len)
     rows = []
     if m.qk_norm == "head":
         rows = [_packed(cfg, "queries, keys and values before their norms")]
@@ -143,7 +146,7 @@ def _core(cfg: Config) -> list[Saved]:
         rows += [_cut(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]
         rows += [_cut(cfg, "bounded scores", 4 * scores), _cut(cfg, "probabilities", 4 * scores)]
         rows += [_cut(cfg, "probabilities in the type of the values", e * scores)] if e == 2 else []
-        return [*rows, Saved("mask", m.seq_len**2)]
+        return [*rows, Saved("mask", masks * m.seq_len**2)]
     if m.attention_dropout and on_cpu:  # neither, and torch's own works in fp32
         rows += [_cut(cfg, name, 4 * q) for name in ("scaled queries", "scaled keys", "values")]
         return rows + [_cut(cfg, name, 4 * scores) for name in ("probabilities", "kept probabilities", "dropout mask")]
@@ -151,4 +154,4 @@ def _core(cfg: Config) -> list[Saved]:
     if q > kv and not on_cpu and (e == 4 or masked):
         # No fused kernel takes grouped heads in fp32 or with a mask.
         rows += [_cut(cfg, "keys, one per query head", e * q), _cut(cfg, "values, one per query head", e * q)]
-    return rows + ([Saved("summand of the scores", e * m.seq_len**2)] if masked else [])
+    return rows + ([Saved("summand of the scores", e * masks * m.seq_len**2)] if masked else [])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megalite.config.data import DataConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.plan.activations import layer_activations, saved_by_block
@@ -24,6 +25,7 @@ FAMILIES = {
     # Four norms, q/k norms, bounded scores, masks; dropout in both places.
     "olmo2": jobs.llama(**SHAPE, norm_position="post", qk_norm="full"),
     "gemma2": jobs.gemma2(**SHAPE),
+    "documents": jobs.llama(**SHAPE),
     "dropout": jobs.gpt2(**SHAPE, hidden_dropout=0.1, attention_dropout=0.1),
 }
 
@@ -33,13 +35,14 @@ def config(family: str, layers: int, zero: int, recompute: str, tp: int, sequenc
 
     parallel = {"tp": tp, "sequence_parallel": sequence, "zero": zero, "zero_whole_below": 1000, "device": "cpu"}
     train: dict[str, Any] = {"recompute": recompute, "precision": precision, "micro_batch_size": 2}
-    return jobs.make_config(replace(FAMILIES[family], num_layers=layers), parallel, **train)
+    cfg = jobs.make_config(replace(FAMILIES[family], num_layers=layers), parallel, **train)
+    return replace(cfg, data=DataConfig(document_mask=family == "documents"))
 
 
 LAYOUTS = [(1, False), (2, True), (2, False)]
 CASES = [
     *product(("llama", "gpt2"), (1, 3), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
-    *product(("olmo2", "gemma2", "dropout"), (1,), ("none", "selective"), LAYOUTS[:1], ("fp32",)),
+    *product(("olmo2", "gemma2", "dropout", "documents"), (1,), ("none", "selective"), LAYOUTS[:1], ("fp32",)),
     *product(("olmo2", "gemma2", "dropout"), (1,), ("none", "selective"), LAYOUTS[1:2], ("bf16",)),
 ]
 
@@ -75,8 +78,9 @@ def _saved(cfg: Config, ctx: Any) -> Counter[int]:
         return x
 
     tokens = torch.arange(2 * SEQ).view(SEQ, 2)
+    starts = torch.arange(SEQ).repeat(2, 1).t() // 8 * 8 if cfg.data.document_mask else None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        stage(tokens, MicroBatch(tokens, tokens), Pass(1, 0, 0, training=True))
+        stage(tokens, MicroBatch(tokens, tokens, starts), Pass(1, 0, 0, training=True))
     return Counter(x.untyped_storage().nbytes() for x in kept.values())
 
 
