@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megalite.data import GPTDataset
+from megalite.data.binary import TokenFile
 from megalite.data.sidecar import BLOCK
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
 from megalite.errors import UserError
@@ -167,3 +168,14 @@ def test_a_sparse_index_of_empty_sequences(tmp_path: Path) -> None:
         f.truncate(34 + 12 * count + 16)
     with pytest.raises(UserError, match=f"d.idx: {count} sequences, 2 document bounds: its .bin has 100 tokens"):
         IndexedDataset(tmp_path / "d")
+
+
+def test_a_failing_disk_is_one_line(tmp_path: Path) -> None:
+    """EIO by the kernel itself, for bytes 0 on of a process's memory."""
+    write(tmp_path / "d")
+    (tmp_path / "d.idx").unlink()
+    (tmp_path / "d.idx").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"d\.idx: cannot be read \(Input/output error\)"):
+        IndexedDataset(tmp_path / "d")
+    with pytest.raises(UserError, match=r"/proc/self/mem: cannot be read \(Input/output error\)"):
+        TokenFile(Path("/proc/self/mem"), 100, None).read(0, 10)
