@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
+from megalite.families import PRESETS
 from megalite.model.partition import head_cost, layer_split
 from megalite.plan.flops import flops_per_token, peak_flops, peak_of_name
 
@@ -31,6 +33,19 @@ LLAMA_8B = ModelConfig(
 )
 def test_causal_figures(cfg: ModelConfig, causal: float) -> None:
     assert flops_per_token(cfg).causal == pytest.approx(causal, rel=5e-6)
+
+
+def test_every_preset_counts_as_its_dimensions_say() -> None:
+    """Matrices 6 L W with W = h (2 q + 2 kv) + g h f, causal attention 6 L q s, head 6 V h."""
+    for name in PRESETS:
+        m = parse(["--preset", name]).config.model
+        q, kv, matrices = m.num_heads * m.head_size, m.kv_heads * m.head_size, 3 if m.gated else 2
+        flops = flops_per_token(m)
+        weights = m.hidden_size * (2 * q + 2 * kv + matrices * m.ffn_size)
+        assert flops.matrices == 6 * m.num_layers * weights, name
+        assert flops.head == 6 * m.vocab * m.hidden_size, name
+        if m.window is None or m.window >= m.seq_len:
+            assert flops.causal_attention == 6 * m.num_layers * q * m.seq_len, name
 
 
 def test_full_attention_adds_the_other_half() -> None:
