@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megalite.config.options import LAYOUT
@@ -46,16 +47,16 @@ class Found:
     limit: float
     host_limit: float
 
-    @property
+    @cached_property
     def worst(self) -> RankMemory:
         """The pipeline rank with the most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
-    @property
+    @cached_property
     def fits(self) -> bool:
         return self.worst.total <= self.limit and max(rank.host for rank in self.ranks) <= self.host_limit
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """What distinguishes the layout, by the names of the flags."""
         groups = (self.cfg.parallel, self.cfg.train)
