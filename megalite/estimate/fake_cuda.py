@@ -67,6 +67,7 @@ def fake_cuda() -> Iterator[torch.device]:
     with ExitStack() as modes:
         # Dropout seeds the generator of its device: here one that nothing draws from.
         modes.enter_context(mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
+        modes.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         modes.enter_context(_Instead())
         yield torch.device("cuda", 0)
