@@ -45,7 +45,7 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
         ("layout", f"{topology.world} ranks = dp {topology['dp']} x pp {p.pp} x tp {p.tp}{sequence}; vp {p.vp}, "
          f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
         ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
-         f"micro-batches of {t.micro_batch_size} per dp rank"),
+         f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank"),
         ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),
         ("FLOPs", f"{flops.causal:.4g} per token (causal attention), {flops.full:.4g} (full attention)"),
         ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "

@@ -267,12 +267,13 @@ def make_run(
 
 def banner(engine: Engine) -> str:
     """Describe in one line what is about to be trained."""
-    cfg, ctx = engine.cfg, engine.ctx
+    cfg, ctx, count = engine.cfg, engine.ctx, engine.num_microbatches
     parameters = count_parameters(param_map(cfg.model))
+    sharing = f"ZeRO-{cfg.parallel.zero}" + f", gradients {cfg.train.compress}" * (cfg.train.compress != "none")
     return (
         f"{cfg.model.arch}, {parameters:,} parameters, on {ctx.world.size} x {ctx.device.type}: dp {ctx.dp.size}, "
-        f"pp {ctx.pp.size}, tp {ctx.tp.size}; {engine.num_microbatches} micro-batches of {cfg.train.micro_batch_size} "
-        f"per dp rank and step; {cfg.train.precision}, ZeRO-{cfg.parallel.zero}"
+        f"pp {ctx.pp.size}, tp {ctx.tp.size}; {count} micro-batch{'es' * (count > 1)} of "
+        f"{cfg.train.micro_batch_size} per dp rank and step; {cfg.train.precision}, {sharing}"
     )
 
 
