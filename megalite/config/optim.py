@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megalite.config.names import NamedIn, check_names
@@ -25,6 +25,10 @@ class OptimConfig:
     """Steps of linear warmup from init_lr."""
     init_lr: float = 0.0
     """Learning rate at step 0 of the warmup."""
+    scale_lr: Literal["linear", "sqrt"] | None = None
+    """Multiply learning rates by global_batch_size / base_batch_size (linear: SGD) or its root (sqrt: Adam)."""
+    base_batch_size: int | None = None
+    """Global batch size that the learning rates were chosen for (see scale_lr)."""
     warmup_shape: Literal["linear", "deepspeed-linear", "deepspeed-log"] = "linear"
     """Shape of the warmup. DeepSpeed's start two steps late, and so does the decay (constant, linear, cosine)."""
     lr_decay: Annotated[str, NamedIn(LR_DECAYS)] = "cosine"
@@ -75,6 +79,7 @@ class OptimConfig:
         in_range(self, "warmup_steps", 0, 10**10)
         in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis", 1, 10**10)
         in_range(self, "beta1 beta2", 0, 1)
+        in_range(self, "base_batch_size", 1, 10**7)
         require(
             0 <= self.min_lr <= self.lr,
             f"--min-lr {self.min_lr}",
@@ -94,3 +99,30 @@ class OptimConfig:
             f"the decay would end before the --warmup-steps {self.warmup_steps} are over",
             "raise it (it counts from the start of the run) or lower --warmup-steps",
         )
+        self._check_scale()
+
+    def _check_scale(self) -> None:
+        require(
+            self.scale_lr is None or self.base_batch_size is not None,
+            f"--scale-lr {self.scale_lr}",
+            "requires the batch size that --lr was chosen for",
+            "give --base-batch-size",
+        )
+        require(
+            self.base_batch_size is None or self.scale_lr is not None,
+            f"--base-batch-size {self.base_batch_size}",
+            "has no effect without --scale-lr",
+            "give --scale-lr sqrt (adamw) or linear (sgd), or drop it",
+        )
+
+    def scaled(self, batch: int) -> OptimConfig:
+        """Return the options with the learning rates of a global batch of `batch` samples, as `scale_lr` asks.
+
+        Sources: linear, Goyal et al. 2017, section 2.1; sqrt, Malladi et al. 2022, definition 5.2.
+        """
+        if self.scale_lr is None or self.base_batch_size is None:
+            return self
+        ratio = batch / self.base_batch_size
+        factor = ratio if self.scale_lr == "linear" else math.sqrt(ratio)
+        rates = {name: getattr(self, name) * factor for name in ("lr", "min_lr", "init_lr")}
+        return replace(self, **rates, scale_lr=None, base_batch_size=None)

@@ -160,6 +160,19 @@ class Config:
     def sequence_parallel(self) -> bool:
         return self.parallel.sequence_parallel and self.parallel.tp > 1
 
+    @property
+    def rates(self) -> OptimConfig:
+        """The options of the optimizer, with learning rates for this batch size (`--scale-lr`)."""
+        return self.optim.scaled(self.train.global_batch_size)
+
+    @property
+    def peak_rate(self) -> str:
+        """How `--scale-lr` makes the peak learning rate, in words; empty without it."""
+        o, batch = self.optim, self.train.global_batch_size
+        if o.scale_lr is None:
+            return ""
+        return f"{self.rates.lr:.6g} = --lr {o.lr:.6g} at batch {o.base_batch_size}, --scale-lr {o.scale_lr} to {batch}"
+
     def zero_group_size(self, dp: int, local_ranks: int) -> int | None:
         """Return how many data-parallel ranks share with ZeRO, None: all of them.
 

@@ -50,6 +50,7 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
         ("FLOPs", f"{flops.causal:.4g} per token (causal attention), {flops.full:.4g} (full attention)"),
         ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
          f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step"),
+        *([("peak rate", cfg.peak_rate)] if cfg.peak_rate else []),
     ]  # fmt: skip
     head = "\n".join(f"{name:<12}{text}" for name, text in rows)
     unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"

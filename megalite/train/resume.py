@@ -174,13 +174,15 @@ def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
     """Log both rates if the next step's is above those at which the checkpoint's run ended and would have continued."""
     if "optim" not in saved["config"]:
         return
-    optim, step, steps = _recorded(saved, "optim"), saved["step"], max(1, _recorded(saved, "train")["train_steps"])
+    optim, train, step = _recorded(saved, "optim"), _recorded(saved, "train"), saved["step"]
+    steps = max(1, train["train_steps"])
     try:
         theirs = OptimConfig(**{f.name: optim[f.name] for f in dataclasses.fields(OptimConfig)})
+        theirs = theirs.scaled(train["global_batch_size"])
     except UserError:  # options that this version refuses: nothing to compare with
         return
     last, following = (learning_rate(at, theirs, steps) for at in (step, step + 1))
-    ours = learning_rate(start + 1, cfg.optim, cfg.train.train_steps)
+    ours = learning_rate(start + 1, cfg.rates, cfg.train.train_steps)
     if ours > max(last, following):
         logger.info(
             f"the learning rate rises: {last:.3g} in step {step} of the checkpoint, {ours:.3g} in the next step"

@@ -166,6 +166,8 @@ def open_run(
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
         logger.info(banner(engine))
+        if cfg.peak_rate:
+            logger.info(f"peak learning rate {cfg.peak_rate}")
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
         scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None

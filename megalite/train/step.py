@@ -83,7 +83,7 @@ def train_step(
     loss_sum_all, targets, squared, stops, failures = collectives.to_host(totals)
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
-    lr = learning_rate(step, cfg.optim, cfg.train.train_steps)
+    lr = learning_rate(step, cfg.rates, cfg.train.train_steps)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:

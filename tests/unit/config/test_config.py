@@ -74,6 +74,8 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
     (OptimConfig, {"lr": 0.0}, "--lr 0.0", "must be more than 0"),
     (OptimConfig, {"lr": math.inf}, "--lr inf", "finite"),
     (OptimConfig, {"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01", "between 0 and --lr 0.001"),
+    (OptimConfig, {"scale_lr": "sqrt"}, "--scale-lr sqrt", "requires the batch size that --lr"),
+    (OptimConfig, {"base_batch_size": 256}, "--base-batch-size 256", "no effect without --scale-lr"),
     (OptimConfig, {"beta2": 1.0}, "--beta2 1.0", "below 1"),
     (OptimConfig, {"clip_grad": -1.0}, "--clip-grad -1.0", "must be at least 0"),
     (OptimConfig, {"lr_decay_steps": 5, "warmup_steps": 6}, "--lr-decay-steps 5", "before the --warmup-steps 6"),

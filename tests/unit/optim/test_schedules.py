@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megalite.config.cli import parse
 from megalite.config.optim import OptimConfig
 from megalite.optim.loss_scale import LossScaler, ScaleRule
 from megalite.schedules.lr import LR_DECAYS, learning_rate
@@ -29,6 +30,21 @@ def cfg(decay: str, **options: float) -> OptimConfig:
 def test_figures(step: int, linear: float, cosine: float) -> None:
     assert learning_rate(step, cfg("linear"), 1000) == pytest.approx(linear, rel=1e-6)
     assert learning_rate(step, cfg("cosine"), 1000) == pytest.approx(cosine, rel=1e-6)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("sqrt", 2.0), ("linear", 4.0)])
+def test_rates_scale_with_the_batch(rule: str, factor: float) -> None:
+    argv = f"--lr 1e-4 --min-lr 1e-5 --init-lr 2e-6 --warmup-steps 10 --global-batch-size 1024 --scale-lr {rule}"
+    config = parse(f"{argv} --base-batch-size 256 --lr-decay linear".split()).config
+    assert (config.rates.lr, config.rates.min_lr, config.rates.init_lr) == pytest.approx(
+        (1e-4 * factor, 1e-5 * factor, 2e-6 * factor), rel=1e-12
+    )
+    # Halfway up, at the top, halfway down, at the end.
+    figures = {5: 5.1e-5, 10: 1e-4, 55: 5.5e-5, 100: 1e-5}
+    rates = [learning_rate(step, config.rates, 100) for step in figures]
+    assert rates == pytest.approx([factor * rate for rate in figures.values()], rel=1e-12)
+    # What is recorded are the options as given: read back, they scale once.
+    assert config.optim.lr == 1e-4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Learning rates and weight decay of a run's steps: what is logged, recorded and applied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megalite
+from megalite.config.cli import parse
+from megalite.train.metrics import read_metrics
+
+OPTIONS: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "seq_len": 8,
+    "vocab_size": 31,
+    "device": "cpu",
+    "mock_data": True,
+    "global_batch_size": 16,
+    "micro_batch_size": 16,
+    "train_steps": 4,
+    "lr_decay": "constant",
+}
+
+
+def test_rates_in_use_are_logged_and_recorded(tmp_path: Path) -> None:
+    scale = {"scale_lr": "sqrt", "base_batch_size": 4}
+    cfg = megalite.configure(**OPTIONS, **scale, lr=1e-3, init_lr=2e-4, warmup_steps=2, run_dir=tmp_path)
+    with megalite.start(cfg) as run:
+        megalite.fit(run)
+    log = tmp_path / "logs" / "rank_0.log"
+    assert "peak learning rate 0.002 = --lr 0.001 at batch 4, --scale-lr sqrt to 16\n" in log.read_text()
+    # Up from 4e-4 at step 0.
+    assert [step["lr"] for step in read_metrics(tmp_path)[0]] == pytest.approx([1.2e-3, 2e-3, 2e-3, 2e-3])
+    longer = parse(["--config", str(tmp_path / "config.yaml"), "--train-steps", "5"]).config
+    with megalite.start(longer) as run:
+        assert [step["lr"] for step in megalite.steps(run)] == pytest.approx([2e-3])
+    assert "learning rate rises" not in log.read_text()
