@@ -153,7 +153,7 @@ def page(context: MemoryContext, message: str) -> str:
     host = available_memory() // local_world_size() if context.device.type == "cuda" else 0
     found = remedies(cfg, t, budget, host)
     lines = [*head, "", "what the run requires on this rank, by the planner's accounting:", *_account(ranks[pp_rank])]
-    lines += ["not counted: the allocator's slack, communication buffers, kernels' workspace", ""]
+    lines += ["not counted: the allocator's slack, communication buffers, workspace of single kernels", ""]
     if found:
         lines += ["cheapest changes that fit (peak memory on the worst rank; slowdown is a rough estimate):"]
         lines += [f"  {remedy}" for remedy in found]

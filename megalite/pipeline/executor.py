@@ -21,7 +21,7 @@ from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Op, Program
 
 # Sends in flight before the oldest is waited for: they hold memory.
-_MAX_SENDS = 16
+MAX_SENDS = 16
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class _Run:
 
     def keep(self, work: Pending) -> None:
         self.sends.append(work)
-        if len(self.sends) > _MAX_SENDS:
+        if len(self.sends) > MAX_SENDS:
             self.sends.popleft().wait()
 
     def finish(self) -> torch.Tensor:

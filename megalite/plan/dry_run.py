@@ -59,7 +59,7 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
     offloaded = "" if t.offload == "none" else f"offloaded: at most {_in(unit, host)} {unit} per rank, {where}\n"
     return f"{head}\n\n{_table(ranks, worst, unit, schedule.placement, layers)}\n\n" + (
         f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n{offloaded}"
-        "not counted: the allocator's slack, the device's context, communication buffers, kernels' workspace"
+        "not counted: the allocator's slack, the device's context, communication buffers, workspace of single kernels"
     )
 
 

@@ -2,7 +2,7 @@
 
 States are exact except for the alignment of buckets (at most 128 dp elements each). Activations are what the layers of
 this project keep for backward, times the micro-batches that the schedule holds at once. Not counted: the allocator's
-slack, the device's context, communication buffers, kernels' workspace.
+slack, the device's context, communication buffers, workspace of single kernels.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megalite.model.partition import layer_split
 from megalite.ops.choose import parse_spec
 from megalite.optim.shares import pinned_bytes
 from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes
+from megalite.pipeline.executor import MAX_SENDS
 from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
 from megalite.plan.activations import deferred_bytes, element_size, layer_activations, mask_bytes, recomputed_bytes
 from megalite.plan.zero_memory import sides_of, states_of, units_of
@@ -37,7 +38,7 @@ class RankMemory:
         main_grad: fp32 gradients; the copy that is sent if gradients are reduced in bf16; what compression has not sent
             yet.
         optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments; 0 if they are offloaded.
-        activations: kept for backward at the peak, plus the one layer being recomputed.
+        activations: kept for backward at the peak, the layer being recomputed, and on a GPU the workspace of backward.
         logits: of the output layer at that moment, with the workspace of the loss.
         host: offloaded to the host, or to disk; not in `total`.
         temporary: weights that ZeRO gathers, gradients that it has not reduced yet or that are being compressed.
@@ -107,7 +108,8 @@ def kept_per_rank(cfg: Config, topology: Grid, schedule: str) -> list[tuple[int,
     layers, sizes = layer_split(cfg.model, p.pp * p.vp), sample_sizes(p.pp, m)
     samples = [compute_orders(schedule, p.pp, p.vp, size) for size in sizes]
     ranks = range(topology["pp"])
-    peaks = [zip(*(_peak_bytes(cfg, orders[rank], layers) for orders in samples)) for rank in ranks]
+    work = _gpu_workspace(cfg, m)
+    peaks = [zip(*(_peak_bytes(cfg, orders[rank], layers, work) for orders in samples)) for rank in ranks]
     return [
         (round(extend(m, sizes, kept)), round(extend(m, sizes, logits)), round(extend(m, sizes, host)))
         for kept, logits, host in peaks
@@ -140,10 +142,25 @@ def vocab_rows(cfg: Config) -> int:
     return Shard(param_map(cfg.model)["lm_head.weight"], layout).shape[0]
 
 
-def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[int, int, int]:
+def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
+    """Compute the bytes that the backward pass of a block takes on a GPU besides what it frees, as estimates show."""
+    m, p = cfg.model, cfg.parallel
+    if p.device == "cpu":
+        return 0
+    width = element_size(cfg) * cfg.train.micro_batch_size * m.seq_len
+    cut = p.tp if cfg.sequence_parallel else 1
+    sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // cut if p.pp > 1 else 0
+    if cut == 1:
+        return sends
+    # A gathered input or gradient, the input gradient before it is scattered, and the gradient inside the MLP.
+    inside = (2 if m.gated else 1) * m.ffn_size // p.tp
+    return sends + width * (2 * m.hidden_size + inside)
+
+
+def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range], workspace: int) -> tuple[int, int, int]:
     """Compute (activations, logits) at the peak of their sum, for a rank that runs operations in this order.
 
-    The third number is the peak of what is offloaded meanwhile.
+    The third number is the peak of what is offloaded meanwhile; `workspace` is that of backward passes.
     """
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
     sp = cfg.parallel.tp if cfg.sequence_parallel else 1
@@ -182,7 +199,7 @@ def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range]) -> tuple[
             away += sent[stage]
             most_away = max(most_away, away)
         # Workspace of the operation comes on top of what is kept.
-        extra = recomputed if kind in "BI" else 0
+        extra = (recomputed if kind in "BI" else 0) + (workspace if kind in "BIW" else 0)
         extra += max(0, back[stage] - later) if kind == "I" else 0
         work = loss_work if stage == last and kind != "W" else 0
         if alive + extra + logits + work > most:

@@ -20,6 +20,7 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.estimate.rank import run_step
 from megalite.estimate.record import Posted, recorded_world
+from megalite.plan.memory import memory_per_rank
 from megalite.train.build import build_engine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,6 +87,7 @@ def test_a_rank_of_llama_405b(runs: Runs) -> None:
     # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
     assert 0 <= run["states_bytes"] - states(run) < 2**21
     assert run["peak_bytes"] / GIB == pytest.approx(84.42, abs=0.01)
+    assert run["peak_bytes"] == pytest.approx(run["predicted_bytes"]["total"], rel=0.02)
     assert run["peak_during"] == "B0.0"
     assert run["peak_holders"]["activations"] / GIB == pytest.approx(63.76, abs=0.01)
     # 2 x 3 FLOPs per parameter of the matrices and token, and causal attention: 5.5 products of half of S x S.
@@ -99,6 +101,23 @@ def test_a_rank_of_llama_405b(runs: Runs) -> None:
     assert tp["all_gather"]["bytes"] == 392 * GIB
     assert run["collectives"]["pp"]["send"] == {"count": 32, "bytes": GIB, "exposed_s": 0.0}
     assert run["host_syncs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "peak"),
+    [
+        (0, "", 84.43),
+        (15, "", 22.45),
+        (0, "--schedule zb-h1", 84.96),
+        (8, "--schedule zb-h1", 83.25),
+        (15, "--recompute full --loss-chunk 2048", 19.28),
+        (0, "--recompute selective", 84.36),
+    ],
+)
+def test_dry_run_predicts_the_peak(rank: int, options: str, peak: float) -> None:
+    # GiB that the tool found for other pipeline ranks and options of the run above: half a minute of computation.
+    cfg = cli.parse(f"{LLAMA_405B} {options}".split()).config
+    assert memory_per_rank(cfg, Grid.of(8192, 8, 16))[rank].total / GIB == pytest.approx(peak, rel=0.02)
 
 
 def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
