@@ -41,6 +41,7 @@ class ParamSpec:
         init: "normal" (times `std`), "zeros" or "ones".
         std: standard deviation of "normal".
         weight_decay: whether decoupled weight decay applies.
+        decoupled_lr: whether it has the learning rate of `--decoupled-lr` (embedding and output layer).
         tied_to: name of the parameter that this one is a copy of (same values, gradients summed).
         partial: axes whose ranks hold all of it but see only part of its gradient; "sequence" stands for those that
             cut the sequence.
@@ -54,6 +55,7 @@ class ParamSpec:
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
     weight_decay: bool = True
+    decoupled_lr: bool = False
     tied_to: str | None = None
     partial: tuple[str, ...] = ()
 

@@ -51,6 +51,8 @@ _SPELLINGS: dict[str, str] = {
     "wsd_decay_steps": "lr-wsd-decay-iters",
     "warmup_steps": "lr-warmup-iters",
     "init_lr": "lr-warmup-init",
+    "weight_decay": "end-weight-decay",
+    "weight_decay_ramp": "weight-decay-incr-style",
     "beta1": "adam-beta1 sgd-momentum",
     "beta2": "adam-beta2",
     "eps": "adam-eps",
@@ -109,6 +111,7 @@ REFINES: dict[str, str] = {
     "--num-key-value-heads": "--group-query-attention",
     "--num-kv-heads": "--group-query-attention",
     "--rope-scaling-factor": "--use-rope-scaling",
+    "--end-weight-decay": "--weight-decay",
 }
 """Specific flag -> the general one that it overrides, in either order."""
 

@@ -25,6 +25,10 @@ class OptimConfig:
     """Steps of linear warmup from init_lr."""
     init_lr: float = 0.0
     """Learning rate at step 0 of the warmup."""
+    decoupled_lr: float | None = None
+    """Peak learning rate of the embedding and the output layer, which follows the same schedule. Default: lr."""
+    decoupled_min_lr: float | None = None
+    """Their learning rate at the end of the decay. Default: min_lr."""
     scale_lr: Literal["linear", "sqrt"] | None = None
     """Multiply learning rates by global_batch_size / base_batch_size (linear: SGD) or its root (sqrt: Adam)."""
     base_batch_size: int | None = None
@@ -39,6 +43,10 @@ class OptimConfig:
     """wsd: steps of the final linear decay. Default: a tenth of the run."""
     weight_decay: float = 0.1
     """Decoupled weight decay; not applied to norms and biases."""
+    start_weight_decay: float | None = None
+    """Weight decay at step 0, from which it goes to weight_decay at the last step. Default: weight_decay."""
+    weight_decay_ramp: Literal["constant", "linear", "cosine"] | None = None
+    """Shape of the way from start_weight_decay to weight_decay. Default: linear where the start is given."""
     beta1: float = 0.9
     """Adam's first decay rate (lars, sgd: momentum)."""
     beta2: float = 0.95
@@ -68,10 +76,10 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_names(self)
         # A rate that makes weights overflow is found where it does: nothing of such state is saved.
-        in_range(self, "lr", 0, math.inf, above=True)
-        in_range(self, "init_lr", 0, math.inf)
+        in_range(self, "lr decoupled_lr", 0, math.inf, above=True)
+        in_range(self, "init_lr decoupled_min_lr", 0, math.inf)
         in_range(self, "eps", 0, 100, above=True)
-        in_range(self, "weight_decay", 0, 1000)
+        in_range(self, "weight_decay start_weight_decay", 0, 1000)
         # Beyond fp32.
         in_range(self, "clip_grad", 0, 1e38)
         # Times a loss, its gradients are still far from the end of fp32.
@@ -100,6 +108,36 @@ class OptimConfig:
             "raise it (it counts from the start of the run) or lower --warmup-steps",
         )
         self._check_scale()
+        self._check_decoupled()
+        start, ramp = self.start_weight_decay, self.weight_decay_ramp
+        require(
+            start is not None or ramp in (None, "constant"),
+            f"--weight-decay-ramp {ramp}",
+            "requires the weight decay to start from",
+            "give --start-weight-decay, or drop it",
+        )
+        require(
+            start is None or ramp != "constant",
+            f"--start-weight-decay {start}",
+            "conflicts with --weight-decay-ramp constant",
+            "give --weight-decay-ramp linear or cosine, or drop one of the two",
+        )
+
+    def _check_decoupled(self) -> None:
+        peak, low = self.decoupled_lr, self.decoupled_min_lr
+        require(
+            low is None or peak is not None,
+            f"--decoupled-min-lr {low}",
+            "has no effect without --decoupled-lr",
+            "give --decoupled-lr too, or drop it",
+        )
+        name, low = ("--min-lr", self.min_lr) if low is None else ("--decoupled-min-lr", low)
+        require(
+            peak is None or low <= peak,
+            f"--decoupled-lr {peak}",
+            f"must be at least {name} {low}, its learning rate at the end",
+            "raise it, or give a lower --decoupled-min-lr",
+        )
 
     def _check_scale(self) -> None:
         require(
@@ -124,5 +162,14 @@ class OptimConfig:
             return self
         ratio = batch / self.base_batch_size
         factor = ratio if self.scale_lr == "linear" else math.sqrt(ratio)
-        rates = {name: getattr(self, name) * factor for name in ("lr", "min_lr", "init_lr")}
+        names = ("lr", "min_lr", "init_lr", "decoupled_lr", "decoupled_min_lr")
+        rates = {name: rate * factor for name in names if (rate := getattr(self, name)) is not None}
         return replace(self, **rates, scale_lr=None, base_batch_size=None)
+
+    @property
+    def decoupled(self) -> OptimConfig:
+        """The options with the learning rates of the embedding and the output layer in place of the others'."""
+        if self.decoupled_lr is None:
+            return self
+        low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+        return replace(self, lr=self.decoupled_lr, min_lr=low, decoupled_lr=None, decoupled_min_lr=None)

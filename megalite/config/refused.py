@@ -130,10 +130,10 @@ the batch size is constant -> give one --global-batch-size that --micro-batch-si
 the length of a run is counted in steps -> divide by --seq-len x --global-batch-size and \
 give --train-steps, --warmup-steps or --lr-decay-steps
     train-tokens lr-*-tokens warmup
-weight decay is constant and not applied to norms and biases -> use --weight-decay
-    *-weight-decay weight-decay-incr-style=constant apply-wd-to-qk-layernorm
-all layers share one learning rate -> use --lr and --min-lr
-    decoupled-* head-lr-mult
+weight decay is not applied to norms and biases -> use --weight-decay
+    do-norm-bias-weight-decay apply-wd-to-qk-layernorm
+learning rates differ only between embedding, output layer and the rest -> use --decoupled-lr
+    head-lr-mult
 the final decay of wsd is linear -> drop it
     lr-wsd-decay-style=linear
 the learning rate depends on the flags and the step, never on the checkpoint -> drop it

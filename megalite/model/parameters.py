@@ -48,7 +48,11 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         elif bias:
             specs.append(_vector(f"{name}.bias", out, "zeros"))
 
-    specs.append(ParamSpec("embed_tokens.weight", (vocab, hidden), (("tp", 0),), padded=True, std=std))
+    def vocabulary(name: str, tied_to: str | None = None) -> None:
+        cut = (("tp", 0),)
+        specs.append(ParamSpec(name, (vocab, hidden), cut, padded=True, std=std, decoupled_lr=True, tied_to=tied_to))
+
+    vocabulary("embed_tokens.weight")
     if cfg.position == "learned":
         specs.append(ParamSpec("embed_positions.weight", (cfg.positions, hidden), std=std, partial=("sequence",)))
     for i in range(cfg.num_layers):
@@ -70,8 +74,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         if after_mlp:
             norm(f"{layer}.{after_mlp}", hidden)
     norm("norm", hidden)
-    tied = "embed_tokens.weight" if cfg.tie_embeddings else None
-    specs.append(ParamSpec("lm_head.weight", (vocab, hidden), (("tp", 0),), padded=True, std=std, tied_to=tied))
+    vocabulary("lm_head.weight", tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
     return MappingProxyType({spec.name: spec for spec in specs})
 
 

@@ -284,17 +284,19 @@ def make_buckets(
     overlap: bool = True,
     compress: str = "none",
     whole_below: int = 0,
+    decoupled_lr: bool = False,
 ) -> list[Bucket]:
     """Make buckets over the parameters of units (in forward order): one or more for each kind.
 
     Where weights are cut, a unit has a bucket of its own for each kind. One with fewer elements than `whole_below` is
     treated as in stage 1: gathering it would be pure latency. Where gradients are cut, units of that size share no
-    bucket, so that no more memory is taken than for one of them.
+    bucket, so that no more memory is taken than for one of them. With `decoupled_lr`, parameters that have a learning
+    rate of their own have buckets of their own.
     """
     by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
     for number, unit in enumerate(units):
         for param in unit:
-            kept = by_kind.setdefault(GradKind.of(param, sharded), [[] for _ in units])
+            kept = by_kind.setdefault(GradKind.of(param, sharded, decoupled_lr), [[] for _ in units])
             kept[number].append(param)
     buckets: list[Bucket] = []
     options: dict[str, Any] = {"reduce_dtype": reduce_dtype, "overlap": overlap, "compress": compress, "in_flight": []}

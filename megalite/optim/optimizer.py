@@ -42,7 +42,7 @@ class DistributedOptimizer:
 
     Args:
         buckets: from `make_buckets`.
-        cfg: everything but the learning rate, which is given at each step.
+        cfg: everything but the learning rate, which is given at each step, and weight decay where it changes.
         ctx: this rank's axes.
         ops: the kernels in use.
         overlap_gather: let the gathering of weights overlap with the next forward pass (modules given to `wait_before`
@@ -141,10 +141,25 @@ class DistributedOptimizer:
         return total
 
     @torch.no_grad()
-    def step(self, lr: float, grad_multiplier: torch.Tensor) -> None:
-        """Update once with the reduced gradients times `grad_multiplier` (0-dim: clipping and unscaling)."""
+    def step(
+        self,
+        lr: float,
+        grad_multiplier: torch.Tensor,
+        weight_decay: float | None = None,
+        decoupled_lr: float | None = None,
+    ) -> None:
+        """Update once with the reduced gradients.
+
+        Args:
+            lr: learning rate of this step.
+            grad_multiplier: what they are multiplied by (0-dim: clipping and unscaling).
+            weight_decay: of this step; None: that of the options.
+            decoupled_lr: that of buckets with a learning rate of their own; None: `lr`.
+        """
         self.num_steps += 1
         cfg, ops = self.cfg, self._update_ops
+        weight_decay = cfg.weight_decay if weight_decay is None else weight_decay
+        rates = {False: lr, True: lr if decoupled_lr is None else decoupled_lr}
         if self._offload is not None:
             grad_multiplier = grad_multiplier.cpu()
         for state, grad, out in self._updates():
@@ -152,7 +167,7 @@ class DistributedOptimizer:
             assert not (bucket.sharded.weights and bucket.whole), "an update would not reach gathered weights"
             if bucket.codec is not None:
                 bucket.codec.commit()
-            decay = cfg.weight_decay if bucket.kind.weight_decay else 0.0
+            lr, decay = rates[bucket.kind.decoupled_lr], weight_decay if bucket.kind.weight_decay else 0.0
             if cfg.optimizer == "sgd":
                 self._sgd(state, grad.mul_(grad_multiplier), out, lr, decay)
                 continue

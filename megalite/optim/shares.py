@@ -46,18 +46,20 @@ class GradKind:
         weight_decay: whether decoupled weight decay applies.
         reduce: axes over which their gradients are summed, the batch axes first.
         primary: whether this rank speaks for them, or for its share of them.
+        decoupled_lr: whether they have a learning rate of their own.
     """
 
     weight_decay: bool
     reduce: tuple[str, ...]
     primary: bool
+    decoupled_lr: bool = False
 
     @classmethod
-    def of(cls, param: ShardedParameter, sharded: Sharded) -> GradKind:
-        """Return the kind of a parameter."""
+    def of(cls, param: ShardedParameter, sharded: Sharded, decoupled_lr: bool = False) -> GradKind:
+        """Return the kind of a parameter; `decoupled_lr`: some have a learning rate of their own."""
         shard = param.shard
         primary = shard.is_primary(shared=shard.layout.batch if sharded.state else ())
-        return cls(shard.spec.weight_decay, shard.reduce, primary)
+        return cls(shard.spec.weight_decay, shard.reduce, primary, decoupled_lr and shard.spec.decoupled_lr)
 
 
 class Segment(NamedTuple):

@@ -1,4 +1,4 @@
-"""Learning rate of each step: linear warm-up, then what `--lr-decay` names.
+"""Learning rate of each step: linear warm-up, then what `--lr-decay` names; weight decay of each step.
 
 Sources: cosine, Loshchilov & Hutter 2017 (SGDR), eq. 5 without restarts; WSD, Hu et al. 2024 (MiniCPM), section 4;
 inverse square root, Vaswani et al. 2017, eq. 3, scaled as in Megatron-LM: `lr` at the end of the warm-up;
@@ -93,6 +93,30 @@ def learning_rate(step: int, cfg: Rates, train_steps: int) -> float:
     if step < cfg.warmup_steps:
         return cfg.init_lr + (cfg.lr - cfg.init_lr) * step / cfg.warmup_steps
     return LR_DECAYS[cfg.lr_decay](step, cfg, cfg.lr_decay_steps or train_steps)
+
+
+class Decays(Protocol):
+    """Options of weight decay (see `OptimConfig`)."""
+
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def start_weight_decay(self) -> float | None: ...
+    @property
+    def weight_decay_ramp(self) -> str | None: ...
+
+
+def weight_decay(step: int, cfg: Decays, train_steps: int) -> float:
+    """Compute the weight decay of optimizer step `step` (the first is 1).
+
+    Goes from `start_weight_decay` at 0 to `weight_decay` at the last step, along a line or half a cosine.
+    """
+    if cfg.start_weight_decay is None:
+        return cfg.weight_decay
+    left = 1.0 - min(1.0, step / train_steps)
+    if cfg.weight_decay_ramp == "cosine":
+        left = 0.5 * (1.0 - math.cos(math.pi * left))
+    return cfg.weight_decay + (cfg.start_weight_decay - cfg.weight_decay) * left
 
 
 def _deepspeed(step: int, cfg: Rates, end: int) -> float:

@@ -206,6 +206,7 @@ def _build_optimizer(
         overlap=p.overlap_grad_reduce,
         compress=cfg.train.compress,
         whole_below=p.zero_whole_below,
+        decoupled_lr=cfg.optim.decoupled_lr is not None,
     )
     _log_sharding(cfg, ctx, buckets)
     optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))

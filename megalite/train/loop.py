@@ -289,6 +289,8 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
+        **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}),
+        **({} if cfg.optim.start_weight_decay is None else {"weight_decay": result.weight_decay}),
         "loss_scale": result.loss_scale,
         "skipped_steps": run.skipped_steps,
         "consumed_samples": run.consumed_samples,

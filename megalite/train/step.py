@@ -15,7 +15,7 @@ from megalite.data.rows import Rows
 from megalite.dist import collectives
 from megalite.errors import UserError
 from megalite.pipeline.executor import MicroBatch
-from megalite.schedules.lr import learning_rate
+from megalite.schedules.lr import learning_rate, weight_decay
 from megalite.train.build import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
 
@@ -28,7 +28,7 @@ class StepResult:
         loss: mean next-token cross-entropy over the global batch; NaN without a target.
         targets: weight of all targets of the global batch, their number unless they have weights.
         grad_norm: global L2 norm before clipping.
-        lr: learning rate of the update.
+        lr, decoupled_lr, weight_decay: of the update.
         loss_scale: scale under which the gradients were computed.
         skipped: the update was skipped because a gradient was not finite.
         spiked: the update was skipped because the loss was above the limit.
@@ -40,6 +40,8 @@ class StepResult:
     targets: float
     grad_norm: float
     lr: float
+    decoupled_lr: float
+    weight_decay: float
     loss_scale: float
     skipped: bool
     spiked: bool
@@ -83,19 +85,24 @@ def train_step(
     loss_sum_all, targets, squared, stops, failures = collectives.to_host(totals)
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
-    lr = learning_rate(step, cfg.rates, cfg.train.train_steps)
+    rates, last = cfg.rates, cfg.train.train_steps
+    lr, decoupled_lr = (learning_rate(step, options, last) for options in (rates, rates.decoupled))
+    decay = weight_decay(step, rates, last)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
         clip = min(1.0, cfg.optim.clip_grad / (grad_norm + 1e-6)) if cfg.optim.clip_grad else 1.0
         with record_function(OPTIMIZER_RANGE):
-            optimizer.step(lr, torch.tensor(clip * unscale, dtype=torch.float32, device=ctx.device))
+            multiplier = torch.tensor(clip * unscale, dtype=torch.float32, device=ctx.device)
+            optimizer.step(lr, multiplier, decay, decoupled_lr)
     engine.scaler.update(overflow=not finite)
     return StepResult(
         loss=loss,
         targets=targets,
         grad_norm=grad_norm,
         lr=lr,
+        decoupled_lr=decoupled_lr,
+        weight_decay=decay,
         loss_scale=scale,
         skipped=not finite,
         spiked=spiked,

@@ -76,6 +76,15 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
     (OptimConfig, {"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01", "between 0 and --lr 0.001"),
     (OptimConfig, {"scale_lr": "sqrt"}, "--scale-lr sqrt", "requires the batch size that --lr"),
     (OptimConfig, {"base_batch_size": 256}, "--base-batch-size 256", "no effect without --scale-lr"),
+    (OptimConfig, {"weight_decay_ramp": "cosine"}, "--weight-decay-ramp cosine", "requires the weight decay to start"),
+    (
+        OptimConfig,
+        {"start_weight_decay": 0.1, "weight_decay_ramp": "constant"},
+        "--start-weight-decay 0.1",
+        "conflicts with --weight-decay-ramp constant",
+    ),
+    (OptimConfig, {"decoupled_min_lr": 0.1}, "--decoupled-min-lr 0.1", "no effect without --decoupled-lr"),
+    (OptimConfig, {"min_lr": 1e-4, "decoupled_lr": 1e-5}, "--decoupled-lr 1e-05", "at least --min-lr 0.0001"),
     (OptimConfig, {"beta2": 1.0}, "--beta2 1.0", "below 1"),
     (OptimConfig, {"clip_grad": -1.0}, "--clip-grad -1.0", "must be at least 0"),
     (OptimConfig, {"lr_decay_steps": 5, "warmup_steps": 6}, "--lr-decay-steps 5", "before the --warmup-steps 6"),
@@ -145,7 +154,7 @@ def test_microbatches() -> None:
 
 
 # A rate has no natural upper limit; what it does to weights is looked at before every save.
-NO_UPPER_LIMIT = {"lr", "init_lr", "min_lr"}
+NO_UPPER_LIMIT = {"lr", "init_lr", "min_lr", "decoupled_lr", "decoupled_min_lr"}
 NUMBERS = [
     (cls, field.name)
     for cls in (*GROUPS.values(), RopeScaling)

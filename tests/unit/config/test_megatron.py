@@ -29,6 +29,7 @@ SAMPLE = {
     "micro_batch_size": "2", "train_steps": "7", "recompute": "full", "lr_decay": "linear", "lr_decay_steps": "9",
     "wsd_decay_steps": "3", "warmup_steps": "5", "init_lr": "1e-5", "beta1": "0.8", "beta2": "0.7", "eps": "1e-6",
     "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
+    "weight_decay": "0.3", "weight_decay_ramp": "constant",
     "data": "P", "valid_data": "Q", "rope_linear_factor": "8", "window_pattern": "2",
 }  # fmt: skip
 
@@ -107,6 +108,12 @@ def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: A
         ("--zero-stage optim_grads_params --num-distributed-optimizer-instances 2", "zero_group", "dp/2"),
         ("--lr-decay-samples 800", "lr_decay_steps", 100),
         ("--lr-wsd-decay-samples 80", "wsd_decay_steps", 10),
+        (
+            "--weight-decay 0.01 --weight-decay-incr-style cosine --start-weight-decay 0.02 --end-weight-decay 0.3",
+            "weight_decay",
+            0.3,
+        ),
+        ("--end-weight-decay 0.3 --weight-decay 0.01", "weight_decay", 0.3),
         ("--save R --load R", "resume", "latest"),
         ("--save R --load R/checkpoints/step_00000010", "resume", "R/checkpoints/step_00000010"),
         ("--preset gpt2-124m --disable-bias-linear", "o_bias", False),
@@ -195,8 +202,8 @@ MATTERS = """
     data-parallel-random-init sliding-window vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens
     vocab-extra-ids reset-position-ids reset-attention-mask eod-mask-loss dataloader-type test-data-path
     data-args-path per-split-data-args-path rampup-batch-size step-batch-size-schedule
-    decrease-batch-size-if-needed train-tokens lr-decay-tokens lr-warmup-tokens warmup start-weight-decay
-    end-weight-decay weight-decay-incr-style decoupled-lr decoupled-min-lr do-norm-bias-weight-decay
+    decrease-batch-size-if-needed train-tokens lr-decay-tokens lr-warmup-tokens warmup do-norm-bias-weight-decay
+    head-lr-mult
     lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state
     universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
@@ -229,11 +236,7 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
             "--rope-type rope",
         ),
         *("--softmax-type vanilla", "--vocab-extra-ids 0", "--dataloader-type single", "--mtp-num-layers 0"),
-        *(
-            "--weight-decay-incr-style constant",
-            "--lr-wsd-decay-style linear",
-            "--num-distributed-optimizer-instances 1",
-        ),
+        *("--lr-wsd-decay-style linear", "--num-distributed-optimizer-instances 1"),
     ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted(argv: str) -> None:

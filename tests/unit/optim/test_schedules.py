@@ -9,7 +9,7 @@ import pytest
 from megalite.config.cli import parse
 from megalite.config.optim import OptimConfig
 from megalite.optim.loss_scale import LossScaler, ScaleRule
-from megalite.schedules.lr import LR_DECAYS, learning_rate
+from megalite.schedules.lr import LR_DECAYS, learning_rate, weight_decay
 
 
 def cfg(decay: str, **options: float) -> OptimConfig:
@@ -45,6 +45,23 @@ def test_rates_scale_with_the_batch(rule: str, factor: float) -> None:
     assert rates == pytest.approx([factor * rate for rate in figures.values()], rel=1e-12)
     # What is recorded are the options as given: read back, they scale once.
     assert config.optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ramp", "figures"),
+    [
+        (None, [0.04, 0.06, 0.08, 0.1, 0.1]),
+        ("linear", [0.04, 0.06, 0.08, 0.1, 0.1]),
+        # 0.02 + 0.08 (1 - cos(pi k / 4)) / 2
+        ("cosine", [0.0317157288, 0.06, 0.0882842712, 0.1, 0.1]),
+    ],
+)
+def test_weight_decay_ramps(ramp: str | None, figures: list[float]) -> None:
+    up = OptimConfig(start_weight_decay=0.02, weight_decay=0.1, weight_decay_ramp=ramp)  # type: ignore[arg-type]
+    assert [weight_decay(step, up, 4) for step in range(1, 6)] == pytest.approx(figures, abs=1e-9)
+    down = dataclasses.replace(up, start_weight_decay=0.1, weight_decay=0.02)
+    assert [weight_decay(step, down, 4) for step in range(1, 6)] == pytest.approx([0.12 - x for x in figures], abs=1e-9)
+    assert weight_decay(3, OptimConfig(weight_decay=0.3), 4) == 0.3
 
 
 @pytest.mark.parametrize(

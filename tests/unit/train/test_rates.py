@@ -28,13 +28,17 @@ OPTIONS: dict[str, Any] = {
 
 def test_rates_in_use_are_logged_and_recorded(tmp_path: Path) -> None:
     scale = {"scale_lr": "sqrt", "base_batch_size": 4}
-    cfg = megalite.configure(**OPTIONS, **scale, lr=1e-3, init_lr=2e-4, warmup_steps=2, run_dir=tmp_path)
+    more = {"start_weight_decay": 0.2, "weight_decay": 0.1, "decoupled_lr": 3e-3}
+    cfg = megalite.configure(**OPTIONS, **scale, **more, lr=1e-3, init_lr=2e-4, warmup_steps=2, run_dir=tmp_path)
     with megalite.start(cfg) as run:
         megalite.fit(run)
     log = tmp_path / "logs" / "rank_0.log"
     assert "peak learning rate 0.002 = --lr 0.001 at batch 4, --scale-lr sqrt to 16\n" in log.read_text()
     # Up from 4e-4 at step 0.
-    assert [step["lr"] for step in read_metrics(tmp_path)[0]] == pytest.approx([1.2e-3, 2e-3, 2e-3, 2e-3])
+    steps = read_metrics(tmp_path)[0]
+    assert [step["lr"] for step in steps] == pytest.approx([1.2e-3, 2e-3, 2e-3, 2e-3])
+    assert [step["decoupled_lr"] for step in steps] == pytest.approx([3.2e-3, 6e-3, 6e-3, 6e-3])
+    assert [step["weight_decay"] for step in steps] == pytest.approx([0.175, 0.15, 0.125, 0.1])
     longer = parse(["--config", str(tmp_path / "config.yaml"), "--train-steps", "5"]).config
     with megalite.start(longer) as run:
         assert [step["lr"] for step in megalite.steps(run)] == pytest.approx([2e-3])
