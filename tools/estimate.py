@@ -39,16 +39,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     from megalite.plan.memory import memory_per_rank
     from megalite.train.inputs import with_vocab_size
 
-    cfg = with_vocab_size(cli.parse(flags, read_model=hf_model_config).config)
+    parsed = cli.parse(flags, read_model=hf_model_config)
+    if parsed.layout is not None:
+        rule = "an estimate is of one layout"
+        raise UserError("--layout auto", rule, "let `plan.py search` choose it, and give its flags")
+    cfg = with_vocab_size(parsed.config)
     if cfg.model.vocab_size is None:
         raise UserError("no vocabulary size", "the estimate requires it", "give --vocab-size, --tokenizer or --data")
     grid = Grid.of(args.world, cfg.parallel.tp, cfg.parallel.pp)
     result = estimate(cfg, grid, args.rank)
     predicted = memory_per_rank(cfg, grid)[grid.coords(args.rank)["pp"]]
+    print(json.dumps(to_json(result, predicted)) if args.json else to_text(result, predicted))
     if args.png:
         with picture_errors(f"picture {args.png}"):
             draw(result).savefig(args.png, dpi=150)
-    print(json.dumps(to_json(result, predicted)) if args.json else to_text(result, predicted))
 
 
 def draw(result: Any) -> Any:

@@ -67,11 +67,13 @@ def search_command(argv: Sequence[str]) -> int:
         argv,
         top={"type": int, "default": 10, "help": "how many of the best to show (10)"},
     )
+    if args.top < 1:
+        raise UserError(f"--top {args.top}", "must be at least 1", "drop it for the ten best")
     found = search(cfg, cluster, held)
+    print(json.dumps(as_json(found, cluster)) if args.json else search_text(found, cluster, asked, args.top))
     if args.png:
         with picture_errors(f"picture {args.png}"):
             draw_search(best_layouts(found, args.top), cluster).savefig(args.png, dpi=150)
-    print(json.dumps(as_json(found, cluster)) if args.json else search_text(found, cluster, asked, args.top))
     return 0
 
 

@@ -156,7 +156,14 @@ class Cluster:
             if key not in values:
                 raise UserError(f"--cluster {text}", f"{key} is not one of {', '.join(values)}", "write domain=8")
             values[key] = _number(text, value)
-        return cls(chosen, int(_whole(text, number)), int(values["domain"]), values["network"] * 1e9, constants)
+        gpus, domain = _whole(text, number), int(values["domain"])
+        require(
+            gpus <= domain or gpus % max(domain, 1) == 0,
+            f"--cluster {text}",
+            f"must be whole NVLink domains of {domain}",
+            f"use {gpus // max(domain, 1) * domain} GPUs, or give domain=N",
+        )
+        return cls(chosen, gpus, domain, values["network"] * 1e9, constants)
 
     @property
     def hosts(self) -> int:
@@ -170,9 +177,12 @@ class Cluster:
 
 def _number(text: str, value: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except ValueError:
-        raise UserError(f"--cluster {text}", f"{value!r} is not a number", "write it as h100:64,network=50") from None
+        number = math.nan
+    rule = f"{value!r} is not a number" if value else "a number is missing"
+    require(math.isfinite(number), f"--cluster {text}", rule, "write it as h100:64,network=50")
+    return number
 
 
 def _whole(text: str, value: str) -> int:

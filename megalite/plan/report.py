@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from megalite.plan.dry_run import dry_run_report
 from megalite.plan.search import SAME_TIME, SHARE, Found, flags, pick
 from megalite.plan.time import StepTime, model_flops
 from megalite.sharding import count_parameters
+
+# GPUs of a host, where an NVLink domain spans several.
+_HOST = 8
 
 
 def mfu(layout: Found, cluster: Cluster) -> float:
@@ -70,7 +74,8 @@ def search_text(found: list[Found], cluster: Cluster, asked: Sequence[str], top:
         "",
         *_table(best_layouts(fits, top), cluster),
         "",
-        f"picked, the simplest within {SAME_TIME - 1:.0%} of the fastest:",
+        f"picked, the simplest within {SAME_TIME - 1:.0%} of the fastest: {best.time.total:.4g} s per step, "
+        f"{best.worst.total / 1e9:.1f} GB",
     ]
     return "\n".join([*lines, f"  {command(best, cluster, asked)}", "or as YAML (--config):", to_yaml(best).rstrip()])
 
@@ -105,10 +110,11 @@ def _short(layout: Found) -> list[str]:
 
 def command(layout: Found, cluster: Cluster, asked: Sequence[str]) -> str:
     """Write the command line of a layout, for each host."""
-    here = min(cluster.gpus, cluster.domain)
+    here = next(n for n in range(min(cluster.gpus, cluster.domain, _HOST), 0, -1) if cluster.gpus % n == 0)
     hosts = f"--nnodes {cluster.gpus // here} " if cluster.gpus > here else ""
-    words = [*asked, *flags(layout.options)]
-    return f"torchrun {hosts}--nproc-per-node {here} pretrain_gpt.py {' '.join(words)}"
+    given = {word.split("=")[0] for word in asked}
+    chosen = {name: value for name, value in layout.options.items() if "--" + name.replace("_", "-") not in given}
+    return f"torchrun {hosts}--nproc-per-node {here} pretrain_gpt.py {shlex.join([*asked, *flags(chosen)])}"
 
 
 def to_yaml(layout: Found) -> str:

@@ -269,7 +269,8 @@ def evaluate(run: Run) -> float | None:
             total, targets = total + mean * weight, targets + weight
     if not targets:
         rule = f"hold no token to learn with --loss-on {cfg.data.loss_on}"
-        raise UserError(f"the {cfg.run.eval_steps} batches of an evaluation", rule, "evaluate on other data")
+        remedy = "raise --seq-len if it cuts the answers off, or evaluate on other data"
+        raise UserError(f"the {cfg.run.eval_steps} batches of an evaluation", rule, remedy)
     loss = total / targets
     run.metrics.event("eval", step=run.step, loss=loss)
     logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")

@@ -12,6 +12,7 @@ from megalite.config import cli
 from megalite.config.options import LAYOUT
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
+from megalite.plan.cluster import Cluster
 from megalite.plan.memory import memory_per_rank
 from tools.plan import main
 
@@ -99,3 +100,19 @@ def test_terms_add_up_and_sweeps_scale(capsys: pytest.CaptureFixture[str], tmp_p
 def test_mistakes_are_one_line(words: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected.replace("..", r"\.\.")):
         main(words.split())
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rule"),
+    [
+        ("h100:inf", "'inf' is not a number"),
+        ("h100:8,domain=nan", "'nan' is not a number"),
+        ("h100", "a number is missing"),
+        ("h100:12", "must be whole NVLink domains of 8"),
+        ("h100:8,domain=0", "must be above 0"),
+    ],
+)
+def test_clusters_that_cannot_be(cluster: str, rule: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Cluster.parse(cluster)
+    assert rule in str(caught.value)
