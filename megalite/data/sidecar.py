@@ -79,8 +79,10 @@ def read_checksums(prefix: str | Path) -> dict[str, Checksums]:
     try:
         if files and files.pop("block_bytes") != BLOCK:
             raise ValueError
+        if any(len(bytes.fromhex(entry["sha256"])) != 32 for entry in files.values()):
+            raise ValueError
         return {
-            name: Checksums(str(entry["sha256"]), base64.b64decode(entry["blocks"], validate=True))
+            name: Checksums(entry["sha256"], base64.b64decode(entry["blocks"], validate=True))
             for name, entry in files.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError):

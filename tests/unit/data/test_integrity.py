@@ -149,6 +149,8 @@ def test_the_hash_is_of_every_byte_and_of_old_data_what_it_was(tmp_path: Path) -
         (" " * (3 << 20), "has more than"),
         ('{"checksums": {"block_bytes": 1}}', "checksums are not as"),
         ('{"checksums": {"block_bytes": 262144, "bin": {"sha256": "", "blocks": "?"}}}', "checksums are not as"),
+        ('{"checksums": {"block_bytes": 262144, "bin": {"sha256": "\\ud800", "blocks": ""}}}', "checksums are not as"),
+        ('{"checksums": {"block_bytes": 262144, "idx": {"sha256": "ab", "blocks": ""}}}', "checksums are not as"),
         ('{"checksums": 1}', "checksums are not as"),
     ],
 )
