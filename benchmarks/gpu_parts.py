@@ -1,4 +1,4 @@
-"""The measuring parts of benchmarks/gpu.py: `python benchmarks/gpu_parts.py PART [--device cpu]`.
+"""The measuring parts of benchmarks/gpu.py, which starts them: `python benchmarks/gpu_parts.py PART [--device cpu]`.
 
 A row is printed, and appended to the file that MEGALITE_ROWS names, as soon as it is known.
 """
@@ -26,14 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.kernels import copy_rate, medians
+from benchmarks.step import figures, timed_step
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.plan.flops import flops_per_token, peak_flops
 from megalite.plan.memory import memory_per_rank
 from megalite.train.build import Engine, build_engine
-from megalite.train.step import train_step
 
 # Everything that a part imports outside torch: what lacks is named in the first seconds.
 _MODULES = ("numpy", "yaml", "safetensors", "pytest", "hypothesis", "triton", "pynvml")
@@ -66,22 +66,8 @@ def row(**values: Any) -> None:
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device, samples: int = 10) -> float:
-    """Return the median seconds of a call, by the device's clock, after three that do not count."""
-    times = []
-    for i in range(samples + 3):
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            taken = start.elapsed_time(end) / 1e3
-        else:
-            began = time.perf_counter()
-            run()
-            taken = time.perf_counter() - began
-        times += [taken] * (i >= 3)
-    return statistics.median(times)
+    """Return the median seconds of a call."""
+    return medians({"": run}, device, samples)[""]
 
 
 def smi(fields: str) -> list[str]:
@@ -146,7 +132,7 @@ def machine(device: torch.device) -> None:
 def ceilings(device: torch.device) -> None:
     """Measure a copy, a large matrix product in a burst and for ten seconds, and every product of the models."""
     size, long_s = (8192, 10.0) if device.type == "cuda" else (256, 0.5)
-    row(what="copy", gb_per_s=copy_rate(device) / 1e9)
+    row(what="copy", gb_per_s=copy_rate(device, 10) / 1e9)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * size**3
     row(what=f"product {size}^3, burst", tflops=flops / seconds_of(lambda: a @ b, device, 5) / 1e12)
@@ -157,13 +143,6 @@ def ceilings(device: torch.device) -> None:
     row(what=f"product {size}^3, {long_s:.0f} s", tflops=rates[-1], **clocks)
     for name, m, n, k in products(device):
         row(what=name, m=m, n=n, k=k, **product_rates(m, n, k, device))
-
-
-def copy_rate(device: torch.device) -> float:
-    """Return bytes per second of a copy, reads and writes counted."""
-    source = torch.empty(1 << (28 if device.type == "cuda" else 20), device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
 
 
 def product_rates(m: int, n: int, k: int, device: torch.device) -> dict[str, float]:
@@ -240,17 +219,11 @@ def engine_of(flags: str, micro_batch: int, device: torch.device, compiled: bool
     return cfg, engine
 
 
-def timed_step(engine: Engine, step: int) -> tuple[float, float]:
-    """Return the seconds of one step, and those until the host had launched it and waited for its status."""
-    cfg, device = engine.cfg, engine.ctx.device
-    draws = np.random.default_rng(step)
-    batch = draws.integers(0, cfg.model.vocab, (cfg.train.global_batch_size, cfg.model.seq_len + 1))
-    began = time.perf_counter()
-    train_step(engine, batch, step)
-    host = time.perf_counter() - began
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, host
+def step_seconds(engine: Engine, step: int) -> float:
+    """Return the seconds of one step on random tokens."""
+    cfg = engine.cfg
+    shape = cfg.train.global_batch_size, cfg.model.seq_len + 1
+    return timed_step(engine, np.random.default_rng(step).integers(0, cfg.model.vocab, shape), step)
 
 
 def step(device: torch.device, compiled: bool = False) -> None:
@@ -261,23 +234,15 @@ def step(device: torch.device, compiled: bool = False) -> None:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             cfg, engine = engine_of(flags, size, device, compiled)
-            times = [timed_step(engine, i + 1) for i in range(_STEPS + 2)][2:]
-            whole, host = (statistics.median(values) for values in zip(*times))
-            rate, per_token, peak = (
-                cfg.train.global_batch_size * cfg.model.seq_len / whole,
-                flops_per_token(cfg.model),
-                peak_flops(device),
-            )
+            times = [step_seconds(engine, i + 1) for i in range(_STEPS + 2)][2:]
+            found = figures(cfg, times, times[0], device)
             planned = memory_per_rank(cfg, Grid.of(1))[0].total
             row(
                 model=name,
                 micro_batch=size,
                 compiled=compiled,
-                ms=whole * 1e3,
-                host_ms=host * 1e3,
-                tokens_per_s=rate,
-                mfu_causal=per_token.causal * rate / peak if peak else None,
-                mfu_full=per_token.full * rate / peak if peak else None,
+                ms=found["step_s"] * 1e3,
+                **{key: found[key] for key in ("tokens_per_s", "mfu_causal", "mfu_full")},
                 peak_gib=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
                 planned_gib=planned / 2**30,
             )
@@ -291,9 +256,9 @@ def profile(device: torch.device) -> None:
     name, flags, batches = _MODELS[device.type][0]
     _, engine = engine_of(flags, batches[0], device)
     for i in range(3):
-        timed_step(engine, i + 1)
+        step_seconds(engine, i + 1)
     with torch.profiler.profile() as prof:
-        wall, _ = timed_step(engine, 4)
+        wall = step_seconds(engine, 4)
     kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     attribute = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     events = [e for e in prof.key_averages() if e.device_type == kind and getattr(e, attribute) > 0]

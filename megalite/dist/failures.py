@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 _KEY, _NOBODY = "megalite/failed", "nobody"
 # Seconds between two looks for a process group.
-_LOOK_S = 1.0
+_LOOK_S = 0.2
 # One wait for the word of a failure: torch logs each that ends without, and counts in 32 bits of milliseconds.
 _WAIT = timedelta(days=20)
 # Seconds that a rank that saw the failure itself gets to report it, and that the store of a failing rank stays.
@@ -35,11 +35,16 @@ class FailureWatch:
     def __init__(self, leave: Callable[[int], None]) -> None:
         self._leave, self._closed = leave, threading.Event()
         self._word: dist.Store | None = None
+        self._connected = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="failures of other ranks", daemon=True)
         self._thread.start()
 
     def announce(self, rank: int) -> None:
         """Leave word that this rank fails; returns once the others could read it. The process is to exit at once."""
+        if not dist.is_initialized():
+            return
+        # A rank may fail in its first second.
+        self._connected.wait(_REPORT_S)
         # The host of the store may be what failed.
         saying = threading.Thread(target=self._set, args=(str(rank),), daemon=True)
         saying.start()
@@ -67,6 +72,7 @@ class FailureWatch:
             # Connections of its own, made while the store is there: one waits, which blocks it for all else.
             store = dist.distributed_c10d._get_default_store()
             waiting, self._word = store.clone(), store.clone()  # type: ignore[attr-defined]
+            self._connected.set()
             if self._closed.is_set():
                 return
             waiting.wait([_KEY], _WAIT)

@@ -114,18 +114,11 @@ class _ColumnLinear(torch.autograd.Function):
         dx, work = layer.reduce(dx)
         layer.queue.wait_unless_overlapping(work)
 
-        def start() -> Callable[[], None]:
-            full, gathered = layer.gather(x) if again else (whole, collectives.Done())
-            layer.queue.wait_unless_overlapping(gathered)
+        def add_grads(full: torch.Tensor) -> None:
+            layer.add_weight_grad(dy, full)
+            accumulate_bias_grad(layer.bias, dy)
 
-            def add_grads() -> None:
-                gathered.wait()
-                layer.add_weight_grad(dy, full)
-                accumulate_bias_grad(layer.bias, dy)
-
-            return add_grads
-
-        layer.queue.put(start)
+        layer.put_grads(whole, again, add_grads)
         work.wait()
         return dx, None, None, None
 
@@ -149,21 +142,14 @@ class _RowLinear(torch.autograd.Function):
         work.wait()
         dx = layer.ops.linear_dgrad(whole, layer.weight)
         # As in the column layer: what is kept until W is this rank's shard.
-        kept = dy if layer.queue.deferring else whole
+        again = layer.queue.deferring
 
-        def start() -> Callable[[], None]:
-            full, gathered = layer.gather(dy) if kept is dy else (kept, collectives.Done())
-            layer.queue.wait_unless_overlapping(gathered)
+        def add_grads(full: torch.Tensor) -> None:
+            layer.add_weight_grad(full, x)
+            # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
+            accumulate_bias_grad(layer.bias, dy)
 
-            def add_grads() -> None:
-                gathered.wait()
-                layer.add_weight_grad(full, x)
-                # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
-                accumulate_bias_grad(layer.bias, dy)
-
-            return add_grads
-
-        layer.queue.put(start)
+        layer.put_grads(dy if again else whole, again, add_grads)
         return dx, None, None, None
 
 
@@ -201,6 +187,21 @@ class ParallelLinear(nn.Module):
         if self.sequence_parallel:
             return collectives.start_reduce_scatter(x, self.tp)
         return x, collectives.all_reduce(x, self.tp)
+
+    def put_grads(self, x: torch.Tensor, is_shard: bool, add: Callable[[torch.Tensor], None]) -> None:
+        """Queue `add(x)`; of a shard the whole is gathered first, while the work queued before it runs."""
+
+        def start() -> Callable[[], None]:
+            full, gathered = self.gather(x) if is_shard else (x, collectives.Done())
+            self.queue.wait_unless_overlapping(gathered)
+
+            def finish() -> None:
+                gathered.wait()
+                add(full)
+
+            return finish
+
+        self.queue.put(start)
 
     def add_weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add dy^T x over all tokens to main_grad_OI, in fp32."""
