@@ -8,6 +8,7 @@ A mistake is a `UserError`: the value, the rule it breaks, the fix.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import sys
@@ -39,6 +40,7 @@ from megalite.config.refused import accept
 from megalite.config.run import Config
 from megalite.errors import UserError, show
 from megalite.families import FAMILIES, PRESETS
+from megalite.schedules.batch import BatchSizes
 
 
 class Parsed(NamedTuple):
@@ -91,6 +93,8 @@ def parse(
             word, written = computed[flag]
             value = compute(f"--{_dashed(name)}", written, read_value(kind, word, written), _values(layers))
             _add(flags, name, value, written)
+            for implied, setting in megatron.IMPLIED.get(flag, {}).items():
+                _add(flags, implied, setting, written)
     values = _values(layers)
     groups = {group: cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for group, cls in GROUPS.items()}
     settled = None if start.layout is None else frozenset((*LAYOUT, *LAYOUT_DETAILS)) & flags.keys()
@@ -115,7 +119,11 @@ def _merge(layers: Iterable[Layer]) -> Layer:
 def _values(layers: Iterable[Layer]) -> dict[str, Any]:
     """All options, at their defaults if no layer sets them."""
     defaults = {f.name: f.default for cls in GROUPS.values() for f in dataclasses.fields(cls)}
-    return defaults | {name: given.value for name, given in _merge(layers).items()}
+    given = {name: given.value for name, given in _merge(layers).items()}
+    if given.get("batch_size_schedule") is not None and "global_batch_size" not in given:
+        with contextlib.suppress(ValueError):  # `TrainConfig` refuses what cannot be read
+            given["global_batch_size"] = BatchSizes.read(given["batch_size_schedule"]).sizes[-1]
+    return defaults | given
 
 
 def _layer(options: Mapping[str, Any], written: str) -> Layer:
@@ -226,12 +234,12 @@ def _read_flags(tokens: Iterable[str]) -> tuple[Layer, dict[str, Given]]:
                 _add(flags, name, read_value(_HINTS[name], value, written), written)
             continue
         option = _VALUED.get(flag)
-        is_list = get_origin(TYPES.get(option or "")) is tuple
+        is_list = get_origin(TYPES[option] if option in TYPES else megatron.COMPUTED.get(flag, ("", str))[1]) is tuple
         if not words or len(words) > 1 and not is_list:
             rule = "takes one or more values" if is_list else "takes one value"
             raise UserError(written, rule, "give one, or see --help")
         if option is None:
-            computed[flag] = Given(words[0], written)
+            computed[flag] = Given(words if is_list else words[0], written)
         else:
             spelled = [megatron.VALUES.get(option, {}).get(word, word) for word in words]
             _add(flags, option, read_value(_HINTS[option], spelled if is_list else spelled[0], written), written)

@@ -8,12 +8,17 @@ Underscores in flags count as dashes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import UserError
 from megalite.log import logger
+from megalite.schedules.batch import BatchSizes
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# Far more than any ramp has.
+_MAX_INCREMENTS = 10_000
 
 _SPELLINGS: dict[str, str] = {
     # layout
@@ -126,17 +131,69 @@ def _layers_per_chunk(_: str, written: str, chunk: int, options: Mapping[str, An
 
 def _steps(flag: str, written: str, samples: int, options: Mapping[str, Any]) -> int:
     """Round down to whole steps, as they do for the run; they decay the learning rate by samples."""
-    batch = options["global_batch_size"]
-    steps = samples // max(batch, 1)
-    if samples % max(batch, 1):
-        logger.info(f"{written}: {flag} {steps}, as --global-batch-size {batch} leaves a rest of {samples % batch}")
+    batch, schedule = max(options["global_batch_size"], 1), options["batch_size_schedule"]
+    # Final decay, and schedules of rates that count samples, are in full batches.
+    full = flag == "--wsd-decay-steps" or (flag != "--train-steps" and options["lr_by"] == "samples")
+    if schedule is None or full:
+        (steps, rest), given = divmod(samples, batch), f"--global-batch-size {batch}"
+    else:
+        sizes = _read(BatchSizes.read, f"--batch-size-schedule {schedule}", schedule)
+        steps, given = sizes.steps(samples), f"--batch-size-schedule {sizes}"
+        rest = samples - sizes.samples(steps)
+    if rest:
+        logger.info(f"{written}: {flag} {steps}, as {given} leaves a rest of {rest}")
     return int(steps)
+
+
+def _ramp(_: str, written: str, numbers: tuple[int, ...], options: Mapping[str, Any]) -> str:
+    """START INCREMENT SAMPLES: equal shares of the samples for each size below the full one."""
+    batch = options["global_batch_size"]
+    if len(numbers) != 3 or min(numbers[:2]) < 1 or numbers[2] < 0:
+        raise UserError(written, "must be START INCREMENT SAMPLES", "write --rampup-batch-size 16 8 3000")
+    start, increment, samples = numbers
+    count, rest = divmod(batch - start, increment)
+    if rest or not 0 <= count <= _MAX_INCREMENTS:
+        rule = f"--global-batch-size {batch} must be START plus at most {_MAX_INCREMENTS} increments"
+        raise UserError(written, rule, "correct one of the numbers")
+    shares = [(-(-i * samples // max(count, 1)), start + i * increment) for i in range(count + 1)]
+    return str(BatchSizes.by_samples(shares))
+
+
+def _step_schedule(_: str, written: str, text: str, options: Mapping[str, Any]) -> str:
+    """TOKENS:SIZE pairs; K, M, B and T multiply."""
+
+    def number(word: str) -> int:
+        unit = _UNITS.get(word[-1:].upper())
+        return int(float(word[:-1]) * unit) if unit else int(word)
+
+    def read(words: str) -> BatchSizes:
+        pairs = (pair.split(":") for pair in words.replace(",", " ").split())
+        in_tokens = sorted((number(at), number(size)) for at, size in pairs)
+        in_samples = [(tokens // max(options["seq_len"], 1), size) for tokens, size in in_tokens]
+        BatchSizes.read(" ".join(f"{at}:{size}" for at, size in in_samples))
+        return BatchSizes.by_samples(in_samples)
+
+    return str(_read(read, written, text))
+
+
+def _read(reader: Callable[[str], BatchSizes], written: str, text: str) -> BatchSizes:
+    try:
+        sizes = reader(text)
+    except (ValueError, ArithmeticError):
+        raise UserError(written, "must be pairs START:SIZE in rising order from 0 on", "write '0:16 400:32'") from None
+    if sizes.sizes[0] < 1:
+        raise UserError(written, "must have sizes of at least 1", "correct it")
+    return sizes
 
 
 def _warmup_fraction(_: str, written: str, fraction: float, options: Mapping[str, Any]) -> int:
     if not 0 <= fraction <= 1:
         raise UserError(written, "must be between 0 and 1", "correct it, or give --warmup-steps")
-    return round(fraction * (options["lr_decay_steps"] or options["train_steps"]))
+    last, schedule = options["train_steps"], options["batch_size_schedule"]
+    if schedule is not None and options["lr_by"] == "samples":
+        sizes = _read(BatchSizes.read, f"--batch-size-schedule {schedule}", schedule)
+        last = sizes.samples(last) / sizes.sizes[-1]
+    return round(fraction * (options["lr_decay_steps"] or last))
 
 
 def _instances(_: str, written: str, count: int, options: Mapping[str, Any]) -> str:
@@ -171,7 +228,9 @@ def _minutes(_: str, written: str, minutes: float, options: Mapping[str, Any]) -
     return 60 * minutes
 
 
-COMPUTED: dict[str, tuple[str, type, Any]] = {
+COMPUTED: dict[str, tuple[str, Any, Any]] = {
+    "rampup-batch-size": ("batch_size_schedule", tuple[int, ...], _ramp),
+    "step-batch-size-schedule": ("batch_size_schedule", str, _step_schedule),
     "num-layers-per-virtual-pipeline-stage": ("vp", int, _layers_per_chunk),
     "train-samples": ("train_steps", int, _steps),
     "lr-decay-samples": ("lr_decay_steps", int, _steps),
@@ -184,4 +243,13 @@ COMPUTED: dict[str, tuple[str, type, Any]] = {
     "num-distributed-optimizer-instances": ("zero_group", int, _instances),
     "load": ("resume", str, _load),
 }
-"""Their flag -> our option, type of their value, function of (our flag, theirs as written, its value, all options)."""
+"""Their flag -> our option, type of their value, function of (our flag, theirs as written, its value, all options).
+
+Computed in this order.
+"""
+
+IMPLIED: dict[str, dict[str, Any]] = {
+    "rampup-batch-size": {"lr_by": "samples"},
+    "step-batch-size-schedule": {"lr_by": "samples"},
+}
+"""One of these flags -> our options that it sets besides."""

@@ -25,6 +25,8 @@ class OptimConfig:
     """Steps of linear warmup from init_lr."""
     init_lr: float = 0.0
     """Learning rate at step 0 of the warmup."""
+    lr_by: Literal["steps", "samples"] = "steps"
+    """With a batch_size_schedule: count the schedules of rates in steps, or in samples (global_batch_size make one)."""
     decoupled_lr: float | None = None
     """Peak learning rate of the embedding and the output layer, which follows the same schedule. Default: lr."""
     decoupled_min_lr: float | None = None

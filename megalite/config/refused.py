@@ -125,8 +125,8 @@ conversations are prepared and marked before training -> run tools/preprocess_da
     test-data-path *data-args-path per-dataset-sequences-path
 an evaluation reads --eval-steps batches of the size of training from --valid-data or --split -> use these
     full-validation multiple-validation-sets validation-set-names start-eval-at-iter eval-*-batch-size
-the batch size is constant -> give one --global-batch-size that --micro-batch-size x dp divides
-    rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed
+no batch is smaller than asked for -> give a --global-batch-size that --micro-batch-size x dp divides
+    decrease-batch-size-if-needed
 the length of a run is counted in steps -> divide by --seq-len x --global-batch-size and \
 give --train-steps, --warmup-steps or --lr-decay-steps
     train-tokens lr-*-tokens warmup

@@ -15,6 +15,7 @@ from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
 from megalite.errors import in_range, require, step_range
+from megalite.schedules.lr import learning_rate, weight_decay
 
 _MAX_MICROBATCHES = 100_000
 
@@ -149,6 +150,13 @@ class Config:
                 f"starts after the last of --train-steps {last}",
                 "choose earlier steps",
             )
+        recorded, sizes = step_range("--record-schedule", self.run.record_schedule), self.train.batches
+        require(
+            not recorded or len({sizes.size(step) for step in (recorded[0], recorded[-1])}) == 1,
+            f"--record-schedule {self.run.record_schedule}",
+            "the steps have different batch sizes, and so different schedules",
+            "choose steps of one batch size",
+        )
         require(
             p.pp * p.vp <= m.num_layers,
             f"--pp {p.pp} --vp {p.vp}",
@@ -164,6 +172,17 @@ class Config:
     def rates(self) -> OptimConfig:
         """The options of the optimizer, with learning rates for this batch size (`--scale-lr`)."""
         return self.optim.scaled(self.train.global_batch_size)
+
+    def rates_at(self, step: int) -> tuple[float, float, float]:
+        """Return a step's learning rate, that of embedding and output layer, and weight decay (the first step is 1)."""
+        at, last = self._position(step), self._position(self.train.train_steps)
+        lr, decoupled_lr = (learning_rate(at, rates, last) for rates in (self.rates, self.rates.decoupled))
+        return lr, decoupled_lr, weight_decay(at, self.rates, last)
+
+    def _position(self, step: int) -> float:
+        """Where a step stands in the schedules of rates: its number, or that of full batches in its samples."""
+        t = self.train
+        return t.batches.samples(step) / t.global_batch_size if self.optim.lr_by == "samples" else step
 
     @property
     def peak_rate(self) -> str:
@@ -201,21 +220,38 @@ class Config:
         return size
 
     def num_microbatches(self, dp: int) -> int:
-        """Return the number of micro-batches per step and dp rank; UserError if the batch does not divide."""
+        """Return the number of micro-batches per step and dp rank, of the largest batch.
+
+        Raises:
+            UserError: some batch does not divide.
+        """
+        return self.microbatch_counts(dp)[-1]
+
+    def microbatch_counts(self, dp: int) -> list[int]:
+        """List the numbers of micro-batches per step and dp rank that a run has, in rising order.
+
+        Raises:
+            UserError: some batch does not divide.
+        """
         t = self.train
-        per_pass = t.micro_batch_size * dp
-        require(
-            t.global_batch_size % per_pass == 0,
-            f"--global-batch-size {t.global_batch_size}",
-            f"must be divisible by micro-batch size {t.micro_batch_size} x dp {dp} = {per_pass}",
-            f"use {max(1, round(t.global_batch_size / per_pass)) * per_pass}, or change --micro-batch-size",
-        )
-        number = t.global_batch_size // per_pass
-        # The schedule lists every pass of every micro-batch before the first step.
-        require(
-            number <= _MAX_MICROBATCHES,
-            f"--global-batch-size {t.global_batch_size}",
-            f"makes {number} micro-batches per step on each of {dp} data-parallel ranks, more than {_MAX_MICROBATCHES}",
-            "raise --micro-batch-size, or use more ranks",
-        )
-        return number
+        per_pass, counts = t.micro_batch_size * dp, []
+        for size in t.batches.sizes:
+            given = f"--global-batch-size {size}"
+            if t.batch_size_schedule is not None:
+                given = f"--batch-size-schedule {t.batch_size_schedule}: {size}"
+            require(
+                size % per_pass == 0,
+                given,
+                f"must be divisible by micro-batch size {t.micro_batch_size} x dp {dp} = {per_pass}",
+                f"use {max(1, round(size / per_pass)) * per_pass}, or change --micro-batch-size",
+            )
+            counts.append(size // per_pass)
+            # The schedule lists every pass of every micro-batch before the first step.
+            require(
+                counts[-1] <= _MAX_MICROBATCHES,
+                given,
+                f"makes {counts[-1]} micro-batches per step on each of {dp} data-parallel ranks, more than "
+                f"{_MAX_MICROBATCHES}",
+                "raise --micro-batch-size, or use more ranks",
+            )
+        return counts

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megalite.errors import in_range, require
+from megalite.errors import UserError, in_range, require
+from megalite.schedules.batch import BatchSizes
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class TrainConfig:
     """Samples per forward pass, per data-parallel rank."""
     global_batch_size: int = 8
     """Samples per optimizer step, across all data-parallel ranks."""
+    batch_size_schedule: str | None = None
+    """Batch sizes by step, "0:16 400:32": 16 samples in steps 1 to 400, then 32. global_batch_size is the largest."""
     train_steps: int = 100
     """Optimizer steps of the whole run."""
     seed: int = 1234
@@ -50,6 +53,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         in_range(self, "micro_batch_size", 1, 100_000)
         in_range(self, "global_batch_size", 1, 10**7)
+        self._check_batches()
         in_range(self, "train_steps", 1, 10**10)
         in_range(self, "seed", 0, 2**63)
         in_range(self, "label_smoothing", 0, 1)
@@ -83,6 +87,32 @@ class TrainConfig:
             f"--compress {self.compress} with --grad-reduce-dtype {self.grad_reduce_dtype}",
             "compressed gradients have a format of their own",
             "drop one of the two",
+        )
+
+    @property
+    def batches(self) -> BatchSizes:
+        """The global batch size of every step."""
+        if self.batch_size_schedule is None:
+            return BatchSizes(((0, self.global_batch_size),))
+        return BatchSizes.read(self.batch_size_schedule)
+
+    def _check_batches(self) -> None:
+        given = f"--batch-size-schedule {self.batch_size_schedule}"
+        try:
+            phases, largest = self.batches.phases, self.batches.sizes[-1]
+        except ValueError as e:
+            raise UserError(given, str(e), "write it as '0:16 400:32'") from None
+        require(
+            all(0 < size < 10**7 and step < 10**10 for step, size in phases),
+            given,
+            f"must have sizes from 1 to {10**7 - 1} and steps below {10**10}",
+            "correct it",
+        )
+        require(
+            self.global_batch_size == largest,
+            f"--global-batch-size {self.global_batch_size}",
+            f"must be the largest of --batch-size-schedule {self.batch_size_schedule}",
+            f"drop it, or give {largest}",
         )
 
 

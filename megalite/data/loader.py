@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import repeat
 from types import TracebackType
 
 import numpy as np
@@ -22,7 +24,7 @@ class BatchLoader:
 
     Args:
         dataset: samples by position.
-        global_batch_size: samples per step over all ranks, B.
+        global_batch_size: samples per step over all ranks, B; or those of each step in turn, without end.
         dp_rank, dp_size: this rank's place, r of d.
         consumed_samples: samples used before the first batch, N.
         prefetch: batches read ahead, at least 1.
@@ -31,36 +33,32 @@ class BatchLoader:
         consumed_samples: samples of all ranks up to the end of the batch returned last; what a checkpoint keeps.
 
     Raises:
-        UserError: global_batch_size is not divisible by dp_size.
+        UserError: a batch is not divisible by dp_size.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        global_batch_size: int,
+        global_batch_size: int | Iterable[int],
         dp_rank: int,
         dp_size: int,
         consumed_samples: int = 0,
         prefetch: int = 2,
     ) -> None:
-        if global_batch_size % dp_size:
-            rule = f"must be divisible by the data-parallel size {dp_size}"
-            remedy = f"use {-(-global_batch_size // dp_size) * dp_size}, or another layout"
-            raise UserError(f"--global-batch-size {global_batch_size}", rule, remedy)
         if prefetch < 1:
             raise ValueError(f"prefetch {prefetch} must be at least 1")
-        self.dataset, self.global_batch_size = dataset, global_batch_size
-        self.rows = global_batch_size // dp_size
+        self.dataset = dataset
         self.consumed_samples = consumed_samples
-        self._first_row = dp_rank * self.rows
+        self._sizes = iter(repeat(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size)
+        self._dp_rank, self._dp_size = dp_rank, dp_size
         self._next_start = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead: deque[Future[Rows]] = deque()
+        self._ahead: deque[tuple[int, Future[Rows]]] = deque()
         for _ in range(prefetch):
             self._submit()
 
     def next_batch(self) -> Rows:
-        """Return this rank's global_batch_size / dp_size rows of the next global batch.
+        """Return this rank's rows of the next global batch, the dp_size-th part of it.
 
         Raises:
             Exception: whatever reading raised (a `UserError` for bad ids); every later call raises it again.
@@ -68,9 +66,10 @@ class BatchLoader:
         if not self._ahead:
             raise RuntimeError("the loader is closed")
         # The batch leaves the queue only when it was read, so a failure cannot skip samples.
-        batch = self._ahead[0].result()
+        size, future = self._ahead[0]
+        batch = future.result()
         self._ahead.popleft()
-        self.consumed_samples += self.global_batch_size
+        self.consumed_samples += size
         self._submit()
         return batch
 
@@ -82,7 +81,10 @@ class BatchLoader:
         try:
             return self.next_batch(), None
         except Exception as e:
-            return Rows.of(np.zeros((self.rows, self.dataset.seq_len + 1), np.int64)), e
+            if not self._ahead:
+                raise
+            rows = self._ahead[0][0] // self._dp_size
+            return Rows.of(np.zeros((rows, self.dataset.seq_len + 1), np.int64)), e
 
     def close(self) -> None:
         """Stop reading ahead; the loader cannot be used afterwards."""
@@ -96,12 +98,17 @@ class BatchLoader:
         self.close()
 
     def _submit(self) -> None:
-        self._ahead.append(self._reader.submit(self._read, self._next_start))
-        self._next_start += self.global_batch_size
+        size = next(self._sizes)
+        if size % self._dp_size:
+            rule = f"must be divisible by the data-parallel size {self._dp_size}"
+            remedy = f"use {-(-size // self._dp_size) * self._dp_size}, or another layout"
+            raise UserError(f"--global-batch-size {size}", rule, remedy)
+        rows = size // self._dp_size
+        self._ahead.append((size, self._reader.submit(self._read, self._next_start + self._dp_rank * rows, rows)))
+        self._next_start += size
 
-    def _read(self, start: int) -> Rows:
-        first = start + self._first_row
-        return Rows.stack([self._sample(position) for position in range(first, first + self.rows)])
+    def _read(self, first: int, rows: int) -> Rows:
+        return Rows.stack([self._sample(position) for position in range(first, first + rows)])
 
     def _sample(self, position: int) -> Rows:
         sample = self.dataset.sample(position)

@@ -52,7 +52,13 @@ def costs_of(cfg: Config) -> Costs:
 
 
 def resolve_schedule(
-    name: str, pp: int, vp: int, num_microbatches: int, split_backward: bool = True, costs: Costs = USUAL_COSTS
+    name: str,
+    pp: int,
+    vp: int,
+    num_microbatches: int,
+    split_backward: bool = True,
+    costs: Costs = USUAL_COSTS,
+    fewer: Sequence[int] = (),
 ) -> str:
     """Resolve `auto` to the schedule of a run; any other name is returned unchanged.
 
@@ -61,20 +67,22 @@ def resolve_schedule(
     Args:
         split_backward: see `choose_schedule`.
         costs: of a rank's whole share of the layers.
+        fewer: numbers of micro-batches of other steps, which the schedule must be able to run too.
 
     Raises:
         UserError: nothing that holds no more than the classic schedule can run these numbers.
     """
     if name != "auto":
         return name
-    return _choose(_candidates(), pp, vp, num_microbatches, costs.per_chunk(vp), None, "dir", split_backward)
+    counts = (num_microbatches, *fewer)
+    return _choose(_candidates(), pp, vp, counts, costs.per_chunk(vp), None, "dir", split_backward)
 
 
 def schedule_of(cfg: Config, dp: int) -> Schedule:
-    """Build the schedule of one step of a run: the one given, or what `auto` stands for.
+    """Build the schedule of a step with the largest batch of a run: the one given, or what `auto` stands for.
 
     Raises:
-        UserError: the batch does not divide over dp, or the schedule cannot run the micro-batches.
+        UserError: a batch does not divide over dp, or the schedule cannot run its micro-batches.
     """
     return build_schedule(name_of(cfg, dp), cfg.parallel.pp, cfg.parallel.vp, cfg.num_microbatches(dp))
 
@@ -85,9 +93,10 @@ def name_of(cfg: Config, dp: int) -> str:
     Raises:
         UserError: as `schedule_of`.
     """
-    p, m = cfg.parallel, cfg.num_microbatches(dp)
-    name = resolve_schedule(p.schedule, p.pp, p.vp, m, split_backward=_may_split(cfg), costs=costs_of(cfg))
-    check_schedule(name, p.pp, p.vp, m)
+    p, (*fewer, m) = cfg.parallel, cfg.microbatch_counts(dp)
+    name = resolve_schedule(p.schedule, p.pp, p.vp, m, _may_split(cfg), costs_of(cfg), fewer)
+    for count in (*fewer, m):
+        check_schedule(name, p.pp, p.vp, count)
     return name
 
 
@@ -97,11 +106,12 @@ def names_of(cfg: Config, dp: int) -> list[str]:
     Raises:
         UserError: as `schedule_of`.
     """
-    p, m = cfg.parallel, cfg.num_microbatches(dp)
+    p, (*fewer, m) = cfg.parallel, cfg.microbatch_counts(dp)
     if p.schedule != "auto":
-        check_schedule(p.schedule, p.pp, p.vp, m)
+        for count in (*fewer, m):
+            check_schedule(p.schedule, p.pp, p.vp, count)
         return [p.schedule]
-    return list(_within(_candidates(), p.pp, p.vp, m, sample_sizes(p.pp, m), None, _may_split(cfg)))
+    return list(_within(_candidates(), p.pp, p.vp, (m, *fewer), sample_sizes(p.pp, m), None, _may_split(cfg)))
 
 
 def _may_split(cfg: Config) -> bool:
@@ -133,7 +143,8 @@ def choose_schedule(
     Raises:
         UserError: no schedule keeps within max_activations.
     """
-    name = _choose(_candidates(), pp, vp, num_microbatches, costs or Costs(), max_activations, mode, split_backward)
+    counts, costs = (num_microbatches,), costs or Costs()
+    name = _choose(_candidates(), pp, vp, counts, costs, max_activations, mode, split_backward)
     return build_schedule(name, pp, vp, num_microbatches)
 
 
@@ -156,15 +167,16 @@ def _choose(
     candidates: Candidates,
     pp: int,
     vp: int,
-    m: int,
+    counts: tuple[int, ...],
     costs: Costs,
     max_activations: int | None,
     mode: str,
     split_backward: bool,
 ) -> str:
+    m = counts[0]
     check_schedule("naive", pp, vp, m)  # what even naive refuses, all refuse
     sizes = (m,) if costs.jitter else sample_sizes(pp, m)
-    held = _within(candidates, pp, vp, m, sizes, max_activations, split_backward)
+    held = _within(candidates, pp, vp, counts, sizes, max_activations, split_backward)
     if len(held) == 1:
         return next(iter(held))
     times = {
@@ -180,21 +192,27 @@ def _within(
     candidates: Candidates,
     pp: int,
     vp: int,
-    m: int,
+    counts: tuple[int, ...],
     sizes: tuple[int, ...],
     max_activations: int | None,
     split_backward: bool,
 ) -> Mapping[str, int]:
-    """Return the chunk activations that each schedule holds, for those within the bound."""
-    names = _runnable([name for name, _ in candidates], pp, vp, m)
+    """Return the chunk activations that each schedule holds, for those within the bound.
+
+    Args:
+        counts: micro-batches of a step, the most first; all must be possible.
+    """
+    m, names = counts[0], [name for name, _ in candidates]
+    for count in counts:
+        names = _runnable(names, pp, vp, count)
     if not split_backward:
         names = [n for n in names if not _splits_backward(n, pp, vp, sizes[0])]
     held = {n: round(extend(m, sizes, [_peak(n, pp, vp, size) for size in sizes])) for n in names}
     bound = classic_activations(pp, vp, m) if max_activations is None else max_activations
     allowed = {n: held[n] for n in names if held[n] <= bound}
     if not allowed:
-        if max_activations is None:
-            check_schedule(_usual(vp), pp, vp, m)  # reports what is wrong with the numbers
+        for count in counts if max_activations is None else ():
+            check_schedule(_usual(vp), pp, vp, count)  # reports what is wrong with the numbers
         least = min(held, key=lambda n: held[n])
         raise UserError(
             f"room for {bound} chunk activations on a rank",

@@ -46,6 +46,7 @@ def dry_run_report(cfg: Config, topology: Grid) -> str:
          f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
         ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
          f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank"),
+        *([("", f"ramp: {t.batches.summary}; all figures are of the largest")] if t.batch_size_schedule else []),
         ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),
         ("FLOPs", f"{flops.causal:.4g} per token (causal attention), {flops.full:.4g} (full attention)"),
         ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "

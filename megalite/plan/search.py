@@ -182,7 +182,8 @@ def _evaluate(
             if mode in too_large:
                 continue
             try:
-                check_schedule(schedule, batch.parallel.pp, batch.parallel.vp, batch.num_microbatches(dp))
+                for count in batch.microbatch_counts(dp):
+                    check_schedule(schedule, batch.parallel.pp, batch.parallel.vp, count)
             except UserError:
                 continue
             kept = kept_per_rank(batch, grid, schedule)

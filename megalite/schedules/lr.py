@@ -33,37 +33,37 @@ class Rates(Protocol):
     def wsd_decay_steps(self) -> int | None: ...
 
 
-Decay = Callable[[int, Rates, int], float]
+Decay = Callable[[float, Rates, float], float]
 """(step from the end of the warm-up on, options, step at which the decay ends) -> learning rate."""
 
 
-def cosine(step: int, cfg: Rates, end: int) -> float:
+def cosine(step: float, cfg: Rates, end: float) -> float:
     """Fall along half a cosine."""
     share = _share(step, cfg.warmup_steps, end)
     return cfg.min_lr + 0.5 * (cfg.lr - cfg.min_lr) * (1.0 + math.cos(math.pi * share))
 
 
-def linear(step: int, cfg: Rates, end: int) -> float:
+def linear(step: float, cfg: Rates, end: float) -> float:
     """Fall along a line."""
     return _line(_share(step, cfg.warmup_steps, end), cfg)
 
 
-def inverse_square_root(step: int, cfg: Rates, end: int) -> float:
+def inverse_square_root(step: float, cfg: Rates, end: float) -> float:
     """Fall as lr sqrt(warmup_steps / step), never below `min_lr`, and drop to it after the end."""
     return cfg.min_lr if step > end else max(cfg.min_lr, cfg.lr * math.sqrt(max(cfg.warmup_steps, 1) / max(step, 1)))
 
 
-def wsd(step: int, cfg: Rates, end: int) -> float:
+def wsd(step: float, cfg: Rates, end: float) -> float:
     """Stay at the peak, then fall along a line over the last `wsd_decay_steps`."""
     return _line(_share(step, end - (cfg.wsd_decay_steps or max(1, end // 10)), end), cfg)
 
 
-def constant(step: int, cfg: Rates, end: int) -> float:
+def constant(step: float, cfg: Rates, end: float) -> float:
     """Stay at the peak."""
     return cfg.lr
 
 
-def _share(step: int, begin: int, end: int) -> float:
+def _share(step: float, begin: float, end: float) -> float:
     return 1.0 if step >= end else max(0.0, (step - begin) / (end - begin))
 
 
@@ -82,7 +82,7 @@ LR_DECAYS: dict[str, Decay] = {
 """Name (`--lr-decay`) -> learning rate after the warm-up."""
 
 
-def learning_rate(step: int, cfg: Rates, train_steps: int) -> float:
+def learning_rate(step: float, cfg: Rates, train_steps: float) -> float:
     """Compute the learning rate of optimizer step `step` (the first is 1).
 
     Rises from `init_lr` at 0 to `lr` at `warmup_steps`, then follows the decay, which ends at `lr_decay_steps`
@@ -106,7 +106,7 @@ class Decays(Protocol):
     def weight_decay_ramp(self) -> str | None: ...
 
 
-def weight_decay(step: int, cfg: Decays, train_steps: int) -> float:
+def weight_decay(step: float, cfg: Decays, train_steps: float) -> float:
     """Compute the weight decay of optimizer step `step` (the first is 1).
 
     Goes from `start_weight_decay` at 0 to `weight_decay` at the last step, along a line or half a cosine.
@@ -119,7 +119,7 @@ def weight_decay(step: int, cfg: Decays, train_steps: int) -> float:
     return cfg.weight_decay + (cfg.start_weight_decay - cfg.weight_decay) * left
 
 
-def _deepspeed(step: int, cfg: Rates, end: int) -> float:
+def _deepspeed(step: float, cfg: Rates, end: float) -> float:
     """Follow DeepSpeed's schedulers: WarmupLR (constant), WarmupDecayLR (linear), WarmupCosineLR (cosine).
 
     They set the first rate at construction and once more at the first step, so that two updates use it. Their cosine is

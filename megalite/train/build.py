@@ -32,7 +32,7 @@ from megalite.optim.unit_weights import UnitWeights
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
-from megalite.pipeline.schedule import Placement, Program
+from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
 from megalite.plan.memory import memory_per_rank
 from megalite.sharding import Layout, ShardedParameter
 from megalite.tensor_parallel.linear import ParallelLinear, WgradQueue
@@ -46,7 +46,8 @@ class Engine:
         cfg, ctx: the run's config (vocabulary resolved) and this rank's axes.
         stages: this rank's pipeline stages by global index.
         executor: runs programs over the stages.
-        train_program, eval_program: this rank's operations of one step, and its forward half.
+        schedule: of a step with the largest batch.
+        eval_program: this rank's forward operations of such a step.
         optimizer, scaler: optimizer and loss scale.
         unit_weights: gathers and releases weights where they are sharded.
     """
@@ -55,16 +56,16 @@ class Engine:
     ctx: ParallelContext
     stages: dict[int, GPTStage]
     executor: Executor
-    train_program: Program
+    schedule: Schedule
     eval_program: Program
     optimizer: DistributedOptimizer
     scaler: LossScaler
     unit_weights: UnitWeights
 
-    @property
-    def num_microbatches(self) -> int:
-        """Micro-batches per step on each data-parallel rank."""
-        return self.cfg.num_microbatches(self.ctx.dp.size)
+    def train_program(self, num_microbatches: int) -> Program:
+        """Return this rank's operations of a step with so many micro-batches per data-parallel rank."""
+        s = self.schedule
+        return build_schedule(s.name, s.pp, s.vp, num_microbatches).programs[self.ctx.pp.rank]
 
 
 def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
@@ -86,14 +87,13 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
     fp16 = cfg.train.precision == "fp16"
-    program = schedule.programs[ctx.pp.rank]
     return Engine(
         cfg=cfg,
         ctx=ctx,
         stages=stages,
         executor=executor,
-        train_program=program,
-        eval_program=forward_program(program),
+        schedule=schedule,
+        eval_program=forward_program(schedule.programs[ctx.pp.rank]),
         optimizer=optimizer,
         scaler=LossScaler.of(cfg.optim, cfg.train.global_batch_size) if fp16 else LossScaler(),
         unit_weights=unit_weights,

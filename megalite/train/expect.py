@@ -27,14 +27,16 @@ class Forecast:
 
     Args:
         cfg, ctx: of the run.
+        step: completed steps; the prediction is of the batch size of the next one.
 
     Raises:
         UserError: the calibration cannot be read.
     """
 
-    def __init__(self, cfg: Config, ctx: ParallelContext) -> None:
+    def __init__(self, cfg: Config, ctx: ParallelContext, step: int) -> None:
         self._device, self._times = ctx.device, list[float]()
-        planned = with_options(cfg, {"device": ctx.device.type})
+        batch = {"batch_size_schedule": None, "global_batch_size": cfg.train.batches.size(step + 1)}
+        planned = with_options(cfg, {"device": ctx.device.type, **batch})
         self.seconds = self.memory = None
         seen = Seen("cpu", 1, 1)
         if ctx.device.type == "cuda":

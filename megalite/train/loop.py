@@ -90,7 +90,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
     log_plan(run)
-    progress = Progress(StragglerReport(run.engine.ctx), Forecast(cfg, run.engine.ctx), run.step, saved_at)
+    progress = Progress(StragglerReport(run.engine.ctx), Forecast(cfg, run.engine.ctx, run.step), run.step, saved_at)
     with closing(SteppedCollection()) as garbage:
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
@@ -126,9 +126,12 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
 def log_plan(run: Run) -> None:
     """Log what is about to run: the first step may take minutes, and console lines may be many steps apart."""
     cfg, last = run.engine.cfg, run.engine.cfg.train.train_steps
-    size, every = f"{cfg.train.global_batch_size} samples of {cfg.model.seq_len} tokens", cfg.run.log_every
+    size = f"{cfg.train.batches.size(run.step + 1)} samples of {cfg.model.seq_len} tokens"
+    every = cfg.run.log_every
     lines = f"one line every {every} steps" if every > 1 else "one line per step"
     logger.info(f"training from step {run.step + 1} of {last}: {size} per step, {lines}; the first step takes longer")
+    if cfg.train.batch_size_schedule is not None:
+        logger.info(f"--batch-size-schedule: {cfg.train.batches.summary}")
     if not cfg.run.save_every and last - run.step >= _LONG_RUN:
         warn_on_rank_0(f"--save-every 0: nothing is saved before step {last}; a crash loses everything up to there")
 
@@ -136,6 +139,7 @@ def log_plan(run: Run) -> None:
 def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     """Read a batch, train on it, and record the result; return it with its record."""
     step, engine = run.step + 1, run.engine
+    log_batch_size(run)
     # The first step may have kernels to compile.
     patience = OWN if run.step == progress.begun else STRICT
     started = time.perf_counter()
@@ -169,11 +173,19 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     return result, record
 
 
+def log_batch_size(run: Run) -> None:
+    """Log where the next step's batch has another size than the last one's."""
+    sizes = run.engine.cfg.train.batches
+    before, after = (sizes.size(max(1, step)) for step in (run.step, run.step + 1))
+    if before != after:
+        logger.info(f"global batch size {before} -> {after} from step {run.step + 1} on (--batch-size-schedule)")
+
+
 def _nothing_to_learn(run: Run) -> UserError:
     """Describe the step whose samples have no target; every rank raises this."""
     first, cfg = run.consumed_samples, run.engine.cfg
     return UserError(
-        f"samples {first} to {first + cfg.train.global_batch_size - 1} (step {run.step + 1})",
+        f"samples {first} to {first + cfg.train.batches.size(run.step + 1) - 1} (step {run.step + 1})",
         f"hold no token to learn with --loss-on {cfg.data.loss_on}",
         "check the answers marked in PREFIX.mask.bin, or raise --global-batch-size or --seq-len",
     )
@@ -281,7 +293,8 @@ def evaluate(run: Run) -> float | None:
 def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> dict[str, Any]:
     """Make one line of metrics.jsonl."""
     cfg, ctx = run.engine.cfg, run.engine.ctx
-    tokens = cfg.train.global_batch_size * cfg.model.seq_len
+    size = cfg.train.batches.size(run.step)
+    tokens = size * cfg.model.seq_len
     per_second = tokens / seconds
     flops = flops_per_token(cfg.model).causal * per_second / ctx.world.size
     peak = peak_flops(ctx.device)
@@ -292,6 +305,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "lr": result.lr,
         **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}),
         **({} if cfg.optim.start_weight_decay is None else {"weight_decay": result.weight_decay}),
+        **({} if cfg.train.batch_size_schedule is None else {"global_batch_size": size}),
         "loss_scale": result.loss_scale,
         "skipped_steps": run.skipped_steps,
         "consumed_samples": run.consumed_samples,

@@ -17,12 +17,12 @@ from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
 from megalite.config.run import Config
+from megalite.config.train import TrainConfig
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.schedules.lr import learning_rate
 from megalite.train.build import Engine
 
 # Data options that determine the order of samples.
@@ -174,15 +174,16 @@ def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
     """Log both rates if the next step's is above those at which the checkpoint's run ended and would have continued."""
     if "optim" not in saved["config"]:
         return
-    optim, train, step = _recorded(saved, "optim"), _recorded(saved, "train"), saved["step"]
-    steps = max(1, train["train_steps"])
+    step = saved["step"]
+    optim, train = ({f.name: _recorded(saved, group)[f.name] for f in dataclasses.fields(GROUPS[group])}
+                    for group in ("optim", "train"))  # fmt: skip
+    train["train_steps"] = max(1, train["train_steps"])
     try:
-        theirs = OptimConfig(**{f.name: optim[f.name] for f in dataclasses.fields(OptimConfig)})
-        theirs = theirs.scaled(train["global_batch_size"])
+        theirs = Config(optim=OptimConfig(**optim), train=TrainConfig(**train))
     except UserError:  # options that this version refuses: nothing to compare with
         return
-    last, following = (learning_rate(at, theirs, steps) for at in (step, step + 1))
-    ours = learning_rate(start + 1, cfg.rates, cfg.train.train_steps)
+    last, following = (theirs.rates_at(at)[0] for at in (step, step + 1))
+    ours = cfg.rates_at(start + 1)[0]
     if ours > max(last, following):
         logger.info(
             f"the learning rate rises: {last:.3g} in step {step} of the checkpoint, {ours:.3g} in the next step"

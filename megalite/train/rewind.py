@@ -37,18 +37,17 @@ def rewind(run: Run) -> Path | None:
             f"the loss spiked again after {_MOST_REWINDS} rewinds to {source} with other samples; lower --lr, or raise "
             "--spike-threshold"
         )
-    cfg, dp, position = run.engine.cfg, run.engine.ctx.dp, run.consumed_samples
+    sizes, dp, position = run.engine.cfg.train.batches, run.engine.ctx.dp, run.consumed_samples
     run.engine.optimizer.wait_weights()
     verify_together(source, run.engine.ctx)
     saved = resume(run.engine, Source(source), run.meta)
     run.step = int(saved["step"])
     run.saved = [(step, path) for step, path in run.saved if step <= run.step]
-    run.sample_offset = position - run.step * cfg.train.global_batch_size
+    run.sample_offset = position - sizes.samples(run.step)
     run.spikes = SpikeDetector(run.spikes.threshold, saved.get("loss_history", ()))
     run.loader.close()
-    run.loader = BatchLoader(
-        run.datasets.train, cfg.train.global_batch_size, dp.rank, dp.size, consumed_samples=run.consumed_samples
-    )
+    following = sizes.following(run.step)
+    run.loader = BatchLoader(run.datasets.train, following, dp.rank, dp.size, consumed_samples=run.consumed_samples)
     return source
 
 

@@ -27,8 +27,8 @@ from megalite.dist.context import ParallelContext
 from megalite.errors import step_range
 from megalite.log import logger, setup_logging
 from megalite.model.parameters import param_map
-from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.record import Recorder
+from megalite.pipeline.schedule import build_schedule
 from megalite.sharding import count_parameters
 from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
@@ -59,7 +59,7 @@ class Run:
         heartbeat: reports to the watchdog where this rank is.
         spikes: decides which loss is a spike.
         step: completed optimizer steps.
-        sample_offset: samples consumed beyond those of `step` batches: skipped by a rewind, or of another batch size.
+        sample_offset: samples consumed beyond those of `step` batches: skipped by a rewind, or of other batch sizes.
         skipped_steps: steps of the whole run whose update was skipped.
         saved: (step, folder) of the checkpoints of this run's history, oldest first; the last may not be committed.
         rewinds: number of rewinds to each of them.
@@ -91,7 +91,7 @@ class Run:
     @property
     def consumed_samples(self) -> int:
         """Samples of all ranks up to the end of the last step."""
-        return self.step * self.engine.cfg.train.global_batch_size + self.sample_offset
+        return self.engine.cfg.train.batches.samples(self.step) + self.sample_offset
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -229,9 +229,10 @@ def make_run(
 ) -> Run:
     """Make the run, given the state that it starts from."""
     cfg, ctx = engine.cfg, engine.ctx
-    run_dir, batch = Path(cfg.run.run_dir), cfg.train.global_batch_size
+    run_dir, sizes = Path(cfg.run.run_dir), cfg.train.batches
     step, consumed = int(state["step"]), int(state["consumed_samples"])
-    loader = BatchLoader(datasets.train, batch, ctx.dp.rank, ctx.dp.size, consumed_samples=consumed)
+    following = sizes.following(step)
+    loader = BatchLoader(datasets.train, following, ctx.dp.rank, ctx.dp.size, consumed_samples=consumed)
     make_metrics = partial(
         MetricsLogger,
         run_dir,
@@ -244,8 +245,10 @@ def make_run(
     )
     metrics = agree(ctx, make_metrics)
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
-    steps = step_range("--record-schedule", cfg.run.record_schedule)
-    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, schedule_of(cfg, ctx.dp.size), steps)
+    steps, s = step_range("--record-schedule", cfg.run.record_schedule), engine.schedule
+    count = sizes.size(max(1, steps.start)) // (cfg.train.micro_batch_size * ctx.dp.size)
+    schedule = build_schedule(s.name, s.pp, s.vp, count)
+    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, schedule, steps)
     threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
     engine.executor.observers = (heartbeat,)
@@ -262,19 +265,21 @@ def make_run(
         heartbeat=heartbeat,
         spikes=spikes,
         step=step,
-        sample_offset=consumed - step * batch,
+        sample_offset=consumed - sizes.samples(step),
         skipped_steps=int(state.get("skipped_steps", 0)),
     )
 
 
 def banner(engine: Engine) -> str:
     """Describe in one line what is about to be trained."""
-    cfg, ctx, count = engine.cfg, engine.ctx, engine.num_microbatches
+    cfg, ctx = engine.cfg, engine.ctx
+    *fewer, count = cfg.microbatch_counts(ctx.dp.size)
     parameters = count_parameters(param_map(cfg.model))
     sharing = f"ZeRO-{cfg.parallel.zero}" + f", gradients {cfg.train.compress}" * (cfg.train.compress != "none")
     return (
         f"{cfg.model.arch}, {parameters:,} parameters, on {ctx.world.size} x {ctx.device.type}: dp {ctx.dp.size}, "
-        f"pp {ctx.pp.size}, tp {ctx.tp.size}; {count} micro-batch{'es' * (count > 1)} of "
+        f"pp {ctx.pp.size}, tp {ctx.tp.size}; {f'{fewer[0]} to ' if fewer else ''}{count} "
+        f"micro-batch{'es' * (count > 1)} of "
         f"{cfg.train.micro_batch_size} per dp rank and step; {cfg.train.precision}, {sharing}"
     )
 

@@ -15,7 +15,6 @@ from megalite.data.rows import Rows
 from megalite.dist import collectives
 from megalite.errors import UserError
 from megalite.pipeline.executor import MicroBatch
-from megalite.schedules.lr import learning_rate, weight_decay
 from megalite.train.build import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
 
@@ -64,8 +63,8 @@ def train_step(
 
     Args:
         engine: from `build_engine`.
-        batch: global_batch_size / dp rows, or that many plain samples of seq_len + 1 token ids, an array or a tensor of
-            whole numbers.
+        batch: a dp-th of the step's global batch as rows, or that many plain samples of seq_len + 1 token ids, an array
+            or a tensor of whole numbers.
         step: number of the step.
         stop: this rank was asked to stop; all ranks learn this from the step's one status all-reduce.
         failed: this rank cannot continue: its data could not be read (`batch` is a placeholder), or its last save
@@ -76,18 +75,17 @@ def train_step(
     rows = on_host(batch, engine)
     microbatches = to_microbatches(rows, cfg.train.micro_batch_size, ctx.device)
     optimizer.start_step(len(microbatches), scale)
-    # Gradients are of the loss sum divided by the tokens of a full batch; the true weight comes with the status.
+    # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
-    loss_sum = engine.executor.run(engine.train_program, microbatches, step, ctx.dp.rank, scale / full)
+    program = engine.train_program(len(microbatches))
+    loss_sum = engine.executor.run(program, microbatches, step, ctx.dp.rank, scale / full)
     engine.unit_weights.end_pass()
     squared_norm = optimizer.finish_grads()
     totals = sum_over_world(engine, loss_sum, rows, squared_norm, stop, failed)
     loss_sum_all, targets, squared, stops, failures = collectives.to_host(totals)
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
-    rates, last = cfg.rates, cfg.train.train_steps
-    lr, decoupled_lr = (learning_rate(step, options, last) for options in (rates, rates.decoupled))
-    decay = weight_decay(step, rates, last)
+    lr, decoupled_lr, decay = cfg.rates_at(step)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
@@ -167,9 +165,10 @@ def on_host(batch: Batch, engine: Engine) -> Rows:
     if isinstance(batch, Rows):
         return batch
     tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
-    shape = (engine.num_microbatches * engine.cfg.train.micro_batch_size, engine.cfg.model.seq_len + 1)
-    if tokens.shape != shape or tokens.dtype.kind not in "iu":
-        rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {list(shape)}"
+    sizes, length = engine.cfg.train.batches.sizes, engine.cfg.model.seq_len + 1
+    shapes = [(size // engine.ctx.dp.size, length) for size in sizes]
+    if tokens.shape not in shapes or tokens.dtype.kind not in "iu":
+        rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {' or '.join(str([*s]) for s in shapes)}"
         raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "cut it so")
     return Rows.of(tokens).check_inputs("the batch")
 

@@ -114,7 +114,7 @@ def run_steps(engine: Any, steps: int, first: int = 1) -> list[tuple[float, floa
     out = []
     data = batches(first - 1 + steps)
     for step in range(first, first + steps):
-        share = np.split(data[step - 1], dp.size)[dp.rank]
+        share = np.split(data[step - 1, : engine.cfg.train.batches.size(step)], dp.size)[dp.rank]
         result = train_step(engine, share, step)
         assert not result.skipped
         out.append((result.loss, result.grad_norm))

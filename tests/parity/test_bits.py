@@ -58,7 +58,7 @@ def gradients_of(engine: Any) -> Grads:
     share = np.split(jobs.batches(1)[0], dp.size)[dp.rank]
     microbatches = to_microbatches(Rows.of(share), cfg.train.micro_batch_size, engine.ctx.device)
     engine.optimizer.start_step(len(microbatches))
-    engine.executor.run(engine.train_program, microbatches, 1, dp.rank, 1 / (jobs.BATCH * jobs.SEQ))
+    engine.executor.run(engine.train_program(len(microbatches)), microbatches, 1, dp.rank, 1 / (jobs.BATCH * jobs.SEQ))
     engine.optimizer.finish_grads()
     params = [p for bucket in engine.optimizer.buckets for p in bucket.params]
     return [(p.shard.spec.name, p.shard, p.main_grad.numpy().copy()) for p in params]

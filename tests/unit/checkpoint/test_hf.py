@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, case: str) ->
     engine.optimizer.finish_load()
     batches = to_microbatches(Rows.of(ids.numpy()), 2, engine.ctx.device)
     engine.optimizer.start_step(1)
-    loss = engine.executor.run(engine.train_program, batches, 1, 0, 1 / 30)
+    loss = engine.executor.run(engine.train_program(1), batches, 1, 0, 1 / 30)
     assert loss.item() / 30 == pytest.approx(expected.item(), rel=1e-6)
     ours = {p.shard.spec.name: p.main_grad for p in engine.stages[0].parameters()}
     for spec in param_map(model).values():

@@ -128,9 +128,47 @@ def test_flags_that_need_others_to_be_understood(argv: str, option: str, value: 
     assert values(config(*shlex.split(argv)))[option] == value
 
 
+def test_ramp_is_theirs() -> None:
+    """Sizes, number of steps, and what rates count, against a loop over the rule of Megatron-LM's ramp."""
+    batch, start, increment, ramp, samples = 48, 16, 8, 300, 2000
+    argv = f"--rampup-batch-size {start} {increment} {ramp} --train-samples {samples} --lr-warmup-samples 480"
+    c = config(*argv.split(), "--global-batch-size", str(batch), "--lr-decay-samples=1920")
+    share, consumed, sizes = ramp / ((batch - start) // increment), 0, []
+    while True:
+        size = batch if consumed > ramp else start + int(consumed / share) * increment
+        if consumed + size > samples:
+            break
+        sizes.append(size)
+        consumed += size
+    assert c.train.train_steps == len(sizes)
+    assert [c.train.batches.size(step) for step in range(1, len(sizes) + 1)] == sizes
+    assert len(set(sizes)) == 5
+    # 480 samples are ten full batches of warmup; theirs is one step behind.
+    assert (c.optim.lr_by, c.optim.warmup_steps, c.optim.lr_decay_steps) == ("samples", 10, 40)
+    assert c.rates_at(3)[0] == pytest.approx(c.optim.lr * sum(sizes[:3]) / 480)
+
+
+def test_batch_size_schedule_in_tokens() -> None:
+    c = config("--step-batch-size-schedule", "0:768 250B:1536 500B:3072", "--seq-length", "8192")
+    first = -(-250 * 10**9 // 8192 // 768)
+    assert c.train.batches.phases[:2] == ((0, 768), (first, 1536))
+    assert c.train.global_batch_size == 3072
+    # Ours counts steps, and so do the rates: samples are converted to steps.
+    ours = config("--batch-size-schedule", "0:4 3:8", "--train-samples", "30", "--lr-warmup-samples", "20")
+    assert (ours.train.train_steps, ours.optim.warmup_steps, ours.optim.lr_by) == (5, 4, "steps")
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        ("--rampup-batch-size 16 8", "--rampup-batch-size 16 8: must be START INCREMENT SAMPLES"),
+        ("--rampup-batch-size 16 7 300 --global-batch-size 48", "--global-batch-size 48 must be START plus"),
+        ("--rampup-batch-size 1 1 300 --global-batch-size 1000000000000", "at most 10000 increments"),
+        ("--step-batch-size-schedule 0:8,1x:16", "must be pairs START:SIZE in rising order"),
+        ("--step-batch-size-schedule 0:0", "must have sizes of at least 1"),
+        ("--step-batch-size-schedule 0:8 --global-batch-size 16", "--global-batch-size 16: must be the largest of"),
+        ("--rampup-batch-size 16 8 300 --batch-size-schedule 0:4 --global-batch-size 48", "conflicts with it"),
+        ("--rampup-batch-size 16 8 300 --lr-by steps --global-batch-size 48", "--lr-by steps conflicts with it"),
         ("--num-layers 10 --pp 4 --num-layers-per-virtual-pipeline-stage 1", "cannot be split into chunks of 1; give"),
         ("--num-layers-per-virtual-pipeline-stage 0", "cannot be split into chunks of 0"),
         ("--num-layers-per-virtual-pipeline-stage x", "must be a whole number"),
@@ -201,8 +239,8 @@ MATTERS = """
     relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init sliding-window vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens
     vocab-extra-ids reset-position-ids reset-attention-mask eod-mask-loss dataloader-type test-data-path
-    data-args-path per-split-data-args-path rampup-batch-size step-batch-size-schedule
-    decrease-batch-size-if-needed train-tokens lr-decay-tokens lr-warmup-tokens warmup do-norm-bias-weight-decay
+    data-args-path per-split-data-args-path decrease-batch-size-if-needed train-tokens lr-decay-tokens
+    lr-warmup-tokens warmup do-norm-bias-weight-decay
     head-lr-mult
     lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state
     universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -65,6 +66,20 @@ def test_rows_hold_the_tokens_of_their_samples(data: GPTDataset) -> None:
         rows = loader.next_batch()
         expected = epoch_order(240, 11, 0)[28:32]
         np.testing.assert_array_equal(tokens_of(rows), expected[:, None] * 10 + np.arange(11))
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_batches_of_several_sizes_take_the_same_order(data: GPTDataset, dp: int) -> None:
+    sizes = [4, 4, 8, 2, 12]
+    loaders = [BatchLoader(copy.deepcopy(data), cycle(sizes), rank, dp, 6) for rank in range(dp)]
+    at = 6
+    for size in sizes:
+        rows = [sample for loader in loaders for sample in tokens_of(loader.next_batch())]
+        assert rows == [data.sample(p).tolist() for p in range(at, at + size)]
+        at += size
+        assert {loader.consumed_samples for loader in loaders} == {at}
+    for loader in loaders:
+        loader.close()
 
 
 @settings(max_examples=20, deadline=None)
