@@ -23,7 +23,7 @@ from megalite.pipeline.schedule import build_schedule
 from megalite.plan.dry_run import dry_run_report
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
 SCRIPTS = (
     "tools/*.py",
     "examples/*.py",
