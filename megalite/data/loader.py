@@ -103,11 +103,12 @@ class BatchLoader:
             rule = f"must be divisible by the data-parallel size {self._dp_size}"
             remedy = f"use {-(-size // self._dp_size) * self._dp_size}, or another layout"
             raise UserError(f"--global-batch-size {size}", rule, remedy)
-        rows = size // self._dp_size
-        self._ahead.append((size, self._reader.submit(self._read, self._next_start + self._dp_rank * rows, rows)))
+        self._ahead.append((size, self._reader.submit(self._read, self._next_start, size)))
         self._next_start += size
 
-    def _read(self, first: int, rows: int) -> Rows:
+    def _read(self, start: int, size: int) -> Rows:
+        rows = size // self._dp_size
+        first = start + self._dp_rank * rows
         return Rows.stack([self._sample(position) for position in range(first, first + rows)])
 
     def _sample(self, position: int) -> Rows:

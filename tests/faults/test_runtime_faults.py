@@ -250,8 +250,9 @@ def test_a_bit_flipped_in_one_copy(zygote: Zygote, tmp_path: Path, whole: dict[i
 
 
 def spiking(zygote: Zygote, folder: Path, *more: dict[str, Any], steps: int = 14) -> Job:
-    """The batch that ends at sample 88 (step 11) has ten times the loss; saves after steps 4, 8, 12."""
+    """The batch that ends at sample 88 (step 11) has ten times the loss; saves after steps 4, 8 and 12."""
     flags = ["--on-spike", "rewind", "--save-every", "4", "--lr-decay-steps", "14", "--train-steps", str(steps)]
+    flags += ["--batch-size-schedule", "0:8 12:4"]
     spike = {"rank": "all", "kind": "", "place": "spike", "at": 88}
     return zygote.start([*RUN, *flags, "--run-dir", str(folder / "run")], 2, folder, spike, *more)
 
@@ -270,7 +271,7 @@ def test_loss_spike_rewinds_and_skips(zygote: Zygote, tmp_path: Path) -> None:
     assert event["next_sample"] == 88
     steps, _ = outcome(once / "run")
     assert [(step, samples) for step, _, _, samples in steps[7:]] == [
-        (8, 64), (9, 96), (10, 104), (11, 112), (12, 120), (13, 128), (14, 136)
+        (8, 64), (9, 96), (10, 104), (11, 112), (12, 120), (13, 124), (14, 128)
     ]  # fmt: skip
     assert max(loss for _, loss, _, _ in steps) < 10
     # Killed in the second step 10, after the rewind and before the next save.

@@ -276,7 +276,7 @@ def install(fault: dict[str, Any]) -> None:
 
         before(loop, "save", spoil)
     elif place == "data":
-        before(BatchLoader, "_read", lambda self, start: act() if start + self.global_batch_size == at else None)
+        before(BatchLoader, "_read", lambda self, start, size: act() if start + size == at else None)
     elif place == "spike":
         real_sum = step.sum_over_world
 
