@@ -63,7 +63,7 @@ def inside_fence(text: str, at: int) -> bool:
 def test_the_chinese_readme_follows_the_english_one() -> None:
     english, chinese = (sections((ROOT / name).read_text()) for name in ("README.md", "README.zh.md"))
     assert len(english) >= 5
-    assert sum(len(part.rows) for part in english) > 30
+    assert sum(len(part.rows) for part in english) >= 30
     for number, (ours, theirs) in enumerate(zip(english, chinese)):
         assert theirs == ours, f"section {number}"
     assert len(chinese) == len(english)
