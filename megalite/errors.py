@@ -1,7 +1,8 @@
-"""The exception for user mistakes, and the wrapper that turns it into one `error:` line and exit code 2."""
+"""The exception for user mistakes, the parser that raises it, and what turns it into one `error:` line and code 2."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import faulthandler
 import math
@@ -63,6 +64,13 @@ class LocalUserError(UserError):
 
 class ToolError(RuntimeError):
     """What ended a tool though nothing was wrong with what was asked (exit code 1); the message says all, in a line."""
+
+
+class ToolParser(argparse.ArgumentParser):
+    """A parser of flags whose mistakes are `UserError`s: one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(self.prog, message, f"see {self.prog} --help")
 
 
 def run_tool(main: Callable[[], int | None]) -> None:

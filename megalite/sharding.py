@@ -9,18 +9,20 @@ else about slicing follows from that list.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
 from megalite.slices import Slice, box_index, contiguous_parts, flat_index, flat_range, unravel
+
+if TYPE_CHECKING:  # plans read declarations alone, and start without torch
+    import torch
 
 # Rows are drawn in blocks of about this many elements: a slice costs the memory of a block, not of the tensor.
 _INIT_BLOCK = 1 << 22
@@ -178,6 +180,8 @@ class Shard:
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """The local tensor cut out of the global one (padding zero)."""
+        import torch
+
         out = torch.zeros(self.shape, dtype=full.dtype)
         for piece in self.slices:
             out[self.local(piece).index] = full[piece.index]
@@ -185,6 +189,8 @@ class Shard:
 
     def initial(self, seed: int) -> torch.Tensor:
         """The local initial value, fp32: a function of (seed, global name), cut to this rank's pieces."""
+        import torch
+
         if self.spec.init != "normal":
             value = 1.0 if self.spec.init == "ones" else 0.0
             return self.take(torch.full(self.spec.shape, value))
@@ -201,6 +207,8 @@ class Shard:
 
 def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor]]:
     """Draw every block of rows that some box needs, each from a generator of its own."""
+    import torch
+
     rows_per_block = max(1, _INIT_BLOCK // math.prod(spec.shape[1:]))
     name = spec.tied_to or spec.name
     for row in range(0, spec.shape[0], rows_per_block):
@@ -238,58 +246,6 @@ class StateTensor:
     def kind(self) -> str:
         """What a checkpoint files it under: its role, with the number of the summand."""
         return self.role if self.part is None else f"{self.role}_{self.part[0]}"
-
-
-class ShardedParameter(torch.nn.Parameter):
-    """A local parameter that knows what it is a shard of, and where its gradient goes.
-
-    Attributes:
-        shard: the declaration and this rank's cut of it.
-        main_grad: fp32 gradient, a view into a bucket; set by the gradient buffer, which may make memory at a use.
-        before_grad: called before each use of `main_grad`; set by the gradient buffer.
-        uses: contributions to the gradient in one micro-batch (2 for an embedding that is also the output layer).
-        adds_to_main_grad: the layer adds its gradient to `main_grad` itself and calls `grad_added`; otherwise autograd
-            leaves it in `.grad` and the buffer moves it.
-        grad_added: called after each contribution; set by the gradient buffer.
-    """
-
-    shard: Shard
-    before_grad: Callable[[], None] | None = None
-    uses: int
-    adds_to_main_grad: bool
-    grad_added: Callable[[], None]
-    _main_grad: torch.Tensor
-
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> ShardedParameter:
-        param = super().__new__(cls, data, requires_grad)
-        if not isinstance(param, cls):
-            # torch leaves a tensor of another class, such as a fake one, as it is: it becomes both.
-            param.__class__ = _also(cls, type(param))
-        return param
-
-    @property
-    def main_grad(self) -> torch.Tensor:
-        if self.before_grad is not None:
-            self.before_grad()
-        return self._main_grad
-
-    @main_grad.setter
-    def main_grad(self, view: torch.Tensor) -> None:
-        self._main_grad = view
-
-    @classmethod
-    def empty(
-        cls, shard: Shard, dtype: torch.dtype, device: torch.device, adds_to_main_grad: bool = False
-    ) -> ShardedParameter:
-        """An uninitialised parameter of the shard's local shape."""
-        param = cls(torch.empty(shard.shape, dtype=dtype, device=device))
-        param.shard, param.uses, param.adds_to_main_grad = shard, 1, adds_to_main_grad
-        return param
-
-
-@lru_cache
-def _also(cls: type[ShardedParameter], kind: type[torch.Tensor]) -> type[ShardedParameter]:
-    return type(f"{kind.__name__}{cls.__name__}", (kind, cls), {})
 
 
 def count_parameters(specs: Mapping[str, ParamSpec]) -> int:

@@ -1,14 +1,12 @@
 """Convert Convert Hugging Face models to megalite checkpoints and back: one process, no GPU, tensor by tensor."""
 
-import argparse
-
 from megalite.checkpoint.hf.convert import export_hf, import_hf
-from megalite.errors import run_tool
+from megalite.errors import ToolParser, run_tool
 from megalite.log import setup_logging
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     text = "make a checkpoint (weights only) that training can start from in any layout"
     into = commands.add_parser("import", help=text, description=text)

@@ -1,14 +1,12 @@
 """Convert Megatron-LM checkpoints (torch_dist, torch) to megalite: one process, no GPU, tensor by tensor."""
 
-import argparse
-
 from megalite.checkpoint.megatron.convert import import_megatron
-from megalite.errors import run_tool
+from megalite.errors import ToolParser, run_tool
 from megalite.log import setup_logging
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     text = "make a checkpoint that training can resume from in any layout; pickles are read as data, never executed"
     into = commands.add_parser("import", help=text, description=text)

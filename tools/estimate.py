@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError, run_tool
+from megalite.errors import ToolParser, UserError, run_tool
 from megalite.estimate.guard import install_guard
 from picture import picture_errors
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         prog="estimate.py",
         description=f"{__doc__} All other flags are those of pretrain_gpt.py.",
         allow_abbrev=False,

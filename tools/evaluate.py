@@ -12,14 +12,14 @@ from typing import Any
 from megalite.data import check_tokenizer_matches
 from megalite.data.prepare.documents import expand_inputs
 from megalite.dist.device import pick_device
-from megalite.errors import UserError, run_tool
+from megalite.errors import ToolParser, UserError, run_tool
 from megalite.log import logger, setup_logging
 from megalite.train.inference import Model, encode_text, load_model, mean_loss, tokens_of
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a JSON line for each source, and one for all of them if there are several."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(description=__doc__)
     parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", metavar="PREFIX", nargs="+", help="tokens: PREFIX.bin and PREFIX.idx")

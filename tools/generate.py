@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.dist.device import pick_device
-from megalite.errors import UserError, printable, run_tool
+from megalite.errors import ToolParser, UserError, printable, run_tool
 from megalite.train.inference import generate, load_model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(description=__doc__)
     parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
     parser.add_argument("--prompt", default="", help="text to continue (default: start of a document)")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="most tokens to generate (default 100)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from megalite.checkpoint.load import resolve_checkpoint
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import num_bytes
-from megalite.errors import printable, run_tool
+from megalite.errors import ToolParser, printable, run_tool
 
 
 def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> list[str]:
@@ -81,7 +80,7 @@ def _tensors(manifest: Manifest) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(description=__doc__)
     parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder, or a run directory (its newest)")
     parser.add_argument("--verify", action="store_true", help="read everything and verify all checksums")
     parser.add_argument("--tensors", action="store_true", help="list all tensors and where their parts are")

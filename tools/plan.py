@@ -16,22 +16,18 @@ from pathlib import Path
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.errors import UserError, run_tool
-from megalite.plan.check import check, markdown, summarize, table
+from megalite.errors import ToolParser, UserError, run_tool
 from megalite.plan.cluster import FITTED, Cluster, read_calibration
-from megalite.plan.fit import fit, left_out, timed
 from megalite.plan.memory import memory_per_rank
-from megalite.plan.published import read_runs
 from megalite.plan.report import as_json, best_layouts, explain_text, mfu, search_text
 from megalite.plan.search import Found, pick, search
 from megalite.plan.time import step_time
-from megalite.train.calibrate import main as calibrate
 from picture import picture_errors
 from plan_views import draw_search, draw_sweep
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"plan.py {name}", description=about, allow_abbrev=False)
+    parser = ToolParser(prog=f"plan.py {name}", description=about, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="figures as JSON instead of text")
     return parser
 
@@ -142,6 +138,9 @@ def check_command(argv: Sequence[str]) -> int:
     parser.add_argument("--reference", type=Path, required=True, metavar="F", help="JSON of published runs")
     parser.add_argument("--markdown", action="store_true", help="the table of docs/plan.md instead")
     args = parser.parse_args(argv)
+    from megalite.plan.check import check, markdown, summarize, table
+    from megalite.plan.published import read_runs
+
     rows = check(read_runs(args.reference))
     summary = summarize(rows)
     if args.json:
@@ -155,6 +154,9 @@ def fit_command(argv: Sequence[str]) -> int:
     parser = _parser("fit", "Fit the constants to published runs, and to all but one source each (half an hour).")
     parser.add_argument("--reference", type=Path, required=True, metavar="F", help="JSON of published runs")
     args = parser.parse_args(argv)
+    from megalite.plan.fit import fit, left_out, timed
+    from megalite.plan.published import read_runs
+
     runs = timed(read_runs(args.reference))
     values, errors = fit(runs), left_out(runs)
     if args.json:
@@ -167,6 +169,8 @@ def fit_command(argv: Sequence[str]) -> int:
 
 
 def calibrate_command(argv: Sequence[str]) -> int:
+    from megalite.train.calibrate import main as calibrate  # with torch, which a plan does without
+
     return calibrate(argv, [str(Path(__file__).resolve()), "calibrate"])
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.errors import UserError, run_tool
+from megalite.errors import ToolParser, UserError, run_tool
 from megalite.train.metrics import METRICS_FILE, read_metrics
 from picture import picture_errors
 
@@ -194,7 +193,7 @@ def save(runs: Sequence[PlottedRun], out: Path, x: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         prog="plot.py", description="Draw loss (with evaluations), learning rate and gradient norm of runs."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directories (--run-dir of a run)")

@@ -3,15 +3,13 @@
 With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers.
 """
 
-import argparse
-
 from megalite.data.prepare.preprocess import default_workers, preprocess
-from megalite.errors import run_tool
+from megalite.errors import ToolParser, run_tool
 from megalite.log import setup_logging
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(description=__doc__)
     parser.add_argument(
         "--input",
         nargs="+",

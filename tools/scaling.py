@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from megalite.config import cli
-from megalite.errors import UserError, run_tool
+from megalite.errors import ToolParser, UserError, run_tool
 from picture import picture_errors
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Point:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = ToolParser(
         description="Run pretrain_gpt.py under torchrun on 1, 2, 4, … ranks of this host; write the scaling table.",
         epilog="python tools/scaling.py --ranks 1,2,4,8 --out runs/scaling -- --preset llama-3-8b --mock-data "
         "--global-batch-size 64",

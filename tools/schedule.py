@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError, run_tool
+from megalite.errors import ToolParser, UserError, run_tool
 from megalite.pipeline.choose import choose_schedule, simulate_all
 from megalite.pipeline.schedule import Costs, Schedule, build_schedule
 from megalite.pipeline.simulate import MODES, Simulation, simulate
@@ -32,7 +32,7 @@ _MAX_PASSES = 1_000_000
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         prog="schedule.py", description="Bubble, memory, messages and a picture of a pipeline schedule. Needs no GPU."
     )
     parser.add_argument("--schedule", help=f"auto, compare, or one of: {', '.join(SCHEDULES)}")

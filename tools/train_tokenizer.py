@@ -1,14 +1,12 @@
 """Train a sentencepiece BPE tokenizer on text files: DIR/tokenizer.model."""
 
-import argparse
-
 from megalite.data.prepare.train_tokenizer import train_tokenizer
-from megalite.errors import run_tool
+from megalite.errors import ToolParser, run_tool
 from megalite.log import setup_logging
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = ToolParser(description=__doc__)
     parser.add_argument(
         "--input",
         nargs="+",

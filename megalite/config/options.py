@@ -175,11 +175,11 @@ def _rule_of(hint: Any) -> str:
     """What values a type allows, in words."""
     kind = _not_none(hint)
     if choices := choices_of(kind):
-        rule = f"one of {', '.join(choices)}"
+        rule = f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
     elif dataclasses.is_dataclass(kind):
         rule = f"a mapping of {', '.join(get_type_hints(kind))}"
     elif get_origin(kind) is tuple:
         rule = "a list"
     else:
         rule = {bool: "true or false", int: "a whole number", float: "a number", str: "text without zero bytes"}[kind]
-    return f"must be {rule}" + ("" if kind is hint else " or null")
+    return f"must be {rule}" + ("" if kind is hint or len(choices) == 1 else " or null")

@@ -22,7 +22,7 @@ from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext, init_process_group, shutdown, world_size
 from megalite.dist.device import pick_device
 from megalite.dist.grid import Grid
-from megalite.errors import require
+from megalite.errors import ToolParser, require
 from megalite.log import env_rank
 
 _LOADING_S = 60.0
@@ -31,7 +31,7 @@ _SHOWN = 16
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = ToolParser(
         description="Check the ranks that torchrun started: versions, sums and messages on every axis, bandwidth, "
         "speed, clocks, the shared run directory. Exit code 0: all is well; 1: something is wrong, and the table "
         "shows where.",

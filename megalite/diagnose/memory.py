@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import resource
 import textwrap
@@ -21,37 +22,38 @@ from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.host import available_memory
 from megalite.log import logger
-from megalite.plan.flops import flops_per_token
+from megalite.pipeline.choose import names_of
+from megalite.plan.cluster import Cluster
+from megalite.plan.device import device_in_use, machine
 from megalite.plan.memory import RankMemory, least_memory, memory_per_rank
+from megalite.plan.time import step_time
 
 # Share of the available memory to plan for: the accounting is accurate to about 5 %, and allocators need slack.
 _FILL = 0.9
 # Other memory of a process, bytes: communication buffers and workspace; threads and libraries loaded late.
 _BESIDES = {"cuda": 2**30, "cpu": 128 * 2**20}
-# Rough factors of the step time, for ordering remedies. ZeRO-2 and 3 send again for every micro-batch, of which a
-# pipeline needs many.
-_SMALLER_MICRO_BATCH, _LARGER_TP = 1.03, 1.10
-_ZERO: dict[Literal[0, 1, 2, 3], float] = {0: 1.0, 1: 1.0, 2: 1.05, 3: 1.12}
-_OFFLOAD: dict[Literal["none", "optimizer", "optimizer+params", "activations"], float] = {
-    "none": 1.0,
-    "activations": 1.05,
-    "optimizer": 1.3,
-    "optimizer+params": 1.6,
-}
 _OFFERED = 3
+_ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
 _RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+_OFFLOAD: tuple[Literal["none", "activations", "optimizer", "optimizer+params"], ...] = (
+    "none",
+    "activations",
+    "optimizer",
+    "optimizer+params",
+)
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Flags to add, with the peak memory of the worst rank (bytes) and a rough factor of the step time."""
+    """Flags to add, with the peak memory of the worst rank (bytes) and the factor of the predicted step time."""
 
     flags: tuple[str, ...]
     total: int
     slower: float
 
     def __str__(self) -> str:
-        pace = f"about {self.slower - 1:.0%} slower" if self.slower >= 1.005 else "no slower"
+        change = abs(self.slower - 1)
+        pace = "as fast" if change < 0.005 else f"about {change:.0%} {'slower' if self.slower > 1 else 'faster'}"
         return f"{' '.join(self.flags):<58}{_gib(self.total):>12}   {pace}"
 
 
@@ -151,11 +153,12 @@ def page(context: MemoryContext, message: str) -> str:
     needs = max(m.total for m in ranks)
     budget = int(_FILL * max(0, min(context.usable - _BESIDES[context.device.type], needs)))
     host = available_memory() // local_world_size() if context.device.type == "cuda" else 0
-    found = remedies(cfg, t, budget, host)
+    cluster, rates = machine(device_in_use(context.device), t.world, cfg.run.calibration)
+    found = remedies(cfg, t, budget, cluster, host)
     lines = [*head, "", "what the run requires on this rank, by the planner's accounting:", *_account(ranks[pp_rank])]
     lines += ["not counted: the allocator's slack, communication buffers, workspace of single kernels", ""]
     if found:
-        lines += ["cheapest changes that fit (peak memory on the worst rank; slowdown is a rough estimate):"]
+        lines += [f"cheapest changes that fit (peak memory on the worst rank; step time predicted with {rates}):"]
         lines += [f"  {remedy}" for remedy in found]
     else:
         lines += [
@@ -171,16 +174,20 @@ def _account(memory: RankMemory) -> list[str]:
     return [f"  {name:<14}{_gib(size):>12}{size / memory.total:>8.0%}" for name, size in rows]
 
 
-def remedies(cfg: Config, topology: Grid, budget: int, host: int = 0) -> list[Remedy]:
+def remedies(cfg: Config, topology: Grid, budget: int, cluster: Cluster, host: int = 0) -> list[Remedy]:
     """Find the cheapest changes with which every rank needs at most `budget` bytes, cheapest first; at most three.
 
     The global batch, the model and the number of ranks stay the same. A remedy is skipped if a cheaper one changes a
     subset of its flags.
 
     Args:
+        cluster: the ranks' devices; the planner's step time on it orders the changes.
         host: bytes that each rank may offload; 0: offload is no remedy.
     """
-    candidates = sorted(_candidates(cfg, topology, host > 0), key=lambda c: (c[2], len(c[0])))
+    now = predicted_seconds(cfg, topology.world, cluster)
+    candidates = [(c[0], c[1], predicted_seconds(c[1], topology.world, cluster) / now)
+                  for c in _candidates(cfg, topology, host > 0)]  # fmt: skip
+    candidates.sort(key=lambda c: (c[2], len(c[0])))
     found: list[Remedy] = []
     for flags, changed, slower in candidates:
         if any(_names(r.flags) <= _names(flags) for r in found):
@@ -204,8 +211,8 @@ def _names(flags: tuple[str, ...]) -> set[str]:
     return {flag.split()[0] for flag in flags}
 
 
-def _candidates(cfg: Config, topology: Grid, offload: bool) -> Iterator[tuple[tuple[str, ...], Config, float]]:
-    """Yield (flags, config, rough factor of the step time) of every change."""
+def _candidates(cfg: Config, topology: Grid, offload: bool) -> Iterator[tuple[tuple[str, ...], Config]]:
+    """Yield (flags, config) of every change."""
     p, t = cfg.parallel, cfg.train
     smaller = [t.micro_batch_size >> k for k in range(t.micro_batch_size.bit_length())]
     batches = [size for size in smaller if t.micro_batch_size % size == 0]
@@ -240,20 +247,21 @@ def _candidates(cfg: Config, topology: Grid, offload: bool) -> Iterator[tuple[tu
                 parallel=dataclasses.replace(p, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence),
                 train=dataclasses.replace(t, micro_batch_size=batch, recompute=mode, offload=place),
             )
-            slower = _pace(changed, topology.world) / _pace(cfg, topology.world)
         except UserError:
             continue
-        yield flags, changed, slower
+        yield flags, changed
 
 
-def _pace(cfg: Config, world: int) -> float:
-    """Estimate a relative step time: recomputation by its FLOPs, pipeline by its bubble, else rules of thumb."""
-    p, t, flops = cfg.parallel, cfg.train, flops_per_token(cfg.model)
-    again = {"none": 0.0, "selective": flops.causal_attention / flops.causal / 3, "full": 1 / 3}[t.recompute]
-    bubble = (p.pp - 1) / (p.vp * cfg.num_microbatches(world // (p.tp * p.pp)))
-    larger = t.micro_batch_size.bit_length()
-    sharded = _ZERO[p.zero] ** (2 if p.pp > 1 else 1) * _OFFLOAD[t.offload]
-    return sharded * (1 + again) * (1 + bubble) * _LARGER_TP ** p.tp.bit_length() / _SMALLER_MICRO_BATCH**larger
+def predicted_seconds(cfg: Config, world: int, cluster: Cluster) -> float:
+    """Predict the seconds of a step; those of the fastest schedule that `auto` may choose; infinite if none can run.
+
+    None is simulated, since there are many changes to compare.
+    """
+    try:
+        grid = Grid.of(world, cfg.parallel.tp, cfg.parallel.pp)
+        return min(step_time(cfg, grid, cluster, name).total for name in names_of(cfg, grid["dp"]))
+    except UserError:
+        return math.inf
 
 
 def _gib(size: int) -> str:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def derive(*key: int | str) -> int:
@@ -49,6 +52,8 @@ class RngStreams:
 
         Afterwards the generator is as before. May be nested: each use has its own numbers.
         """
+        import torch
+
         # torch accepts 63 bits.
         seed = derive(self._seeds[name], *position) >> 65
         generator = (

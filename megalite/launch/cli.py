@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.errors import UserError, require
+from megalite.errors import ToolParser, UserError, require
 from megalite.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
 from megalite.launch.batch import EMIT_ONLY, add_options, emit, refuse
 from megalite.launch.hosts import (
@@ -45,7 +45,7 @@ host that failed."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         prog="launch.py", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     both = parser.add_argument_group("in both modes")

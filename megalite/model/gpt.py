@@ -19,9 +19,9 @@ from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import NORM_NAMES
 from megalite.ops.attention import Documents
 from megalite.ops.cross_entropy import softcap_
+from megalite.parameter import ShardedParameter
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.p2p import Message
-from megalite.sharding import ShardedParameter
 from megalite.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 

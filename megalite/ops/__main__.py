@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
 from megalite.dist.dtypes import DTYPES
-from megalite.errors import run_tool
+from megalite.errors import ToolParser, run_tool
 from megalite.ops.choose import OPS, resolve
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m megalite.ops", description=__doc__)
+    parser = ToolParser(prog="python -m megalite.ops", description=__doc__)
     parser.add_argument("--ops", default="auto", help='the --ops of a run, such as "rmsnorm=triton,adamw=cuda"')
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the activations")

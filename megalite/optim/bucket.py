@@ -23,7 +23,7 @@ from megalite.dist.context import ParallelContext
 from megalite.optim.compress import Codec, Piece, make_codec
 from megalite.optim.host_share import HostGather, on_host
 from megalite.optim.shares import GradKind, Segment, Sharded, bucket_layout, plan_buckets
-from megalite.sharding import ShardedParameter
+from megalite.parameter import ShardedParameter
 
 # Reductions under way while the next gradient fills, where gradients are cut. On a GPU each costs memory for a gradient
 # and hides behind the backward pass; on a CPU sending and computing share the cores.

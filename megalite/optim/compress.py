@@ -18,9 +18,7 @@ from torch import Tensor
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.dist.seeding import philox
-
-INT8_BLOCK = 256
-"""Elements that share one scale."""
+from megalite.optim.shares import INT8_BLOCK
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.sharding import ShardedParameter
+if TYPE_CHECKING:
+    from megalite.parameter import ShardedParameter
 
+INT8_BLOCK = 256
+"""Elements that share one scale where gradients are sent in 8 bits."""
 _PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megalite.optim.bucket import Bucket
-from megalite.sharding import ShardedParameter
+from megalite.parameter import ShardedParameter
 
 Keep = Literal["none", "backward", "step"]
 

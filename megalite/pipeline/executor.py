@@ -18,10 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.dist.collectives import Pending
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.p2p import Channel
-from megalite.pipeline.schedule import Op, Program
-
-# Sends in flight before the oldest is waited for: they hold memory.
-MAX_SENDS = 16
+from megalite.pipeline.schedule import MAX_SENDS, Op, Program
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from megalite.schedules.pipeline import RESEARCH_SCHEDULES, SCHEDULES, Op, Order
 __all__ = ["Costs", "Op", "Placement", "Schedule", "build_schedule"]
 
 Program = tuple[Op, ...]
+# Sends in flight before the oldest is waited for: they hold memory.
+MAX_SENDS = 16
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,15 @@ class Constants:
     window: float = 0.8
     host: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(
+                isinstance(value, int | float) and 0 <= value < math.inf,
+                f"constant {name} {value!r}",
+                "must be a number, at least 0",
+                "correct the calibration file, or write it again with plan.py calibrate",
+            )
+
 
 FITTED = Constants()
 """Frozen: fitted to the published runs in tests/data/plan_reference.json."""
@@ -147,6 +156,9 @@ class Cluster:
         name, _, number = head.partition(":")
         known = DEVICES if device is None else {**DEVICES, "machine": device}
         name = _SHORT.get(name.lower(), name.lower())
+        if name == "machine" and device is None:
+            rule = "machine is what plan.py calibrate has measured, and no measurements are given"
+            raise UserError(f"--cluster {text}", rule, "add --calibration FILE")
         if name not in known:
             raise UserError(f"--cluster {text}", f"must start with one of {', '.join(known)}", suggest(name, known))
         chosen = known[name]
@@ -210,12 +222,22 @@ def read_calibration(path: Path) -> tuple[Device, Constants]:
     Raises:
         UserError: the file is missing, or is not a calibration.
     """
+    given, remedy = f"--calibration {path}", "write it with plan.py calibrate"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        return Device(**tree["device"]), Constants(**tree["constants"])
     except OSError as e:
-        raise UserError(f"--calibration {path}", e.strerror or str(e), "write it with plan.py calibrate") from None
-    except (ValueError, TypeError, KeyError) as e:
-        raise UserError(
-            f"--calibration {path}", f"is not a calibration: {e}", "write it with plan.py calibrate"
-        ) from None
+        raise UserError(given, e.strerror or str(e), remedy) from None
+    except (ValueError, RecursionError):
+        raise UserError(given, "is not JSON", remedy) from None
+    parts = []
+    for kind in (Device, Constants):
+        name = "device" if kind is Device else "constants"
+        part = tree.get(name) if isinstance(tree, dict) else None
+        if not isinstance(part, dict):
+            raise UserError(given, f"is not a calibration: it has no {name}", remedy)
+        wanted = {f.name for f in dataclasses.fields(kind)}
+        if odd := sorted(wanted ^ part.keys()):
+            rule = f"{name}: {'no' if odd[0] in wanted else 'an unknown'} {odd[0]}"
+            raise UserError(given, f"is not a calibration of this version: {rule}", remedy)
+        parts.append(part)
+    return Device(**parts[0]), Constants(**parts[1])

@@ -79,6 +79,14 @@ def read_device(kind: str) -> Seen:
     return Seen(name, memory, share, units)
 
 
+def device_in_use(device: torch.device) -> Seen:
+    """Describe the device that this process already uses, but for the host's memory."""
+    if device.type == "cpu":
+        return Seen("cpu", 1, 1)
+    found = torch.cuda.get_device_properties(device)
+    return Seen(found.name, found.total_memory, 1, found.multi_processor_count)
+
+
 def _host_memory() -> int:
     """Bytes of the host's memory, or what its control group allows."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

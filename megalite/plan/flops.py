@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from megalite.config.model import ModelConfig
 from megalite.model.partition import token_work
+
+if TYPE_CHECKING:
+    import torch
 
 # Dense bf16 peaks in FLOP/s, from the data sheets (with sparsity they are twice as high). The first match counts.
 _PEAKS = (
@@ -70,6 +72,8 @@ def flops_per_token(cfg: ModelConfig) -> FlopsPerToken:
 
 def peak_flops(device: torch.device) -> float | None:
     """Look up the dense bf16 peak of a device in FLOP/s; None for a CPU or an unknown GPU."""
+    import torch
+
     return peak_of_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 

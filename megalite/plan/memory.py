@@ -7,20 +7,21 @@ slack, the device's context, communication buffers, workspace of single kernels.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import mul
 
+from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
-from megalite.ops.choose import parse_spec
 from megalite.optim.shares import pinned_bytes
 from megalite.pipeline.choose import extend, name_of, names_of, sample_sizes
-from megalite.pipeline.executor import MAX_SENDS
-from megalite.pipeline.schedule import Op, Placement, compute_orders, placement_of
+from megalite.pipeline.schedule import MAX_SENDS, Placement, placement_of
 from megalite.plan.activations import deferred_bytes, element_size, layer_activations, mask_bytes, recomputed_bytes
+from megalite.plan.in_flight import Held, held_by_rank, splits_backward
 from megalite.plan.zero_memory import sides_of, states_of, units_of
 from megalite.sharding import Layout, Shard
 
@@ -79,13 +80,12 @@ def memory_per_rank(cfg: Config, topology: Grid, schedule: str | None = None) ->
 def states_per_rank(cfg: Config, topology: Grid, schedule: str) -> list[RankMemory]:
     """Predict the part of `memory_per_rank` that depends neither on the micro-batch nor on recomputation."""
     p, m = cfg.parallel, cfg.num_microbatches(topology["dp"])
-    layers, placement = layer_split(cfg.model, p.pp * p.vp), placement_of(schedule, p.pp, p.vp)
+    layers, placement = split(cfg.model, p.pp * p.vp), placement_of(schedule, p.pp, p.vp)
     out = []
-    for rank, order in enumerate(compute_orders(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
-        split = any(op.kind == "W" for op in order)
+    for rank, apart in enumerate(splits_backward(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
         units = units_of(cfg, topology["tp"], layers, placement.stages_of(rank))
         sides = sides_of(cfg, topology["tp"], layers, placement.stages_of(rank))
-        states = states_of(cfg, units, topology["dp"], element_size(cfg), split, sides)
+        states = states_of(cfg, units, topology["dp"], element_size(cfg), apart, sides)
         parameters = sum(sum(unit) for stage in units for unit in stage)
         out.append(
             RankMemory(
@@ -105,15 +105,16 @@ def states_per_rank(cfg: Config, topology: Grid, schedule: str) -> list[RankMemo
 def kept_per_rank(cfg: Config, topology: Grid, schedule: str) -> list[tuple[int, int, int]]:
     """Predict (activations, logits, offloaded activations) of every pipeline rank at the peak, whatever ZeRO shards."""
     p, m = cfg.parallel, cfg.num_microbatches(topology["dp"])
-    layers, sizes = layer_split(cfg.model, p.pp * p.vp), sample_sizes(p.pp, m)
-    samples = [compute_orders(schedule, p.pp, p.vp, size) for size in sizes]
-    ranks = range(topology["pp"])
-    work = _gpu_workspace(cfg, m)
-    peaks = [zip(*(_peak_bytes(cfg, orders[rank], layers, work) for orders in samples)) for rank in ranks]
-    return [
-        (round(extend(m, sizes, kept)), round(extend(m, sizes, logits)), round(extend(m, sizes, host)))
-        for kept, logits, host in peaks
-    ]
+    layers, sizes = split(cfg.model, p.pp * p.vp), sample_sizes(p.pp, m)
+    samples = [held_by_rank(schedule, p.pp, p.vp, size) for size in sizes]
+    placement, weights = placement_of(schedule, p.pp, p.vp), _weights(cfg, m)
+    out = []
+    for rank in range(topology["pp"]):
+        stages = placement.stages_of(rank)
+        peaks = (_peak_bytes(weights, held[rank], stages, layers) for held in samples)
+        kept, logits, host = (round(extend(m, sizes, figures)) for figures in zip(*peaks))
+        out.append((kept, logits, host))
+    return out
 
 
 def least_memory(cfg: Config, topology: Grid) -> int:
@@ -126,7 +127,7 @@ def least_memory(cfg: Config, topology: Grid) -> int:
     return min(max(memory.total for memory in memory_per_rank(cfg, topology, name)) for name in names)
 
 
-def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: list[range], rank: int) -> int:
+def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: Sequence[range], rank: int) -> int:
     """Count the elements on each tensor-parallel rank of pipeline rank `rank`, vocabulary padding included.
 
     Args:
@@ -138,8 +139,18 @@ def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: list[
 
 def vocab_rows(cfg: Config) -> int:
     """Count the rows of the vocabulary on one tensor-parallel rank, padding included."""
-    layout = Layout(Grid.of(cfg.parallel.tp, cfg.parallel.tp), multiple=cfg.parallel.vocab_divisible_by)
-    return Shard(param_map(cfg.model)["lm_head.weight"], layout).shape[0]
+    return _vocab_rows(cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
+
+
+@lru_cache(maxsize=64)
+def _vocab_rows(model: ModelConfig, tp: int, multiple: int) -> int:
+    return Shard(param_map(model)["lm_head.weight"], Layout(Grid.of(tp, tp), multiple=multiple)).shape[0]
+
+
+@lru_cache(maxsize=256)
+def split(model: ModelConfig, stages: int) -> tuple[range, ...]:
+    """Return `layer_split` (cached)."""
+    return tuple(layer_split(model, stages))
 
 
 def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
@@ -157,59 +168,98 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
     return sends + width * (2 * m.hidden_size + inside)
 
 
-def _peak_bytes(cfg: Config, order: Sequence[Op], layers: list[range], workspace: int) -> tuple[int, int, int]:
-    """Compute (activations, logits) at the peak of their sum, for a rank that runs operations in this order.
+@dataclass(frozen=True)
+class _Weights:
+    """What one micro-batch weighs on a rank, bytes.
 
-    The third number is the peak of what is offloaded meanwhile; `workspace` is that of backward passes.
+    Attributes:
+        layer: kept by a block.
+        first, last: kept by the ends of the model besides.
+        recomputed: what recomputing a block brings back.
+        deferred: what a block keeps for deferred weight gradients, more than before.
+        logits: kept.
+        loss: workspace of the loss.
+        work: workspace of a backward pass.
+        sent: activations are offloaded.
+        buffer: in which those of a block are offloaded.
     """
+
+    layer: int
+    first: int
+    last: int
+    recomputed: int
+    deferred: int
+    logits: int
+    loss: int
+    work: int
+    sent: bool
+    buffer: int
+
+
+def _weights(cfg: Config, num_microbatches: int) -> _Weights:
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
-    sp = cfg.parallel.tp if cfg.sequence_parallel else 1
-    vocab = vocab_rows(cfg)
-    per_layer, last = layer_activations(cfg), len(layers) - 1
-    # The final norm keeps its input and its output, the embedding the mask of its dropout.
-    ends = defaultdict(int, {0: mask_bytes(cfg)})
-    ends[last] += 2 * e * tokens * m.hidden_size // sp
-    recomputed = recomputed_bytes(cfg)
+    vocab, on_cpu = vocab_rows(cfg), cfg.parallel.device == "cpu"
+    layer, chunked, sent = layer_activations(cfg), cfg.train.loss_chunk > 0, cfg.train.offload == "activations"
     # With chunks, no logits are kept, and those of one chunk exist temporarily in both passes.
     rows = min(cfg.train.loss_chunk, tokens) or tokens
-    logits_kept = 0 if cfg.train.loss_chunk else e * tokens * vocab
-    loss_work = e * rows * vocab if cfg.train.loss_chunk else 0
-    # On a GPU `auto` is Triton, which comes with torch there; on CPU the reference works in small pieces.
-    asked = parse_spec(cfg.train.ops)["cross_entropy"]
-    if asked == "torch" and cfg.parallel.device != "cpu":
-        loss_work += _LOSS_WORK * rows * vocab
+    loss = e * rows * vocab if chunked else 0
+    if not on_cpu and _torch_loss(cfg.train.ops):
+        loss += _LOSS_WORK * rows * vocab
     if m.logit_softcap is not None:
-        loss_work += e * rows * vocab  # its slope, in backward
-    kept = [len(held) * per_layer + ends[stage] for stage, held in enumerate(layers)]
-    sent = [0] * len(layers)
-    if cfg.train.offload == "activations":
-        # What arrives from another stage stays; two of the others are here while one block is recomputed.
-        sent = [(len(held) - (stage > 0)) * per_layer for stage, held in enumerate(layers)]
-        recomputed += 2 * per_layer
-    # A split backward frees as much at I as it keeps for W, unless blocks kept their input alone.
-    later = deferred_bytes(cfg) - per_layer if cfg.train.recompute == "full" else 0
-    back = [len(held) * later + gone for held, gone in zip(layers, sent)]
-    away = most_away = 0
-    alive = logits = most = 0
-    peak = (0, 0)
-    for kind, _, stage, _ in order:
-        of_loss = logits_kept if stage == last else 0
-        if kind == "F":
-            alive, logits = alive + kept[stage] - sent[stage], logits + of_loss
-            away += sent[stage]
-            most_away = max(most_away, away)
+        loss += e * rows * vocab  # its slope, in backward
+    return _Weights(
+        layer=layer,
+        first=mask_bytes(cfg),  # of the embedding's dropout
+        # The final norm keeps its input and its output.
+        last=2 * e * tokens * m.hidden_size // (cfg.parallel.tp if cfg.sequence_parallel else 1),
+        # Two offloaded blocks are here while one is recomputed.
+        recomputed=recomputed_bytes(cfg) + 2 * layer * sent,
+        # A split backward frees as much at I as it keeps for W, unless blocks kept their input alone.
+        deferred=deferred_bytes(cfg) - layer if cfg.train.recompute == "full" else 0,
+        logits=0 if chunked else e * tokens * vocab,
+        loss=loss,
+        work=_gpu_workspace(cfg, num_microbatches),
+        sent=sent,
+        buffer=layer if on_cpu else pinned_bytes(layer),
+    )
+
+
+@lru_cache(maxsize=16)
+def _torch_loss(spec: str) -> bool:
+    """Whether the loss is torch's. On a GPU `auto` is Triton; on a CPU the reference works in small pieces."""
+    if spec == "auto":
+        return False
+    from megalite.ops.choose import parse_spec  # with torch, which a search does without
+
+    return parse_spec(spec)["cross_entropy"] == "torch"
+
+
+def _peak_bytes(w: _Weights, held: Held, stages: Sequence[int], layers: Sequence[range]) -> tuple[int, int, int]:
+    """Compute (activations, logits) at the peak of their sum, for a rank that holds this; third, what is offloaded.
+
+    Args:
+        stages: of the rank.
+        layers: of every stage.
+    """
+    end = len(layers) - 1
+    blocks = [len(layers[stage]) for stage in stages]
+    # What arrives from another stage is not sent away.
+    sent = [(n - (stage > 0)) * w.layer * w.sent for n, stage in zip(blocks, stages)]
+    kept = [
+        n * w.layer + w.first * (stage == 0) + w.last * (stage == end) - gone
+        for n, stage, gone in zip(blocks, stages, sent)
+    ]
+    back = [n * w.deferred + gone for n, gone in zip(blocks, sent)]
+    final = stages.index(end) if end in stages else None
+    most, peak = 0, (0, 0)
+    for kind, chunk, alive, deferred in held.moments:
+        activations = sum(map(mul, alive, kept)) + sum(map(mul, deferred, back))
         # Workspace of the operation comes on top of what is kept.
-        extra = (recomputed if kind in "BI" else 0) + (workspace if kind in "BIW" else 0)
-        extra += max(0, back[stage] - later) if kind == "I" else 0
-        work = loss_work if stage == last and kind != "W" else 0
-        if alive + extra + logits + work > most:
-            peak = alive + extra, logits + work
-            most = sum(peak)
-        if kind in "BW":  # a split backward frees a chunk when its weight gradients are done
-            alive, logits = alive - kept[stage] + sent[stage], logits - of_loss
-        if kind in "BI":
-            away -= sent[stage]
-        if kind in "IW":
-            alive += back[stage] if kind == "I" else -back[stage]
-    buffer = per_layer if cfg.parallel.device == "cpu" else pinned_bytes(per_layer)
-    return *peak, most_away // per_layer * buffer
+        activations += (w.recomputed if kind in "BI" else 0) + (w.work if kind in "BIW" else 0)
+        activations += max(0, back[chunk] - w.deferred) if kind == "I" else 0
+        logits = 0 if final is None else alive[final] * w.logits
+        logits += w.loss if chunk == final and kind != "W" else 0
+        if activations + logits > most:
+            most, peak = activations + logits, (activations, logits)
+    away = max((sum(map(mul, counts, sent)) for counts in held.away), default=0)
+    return *peak, away // w.layer * w.buffer

@@ -18,7 +18,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
+from megalite.errors import UserError, require
 from megalite.model.partition import layer_split
 from megalite.pipeline.schedule import placement_of
 from megalite.plan.activations import layer_activations
@@ -166,13 +166,29 @@ def read_runs(path: Path) -> list[Run]:
     Raises:
         UserError: the file is missing or is not of this format.
     """
+    given, remedy = f"--reference {path}", "give published runs as in tests/data/plan_reference.json"
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        return [_read(row) for row in [*tree["rows"], *tree.get("out_of_memory", [])]]
     except OSError as e:
-        raise UserError(f"--reference {path}", e.strerror or str(e), "give the JSON of published runs") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"--reference {path}", f"cannot be read: {e!r}", "see docs/plan.md for the format") from None
+        raise UserError(given, e.strerror or str(e), remedy) from None
+    except (ValueError, RecursionError):
+        raise UserError(given, "is not JSON", remedy) from None
+    rows = tree.get("rows") if isinstance(tree, dict) else None
+    if not isinstance(rows, list):
+        raise UserError(given, "has no list of rows", remedy)
+    runs = []
+    for row in [*rows, *tree.get("out_of_memory", [])]:
+        name = f"its row {row['id']!r}" if isinstance(row, dict) and "id" in row else "a row without id"
+        try:
+            runs.append(_read(row))
+        except KeyError as e:
+            raise UserError(given, f"{name} has no {e}", remedy) from None
+        except (ValueError, TypeError, AttributeError):
+            raise UserError(given, f"{name} is of another form", remedy) from None
+        gpu, states = runs[-1].gpu, row["sw"]["states"]
+        require(gpu in DEVICES, given, f"{name} is of an unknown gpu {gpu}", f"use one of {', '.join(DEVICES)}")
+        require(states in _STATES, given, f"{name} has unknown states {states}", f"use one of {', '.join(_STATES)}")
+    return runs
 
 
 def _read(row: Mapping[str, Any]) -> Run:
@@ -228,15 +244,19 @@ def _split(row: Mapping[str, Any], cfg: Config) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in zip(starts, starts[1:]))
 
 
+# Weights, gradients and optimizer of each stack, bytes per parameter on a rank: of all of them, and of those over dp.
+_STATES = {
+    "mega18": (18, 0),
+    "mega_dist": (6, 12),
+    "nemo_dist": (4, 10),
+    "ds_fp16": (4, 12),
+    "ds_bf16": (8, 12),
+    "nanotron": (8, 12),
+    "fsdp": (0, 16),
+    "zero2": (2, 16),
+}
+
+
 def _bytes_per_parameter(states: str, dp: int, zero: int) -> float:
-    """Weights, gradients and optimizer of each stack, per parameter on a rank."""
-    return {
-        "mega18": 18.0,
-        "mega_dist": 6 + 12 / dp,
-        "nemo_dist": 4 + 10 / dp,
-        "ds_fp16": 4 + 12 / dp,
-        "ds_bf16": 8 + 12 / dp,
-        "nanotron": 8 + 12 / (dp if zero else 1),
-        "fsdp": 16 / dp,
-        "zero2": 2 + 16 / dp,
-    }[states]
+    whole, shared = _STATES[states]
+    return whole + shared / (dp if zero or states != "nanotron" else 1)

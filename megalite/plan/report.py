@@ -72,9 +72,9 @@ def search_text(found: list[Found], cluster: Cluster, asked: Sequence[str], top:
         return "\n".join([*lines, "nothing fits: use more GPUs, a smaller model or --seq-len"])
     lines += [
         "",
-        *_table(best_layouts(fits, top), cluster),
+        *_table(fits, best, cluster, top),
         "",
-        f"picked, the simplest within {SAME_TIME - 1:.0%} of the fastest: {best.time.total:.4g} s per step, "
+        f"* picked, the simplest within {SAME_TIME - 1:.0%} of the fastest: {best.time.total:.4g} s per step, "
         f"{best.worst.total / 1e9:.1f} GB",
     ]
     return "\n".join([*lines, f"  {command(best, cluster, asked)}", "or as YAML (--config):", to_yaml(best).rstrip()])
@@ -89,11 +89,15 @@ def best_layouts(found: Sequence[Found], top: int) -> list[Found]:
     return list(kept.values())
 
 
-def _table(layouts: Sequence[Found], cluster: Cluster) -> list[str]:
-    rows = [f"{'':>3}{'step, s':>10}{'MFU':>7}{'GB':>7}  layout"]
-    for i, f in enumerate(layouts, 1):
-        words = " ".join(_short(f))
-        rows += [f"{i:>3}{f.time.total:>10.4g}{mfu(f, cluster):>7.1%}{f.worst.total / 1e9:>7.1f}  {words}"]
+def _table(fits: Sequence[Found], best: Found, cluster: Cluster, top: int) -> list[str]:
+    """List the fastest, and mark the one that is picked, which comes last if it is slower than these."""
+    shown = {str(place): f for place, f in enumerate(best_layouts(fits, top), 1)}
+    if all(f is not best for f in shown.values()):
+        shown[""] = best
+    rows = [f"{'':>4}{'step, s':>10}{'MFU':>7}{'GB':>7}  layout"]
+    for place, f in shown.items():
+        mark, words = "*" if f is best else " ", " ".join(_short(f))
+        rows += [f"{place:>3}{mark}{f.time.total:>10.4g}{mfu(f, cluster):>7.1%}{f.worst.total / 1e9:>7.1f}  {words}"]
     return rows
 
 
@@ -131,7 +135,6 @@ def explain_text(cfg: Config, grid: Grid, cluster: Cluster, time: StepTime) -> s
     share = model_flops(cfg) / (total * cluster.gpus * cluster.device.peak)
     lines = [dry_run_report(cfg, grid), "", f"predicted step on {cluster.gpus} x {cluster.device.name}: {total:.4g} s"]
     for name, seconds in sorted(time.terms.items(), key=lambda term: -term[1]):
-        if seconds:
-            lines += [f"  {name:<12}{seconds:>12.4g} s{seconds / total:>8.1%}"]
+        lines += [f"  {name:<12}{seconds:>12.4g} s{seconds / total:>8.1%}"]
     tokens = cfg.train.global_batch_size * cfg.model.seq_len
     return "\n".join([*lines, f"{tokens / total:,.0f} tokens/s, MFU {share:.1%} (causal attention)"])

@@ -15,17 +15,15 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.model.partition import layer_split, token_work
+from megalite.model.partition import token_work
 from megalite.pipeline.choose import USUAL_COSTS, name_of
 from megalite.pipeline.schedule import placement_of
 from megalite.plan.block import Block, Engine, Rates, block_time, engine_of, head_time
 from megalite.plan.cluster import Cluster
-from megalite.plan.memory import parameters_on_rank, vocab_rows
+from megalite.plan.memory import parameters_on_rank, split, vocab_rows
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def step_time(
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
     name = schedule or name_of(cfg, grid["dp"])
     engine = engine or engine_of(cfg)
-    layers = layers or _split(cfg.model, p.pp * p.vp)
+    layers = layers or split(cfg.model, p.pp * p.vp)
     rates = Rates.of(cfg, cluster)
     block = block_time(cfg.model, cfg.train.micro_batch_size, p.tp, grid["cp"], cfg.sequence_parallel,
                        cfg.train.recompute, rates, engine)  # fmt: skip
@@ -134,11 +132,6 @@ def step_time(
     }
     hosts = -(-grid.world // cluster.domain)
     return StepTime(**parts, jitter=sum(parts.values()) * cluster.constants.jitter * math.log2(hosts))
-
-
-@lru_cache(maxsize=256)
-def _split(model: ModelConfig, stages: int) -> tuple[range, ...]:
-    return tuple(layer_split(model, stages))
 
 
 def pipeline_ramp(name: str, pp: int, vp: int, m: int) -> float:

@@ -11,11 +11,9 @@ from functools import lru_cache
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.dist.context import local_world_size
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
-from megalite.optim.compress import INT8_BLOCK
-from megalite.optim.shares import pinned_bytes, plan_buckets, staging_bytes
+from megalite.optim.shares import INT8_BLOCK, pinned_bytes, plan_buckets, staging_bytes
 from megalite.sharding import Layout, Shard
 
 Unit = tuple[int, ...]
@@ -56,7 +54,7 @@ def states_of(
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
     zero = p.zero if dp > 1 or params_away else min(p.zero, 1)
-    group = cfg.zero_group_size(dp, local_world_size()) or dp
+    group = cfg.zero_group_size(dp, _ranks_of_host() if p.zero_group == "node" else dp) or dp
     total = sum(sum(unit) for units in stages for unit in units)
     cut = [[sum(n for n in unit if zero == 3 and n >= p.zero_whole_below) for unit in units] for units in stages]
     gathered = sum(map(sum, cut))
@@ -87,6 +85,12 @@ def states_of(
     if zero == 3:
         temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
     return States(weights, main_grad, optimizer, host, temporary)
+
+
+def _ranks_of_host() -> int:
+    from megalite.dist.context import local_world_size  # with torch, which a search does without
+
+    return local_world_size()
 
 
 def _compression(cfg: Config, stages: Sequence[Sequence[Unit]], sides: Sides) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis
-from megalite.sharding import ShardedParameter
+from megalite.parameter import ShardedParameter
 
 
 class _Lookup(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import nn
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
-from megalite.sharding import ShardedParameter
+from megalite.parameter import ShardedParameter
 
 # Starts what a weight gradient must receive over tp, and returns the work that waits for it and adds the gradient.
 WgradWork: TypeAlias = Callable[[], Callable[[], None]]

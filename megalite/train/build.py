@@ -29,12 +29,13 @@ from megalite.optim.offload import Offload, check_host_memory
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import Sharded
 from megalite.optim.unit_weights import UnitWeights
+from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
 from megalite.plan.memory import memory_per_rank
-from megalite.sharding import Layout, ShardedParameter
+from megalite.sharding import Layout
 from megalite.tensor_parallel.linear import ParallelLinear, WgradQueue
 
 

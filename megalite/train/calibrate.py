@@ -9,7 +9,6 @@ published runs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import os
@@ -43,7 +42,7 @@ from megalite.dist.device import pick_device
 from megalite.dist.dtypes import DTYPES
 from megalite.dist.elastic import LocalRanks, Place
 from megalite.dist.grid import Grid
-from megalite.errors import require
+from megalite.errors import ToolParser, require
 from megalite.log import logger, setup_logging
 from megalite.ops.attention import Mask
 from megalite.plan.block import Block, Rates, block_time, engine_of, head_time
@@ -308,7 +307,7 @@ def main(words: Sequence[str], script: Sequence[str]) -> int:
         words: the flags.
         script: the words that start this command again, without the flags.
     """
-    parser = argparse.ArgumentParser(
+    parser = ToolParser(
         prog="plan.py calibrate",
         description="Measure this machine for two minutes, all its ranks at once, and write the constants of the time "
         "model. Flags of pretrain_gpt.py give the shapes and the precision to measure (default: a usual model's).",

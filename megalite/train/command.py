@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 import megalite
 from megalite.checkpoint.hf.start import hf_model_config
 from megalite.dist.elastic import USER_ERROR_CODE, LocalRanks, Place
-from megalite.errors import UserError, require
+from megalite.errors import ToolParser, require
 from megalite.log import logger, setup_logging
 from megalite.plan.layout_check import check_layout
 
@@ -27,13 +26,8 @@ Ctrl-C ends them at once. Exit code: 0, 2 for a mistake in what was asked, else 
 tools/launch.py; a scheduler that starts one command per host gives --nnodes, --node-rank and --master-addr."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError("megalite train", message, "see megalite train --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    p = _Parser(
+    p = ToolParser(
         prog="megalite train",
         usage="megalite train [--nproc N] [options] [SCRIPT.py] FLAGS...",
         description=_DESCRIPTION,

@@ -11,7 +11,7 @@ from megalite.config.options import with_options
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.log import logger
-from megalite.plan.device import Seen, machine, rates_known
+from megalite.plan.device import device_in_use, machine, rates_known
 from megalite.plan.memory import memory_per_rank
 from megalite.plan.time import step_time
 
@@ -38,10 +38,8 @@ class Forecast:
         batch = {"batch_size_schedule": None, "global_batch_size": cfg.train.batches.size(step + 1)}
         planned = with_options(cfg, {"device": ctx.device.type, **batch})
         self.seconds = self.memory = None
-        seen = Seen("cpu", 1, 1)
-        if ctx.device.type == "cuda":
-            found = torch.cuda.get_device_properties(ctx.device)
-            seen = Seen(found.name, found.total_memory, 1, found.multi_processor_count)
+        seen = device_in_use(ctx.device)
+        if not seen.on_cpu:
             self.memory = memory_per_rank(planned, ctx.grid)[ctx.pp.rank].total
         if cfg.run.calibration is not None or rates_known(seen):
             cluster, _ = machine(seen, ctx.grid.world, cfg.run.calibration)

@@ -26,8 +26,9 @@ from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
+from megalite.parameter import ShardedParameter
 from megalite.pipeline.executor import MicroBatch, Pass
-from megalite.sharding import Layout, ShardedParameter, StateTensor
+from megalite.sharding import Layout, StateTensor
 from megalite.tensor_parallel.linear import WgradQueue
 
 _HF_WINDOW = 2048

@@ -117,7 +117,7 @@ def trainer_flags() -> set[str]:
 def flags_in_source(path: Path) -> set[str]:
     """Flags written out in a program, and in the modules of megalite that it imports by name."""
     text = path.read_text()
-    modules = re.findall(r"^from (megalite[\w.]*) import", text, re.M)
+    modules = re.findall(r"^ *from (megalite[\w.]*) import", text, re.M)
     sources = [ROOT / (m.replace(".", "/") + ".py") for m in modules if not m.endswith("errors")]
     texts = [text, *(s.read_text() for s in sources if s.exists())]
     return {flag for t in texts for flag in re.findall(r"--[a-z][\w-]*", t)}

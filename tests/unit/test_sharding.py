@@ -15,7 +15,8 @@ from megalite import sharding as module
 from megalite.config.model import ModelConfig
 from megalite.model.parameters import param_map
 from megalite.optim.shares import bucket_layout
-from megalite.sharding import ParamSpec, Shard, ShardedParameter, count_parameters
+from megalite.parameter import ShardedParameter
+from megalite.sharding import ParamSpec, Shard, count_parameters
 from megalite.slices import Slice
 from tests.shards import tp_shard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -15,12 +16,21 @@ import pytest
 import torch
 
 from megalite.config.cli import parse
-from megalite.diagnose.memory import MemoryContext, _pace, is_out_of_memory, page, remedies, usable_bytes
+from megalite.diagnose.memory import (
+    MemoryContext,
+    is_out_of_memory,
+    page,
+    predicted_seconds,
+    remedies,
+    usable_bytes,
+)
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.model import parameters
 from megalite.pipeline import choose, schedule
+from megalite.plan.cluster import Cluster
 from megalite.plan.memory import memory_per_rank
+from megalite.plan.time import step_time
 from tests.ranks import ROOT
 
 BIG = ["--preset", "llama-3-8b", "--global-batch-size", "64", "--mock-data", "--device", "cuda"]
@@ -35,9 +45,13 @@ def needs(flags: list[str], world: int) -> int:
     return max(m.total for m in memory_per_rank(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp)))
 
 
+def cluster(world: int) -> Cluster:
+    return Cluster.parse("h100:8").with_gpus(world)
+
+
 def pace(flags: list[str], world: int) -> float:
-    """The rough guess of the step's time."""
-    return _pace(parse(flags).config, world)
+    """The predicted time of the step."""
+    return predicted_seconds(parse(flags).config, world, cluster(world))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +68,7 @@ def test_every_remedy_fits_and_no_part_of_it_would_do_as_fast(flags: list[str], 
     given = [*BIG, *flags]
     cfg, budget = parse(given).config, gib * 2**30
     assert needs(given, world) > budget
-    found = remedies(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), budget, host=2**37)
+    found = remedies(cfg, Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), budget, cluster(world), host=2**37)
     assert 1 <= len(found) <= 3
     assert [r.slower for r in found] == sorted(r.slower for r in found)
     for remedy in found:
@@ -71,9 +85,11 @@ def test_every_remedy_fits_and_no_part_of_it_would_do_as_fast(flags: list[str], 
 def test_the_cheapest_comes_first() -> None:
     cfg = parse([*BIG, "--micro-batch-size", "2", "--zero", "0"]).config
     total = needs([*BIG, "--micro-batch-size", "2", "--zero", "0"], 32)
-    first = remedies(cfg, Grid.of(32), total - 1)[0]
-    assert first.flags == ("--zero 1",)  # costs nothing
-    assert first.slower == pytest.approx(1.0)
+    first = remedies(cfg, Grid.of(32), total - 1, cluster(32))[0]
+    assert first.flags == ("--zero 1",)
+    sharded = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, zero=1))
+    steps = [step_time(one, Grid.of(32), cluster(32)).total for one in (sharded, cfg)]
+    assert first.slower == steps[0] / steps[1]
 
 
 @pytest.mark.parametrize(
@@ -90,8 +106,9 @@ def test_sharding_and_offload_are_offered_where_they_fit(
 ) -> None:
     """8 billion weights; one GPU's optimizer states take 90 GiB of the host."""
     cfg, budget = parse([*BIG, "--micro-batch-size", "1", "--precision", "bf16"]).config, gib * 2**30
-    assert flags in [remedy.flags for remedy in remedies(cfg, Grid.of(world), budget, host)]
-    assert all("--offload" not in " ".join(r.flags) for r in remedies(cfg, Grid.of(world), budget, host=2**36))
+    assert flags in [remedy.flags for remedy in remedies(cfg, Grid.of(world), budget, cluster(world), host)]
+    less = remedies(cfg, Grid.of(world), budget, cluster(world), host=2**36)
+    assert all("--offload" not in " ".join(remedy.flags) for remedy in less)
 
 
 def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +134,7 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parameters, "_norm_weight", counting("norms", parameters._norm_weight))
     topology = Grid.of(256, 4, 8)
     budget = int(0.9 * max(m.total for m in memory_per_rank(cfg, topology)))
-    assert remedies(cfg, topology, budget, host=2**40)
+    assert remedies(cfg, topology, budget, cluster(256), host=2**40)
     assert counts["norms"] == 2 * 80 + 1  # one table of 80 layers
     assert counts["lowered"] <= 8
     assert counts["simulated"] <= 8
@@ -126,8 +143,8 @@ def test_remedies_of_a_large_run_take_little_work(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_fits_is_said() -> None:
     cfg = parse(BIG).config
-    assert remedies(cfg, Grid.of(1), 20 * 2**30) == []
-    assert remedies(cfg, Grid.of(1), 20 * 2**30, host=2**40) == []
+    assert remedies(cfg, Grid.of(1), 20 * 2**30, cluster(1)) == []
+    assert remedies(cfg, Grid.of(1), 20 * 2**30, cluster(1), host=2**40) == []
     text = page(MemoryContext(cfg, Grid.of(1), torch.device("cpu"), 0, 20 * 2**30), "no")
     assert "no layout, micro-batch, recomputation or --zero on 1 rank fits into 17.89 GiB: use more ranks" in text
 

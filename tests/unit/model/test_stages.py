@@ -21,9 +21,10 @@ from megalite.model.parameters import param_map
 from megalite.optim.bucket import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import Sharded
+from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import MicroBatch, Pass
-from megalite.sharding import Shard, ShardedParameter
+from megalite.sharding import Shard
 from megalite.train.build import build_stages
 from tests.parity import jobs
 from tests.shards import tp_shard

@@ -16,7 +16,8 @@ from megalite.dist.grid import Grid
 from megalite.optim.bucket import Bucket, make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import GradKind, Sharded, bucket_layout, plan_buckets
-from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
+from megalite.parameter import ShardedParameter
+from megalite.sharding import Layout, ParamSpec, Shard
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -17,10 +17,11 @@ from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
 from megalite.ops import resolve
 from megalite.optim.bucket import make_buckets
-from megalite.optim.compress import INT8_BLOCK, TopK, dequantize, largest, quantize
+from megalite.optim.compress import TopK, dequantize, largest, quantize
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import Sharded
-from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter
+from megalite.optim.shares import INT8_BLOCK, Sharded
+from megalite.parameter import ShardedParameter
+from megalite.sharding import Layout, ParamSpec, Shard
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ from megalite.dist.grid import Grid
 from megalite.optim.bucket import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import Sharded
-from megalite.sharding import Layout, ParamSpec, Shard, ShardedParameter, StateTensor
+from megalite.parameter import ShardedParameter
+from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -21,13 +21,13 @@ from megalite.errors import UserError
 from megalite.model.gpt import GPTStage
 from megalite.model.partition import layer_split
 from megalite.optim.optimizer import DistributedOptimizer
+from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.schedule import Placement
 from megalite.plan.activations import deferred_bytes, layer_activations
 from megalite.plan.dry_run import dry_run_report
 from megalite.plan.memory import memory_per_rank, parameters_on_rank
-from megalite.sharding import ShardedParameter
 from megalite.train.build import build_engine, build_stages
 from tests.parity import jobs
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,9 @@ from megalite.config import cli
 from megalite.config.options import LAYOUT
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
-from megalite.plan.cluster import Cluster
+from megalite.plan.cluster import DEVICES, FITTED, Cluster, write_calibration
 from megalite.plan.memory import memory_per_rank
+from tests.ranks import ROOT
 from tools.plan import main
 
 BIG = "--preset llama-3-70b --global-batch-size 1024 --seq-len 8192"
@@ -46,6 +51,8 @@ def test_the_pick_runs_as_printed(capsys: pytest.CaptureFixture[str], tmp_path: 
     """Its command line and its YAML make the same run, with the memory that --dry-run prints."""
     flags = "--preset llama-3-8b --global-batch-size 256 --cluster h100:16 --micro-batch-size 1 --zero 1"
     text = _printed(capsys, f"{flags} --png {tmp_path / 'bars.png'}")
+    (marked,) = re.findall(r"^ *\d*\* *([\d.]+) ", text, re.M)
+    assert f"* picked, the simplest within 3% of the fastest: {marked} s per step" in text
     command = text.partition("torchrun ")[2].splitlines()[0]
     assert command.startswith("--nnodes 2 --nproc-per-node 8 pretrain_gpt.py ")
     words = command.partition("pretrain_gpt.py ")[2].split()
@@ -61,6 +68,15 @@ def test_the_pick_runs_as_printed(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (tmp_path / "bars.png").stat().st_size > 10_000
 
 
+def test_a_search_starts_without_torch() -> None:
+    """Half of the time of a small search would go into importing it."""
+    words = ["--preset", "gpt2-124m", "--cluster", "h100:1", "--global-batch-size", "8", "--json"]
+    script = f"import sys; sys.path.append('tools'); import plan; plan.main({words}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout)[0]["fits"]
+
+
 def test_zero_2_is_left_to_what_fits_with_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     text = _printed(capsys, "--preset llama-3-70b --cluster h100:64 --global-batch-size 1024 --tp 4 --pp 4")
     assert "--zero 2" not in text.partition("torchrun")[2]
@@ -72,6 +88,11 @@ def test_terms_add_up_and_sweeps_scale(capsys: pytest.CaptureFixture[str], tmp_p
     assert sum(one["terms"].values()) == pytest.approx(one["step_time_s"])
     assert one["terms"]["recompute"] > 0 < one["terms"]["bubble"]
     assert len(one["memory"]) == 4
+    text = _printed(capsys, f"explain {BIG} {layout} --cluster h100:64")
+    printed = {
+        line.split()[0]: float(line.split()[1]) for line in text.splitlines() if re.search(r" s +[\d.]+%$", line)
+    }
+    assert printed == pytest.approx(one["terms"], rel=1e-3)
     small = "--preset llama-3.2-1b --global-batch-size 512 --cluster h100:8 --zero 1 --pp 1 --recompute none"
     points = _printed(capsys, f"sweep {small} --gpus 8..64 --json --png {tmp_path / 'curves.png'}")
     strong, weak = ([p for p in points if p["mode"] == mode] for mode in ("strong", "weak"))
@@ -95,11 +116,50 @@ def test_terms_add_up_and_sweeps_scale(capsys: pytest.CaptureFixture[str], tmp_p
         ),
         (f"sweep {BIG} --cluster h100:8 --gpus 8", "must be FROM..TO"),
         ("guess", "plan.py guess: must be one of search, explain, sweep"),
+        (f"{BIG} --cluster", "plan.py search: argument --cluster: expected one argument; see plan.py search --help"),
+        (f"{BIG} --cluster machine:8", "no measurements are given; add --calibration FILE"),
+        (f"{BIG} --cluster h100:8 --layout fast", "--layout fast: must be auto;"),
     ],
 )
 def test_mistakes_are_one_line(words: str, expected: str) -> None:
     with pytest.raises(UserError, match=expected.replace("..", r"\.\.")):
         main(words.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("not json", "is not JSON;"),
+        ('[{"step": 1}]', "has no list of rows;"),
+        ('{"rows": [{"id": "mine", "gpu": "h100"}]}', "its row 'mine' has no 'model';"),
+        ('{"rows": [3]}', "a row without id is of another form;"),
+    ],
+)
+def test_what_is_no_file_of_published_runs(text: str, rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        main(["check", "--reference", str(path)])
+    assert f"--reference {path}: {rule} give published runs as in" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda tree: [1], "is not a calibration: it has no device;"),
+        (lambda tree: {**tree, "constants": None}, "is not a calibration: it has no constants;"),
+        (lambda tree: {**tree, "device": {"name": "x"}}, "of this version: device: no domain;"),
+        (lambda tree: {**tree, "constants": {**tree["constants"], "speed": 1}}, "constants: an unknown speed;"),
+        (lambda tree: {**tree, "constants": {**tree["constants"], "step": -1}}, "constant step -1: must be a number"),
+    ],
+)
+def test_what_is_no_calibration(change: Callable[[Any], Any], rule: str, tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    write_calibration(path, DEVICES["h100"], FITTED)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError) as caught:
+        main(["explain", *BIG.split(), "--cluster", "machine:8", "--calibration", str(path)])
+    assert rule in str(caught.value)
 
 
 @pytest.mark.parametrize(

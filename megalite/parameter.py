@@ -1,0 +1,62 @@
+"""The parameter of a model on a rank: a tensor with its declaration and the way of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from megalite.sharding import Shard
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A local parameter that knows what it is a shard of, and where its gradient goes.
+
+    Attributes:
+        shard: the declaration and this rank's cut of it.
+        main_grad: fp32 gradient, a view into a bucket; set by the gradient buffer, which may make memory at a use.
+        before_grad: called before each use of `main_grad`; set by the gradient buffer.
+        uses: contributions to the gradient in one micro-batch (2 for an embedding that is also the output layer).
+        adds_to_main_grad: the layer adds its gradient to `main_grad` itself and calls `grad_added`; otherwise autograd
+            leaves it in `.grad` and the buffer moves it.
+        grad_added: called after each contribution; set by the gradient buffer.
+    """
+
+    shard: Shard
+    before_grad: Callable[[], None] | None = None
+    uses: int
+    adds_to_main_grad: bool
+    grad_added: Callable[[], None]
+    _main_grad: torch.Tensor
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> ShardedParameter:
+        param = super().__new__(cls, data, requires_grad)
+        if not isinstance(param, cls):
+            # torch leaves a tensor of another class, such as a fake one, as it is: it becomes both.
+            param.__class__ = _also(cls, type(param))
+        return param
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        if self.before_grad is not None:
+            self.before_grad()
+        return self._main_grad
+
+    @main_grad.setter
+    def main_grad(self, view: torch.Tensor) -> None:
+        self._main_grad = view
+
+    @classmethod
+    def empty(
+        cls, shard: Shard, dtype: torch.dtype, device: torch.device, adds_to_main_grad: bool = False
+    ) -> ShardedParameter:
+        """An uninitialised parameter of the shard's local shape."""
+        param = cls(torch.empty(shard.shape, dtype=dtype, device=device))
+        param.shard, param.uses, param.adds_to_main_grad = shard, 1, adds_to_main_grad
+        return param
+
+
+@lru_cache
+def _also(cls: type[ShardedParameter], kind: type[torch.Tensor]) -> type[ShardedParameter]:
+    return type(f"{kind.__name__}{cls.__name__}", (kind, cls), {})
