@@ -17,7 +17,7 @@ from megalite.model.layers import Layers, NoNorm, Rope, Rotary
 from megalite.model.mlp import MLP
 from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import NORM_NAMES
-from megalite.ops.attention import Documents
+from megalite.ops.attention import Documents, prepare_to_compile
 from megalite.ops.cross_entropy import softcap_
 from megalite.parameter import ShardedParameter
 from megalite.pipeline.executor import MicroBatch, Pass
@@ -65,6 +65,7 @@ def compile_block(block: nn.Module) -> None:
     Those layers run as they are: they add to `main_grad` and to the queue of weight gradients, which a traced graph
     cannot see. Hooks on the block run outside the compiled code too.
     """
+    prepare_to_compile()
     for part in block.modules():
         if isinstance(part, ParallelLinear) or (isinstance(part, QKNorm) and not part.per_head):
             part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]

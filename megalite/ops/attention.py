@@ -118,18 +118,25 @@ def why_masked(
     return None
 
 
-@torch.compiler.assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-@torch.compiler.assume_constant_result
 @lru_cache
 def _varlen_takes_groups() -> bool:
     """Whether this torch's kernel takes grouped heads (from 2.13 on it does)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def prepare_to_compile() -> None:
+    """Let torch.compile take as constants what depends on the GPU and on torch alone.
+
+    Not by decorators: those import the compiler, 1.6 s of every start.
+    """
+    for constant in (_capability, _varlen_takes_groups):
+        torch.compiler.assume_constant_result(constant)
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int, scale: float | None) -> Tensor:

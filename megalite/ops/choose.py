@@ -118,9 +118,10 @@ def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: 
     for backend in op.backends:
         if has_it and backend.name != wanted:
             continue
-        reason = backend.why_not(device, dtype)
-        if reason is None and not has_it and backend.name == "triton" and device.type == "cpu":
-            reason = "the interpreter is slow: only when requested by name"
+        if backend.name == "triton" and device.type == "cpu" and not has_it:
+            reason: str | None = "on CPU only under its interpreter, and only when requested by name"
+        else:
+            reason = backend.why_not(device, dtype)
         if reason is None:
             if has_it:
                 why = "requested"

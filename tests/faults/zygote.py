@@ -349,6 +349,10 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    import pretrain_gpt  # noqa: F401  (for all ranks that are forked)
+    # For all ranks that are forked. torch imports the last, and sympy with it, in the first backward pass.
+    import numpy.random  # noqa: F401
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+    import pretrain_gpt  # noqa: F401
 
     serve()
