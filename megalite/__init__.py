@@ -10,12 +10,25 @@ if TYPE_CHECKING:
     from megalite.api import configure, start
     from megalite.data.rows import Rows
     from megalite.errors import UserError
+    from megalite.notebook import run_ranks
     from megalite.train.inference import generate, load_model
     from megalite.train.loop import evaluate, fit, steps
     from megalite.train.run import save
 
 __version__ = "0.1.0"
-__all__ = ["Rows", "UserError", "configure", "evaluate", "fit", "generate", "load_model", "save", "start", "steps"]
+__all__ = [
+    "Rows",
+    "UserError",
+    "configure",
+    "evaluate",
+    "fit",
+    "generate",
+    "load_model",
+    "run_ranks",
+    "save",
+    "start",
+    "steps",
+]
 
 _PLACES = {
     **dict.fromkeys(("configure", "start"), "megalite.api"),
@@ -23,6 +36,7 @@ _PLACES = {
     "UserError": "megalite.errors",
     **dict.fromkeys(("generate", "load_model"), "megalite.train.inference"),
     **dict.fromkeys(("evaluate", "fit", "steps"), "megalite.train.loop"),
+    "run_ranks": "megalite.notebook",
     "save": "megalite.train.run",
 }
 

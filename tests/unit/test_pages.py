@@ -45,8 +45,8 @@ def losses(run_dir: str) -> list[float]:
 
 def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    notebook, from_hf, stopped, own_data, answers, by_hand, text = blocks("api.md")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    notebook, from_hf, stopped, own_data, answers, several, by_hand, text = blocks("api.md")
     printed = run_block(notebook, names, capsys)
     # One micro-batch per step; the hook is removed after the first.
     assert printed[0] == "layers.0 returns [128, 8, 128]"
@@ -63,6 +63,9 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert float(line.split()[1]) < losses("runs/own-data")[0] - 0.05
     assert run_block(answers, names, capsys) == []
     assert len(losses("runs/own-answers")) == 2
+    (line,) = run_block(several, names, capsys)
+    on_two, on_one = np.array(re.findall(r"\d+\.\d+", line), float).reshape(2, 2)
+    np.testing.assert_allclose(on_two, on_one, rtol=1e-5)
     assert len(run_block(by_hand, names, capsys)) == 2
     assert len(re.findall(r"\d+", run_block(text, names, capsys)[0])) == 5
 
