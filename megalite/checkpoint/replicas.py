@@ -1,7 +1,7 @@
-"""What is checked before a save: the state is finite, and copies are equal.
+"""What is checked before a save: copies are equal.
 
 Copies are weights over dp, over tp those that are not cut, and the two ends of a tied embedding. A flipped bit in one
-copy, or copies that drift apart, do not show in the loss; a save would make them permanent, as it would a NaN.
+copy, or copies that drift apart, do not show in the loss; a save would make them permanent.
 """
 
 from __future__ import annotations
@@ -13,27 +13,9 @@ import torch
 from megalite.checkpoint.save import SaveError
 from megalite.dist.collectives import all_gather, gather_texts
 from megalite.dist.context import Axis, ParallelContext
-from megalite.sharding import StateTensor
 
 Copies = Sequence[tuple[Axis, Sequence[tuple[str, torch.Tensor]]]]
 """Names and weights that the ranks on an axis hold the same of, by axis."""
-
-
-@torch.no_grad()
-def check_finite(states: Sequence[StateTensor], ctx: ParallelContext) -> None:
-    """Check that masters and moments are finite; every rank calls it.
-
-    Raises:
-        SaveError: one is not; raised on every rank, naming the tensor and the rank.
-    """
-    # A sum is the cheapest pass over memory, and not finite if an element is not; only large elements add up to that
-    # as well, which a second look finds out.
-    sums = [s.flat.sum() for s in states if s.flat.numel()]
-    problem = ""
-    if sums and not torch.stack(sums).isfinite().all():
-        bad = next((s for s in states if not s.flat.isfinite().all()), None)
-        problem = f"{bad.role} of {bad.name} on rank {ctx.rank} is not finite" if bad else ""
-    _raise_first(problem, ctx, "resume from the last checkpoint, with a lower --lr if it recurs")
 
 
 @torch.no_grad()
@@ -48,13 +30,10 @@ def check_replicas(copies: Copies, ctx: ParallelContext) -> None:
     # All comparisons run on every rank, whatever the first finds: they are collectives.
     found = [_differing(held, axis, ctx) for axis, held in copies]
     problem = next(filter(None, found), "")
-    _raise_first(problem, ctx, "resume from the last checkpoint, on other hardware if it recurs")
-
-
-def _raise_first(problem: str, ctx: ParallelContext, remedy: str) -> None:
-    problems = [text for text in gather_texts(problem, ctx.world, ctx.device) if text]
-    if problems:
-        raise SaveError(f"nothing saved: {problems[0]}; {remedy}")
+    if problems := [text for text in gather_texts(problem, ctx.world, ctx.device) if text]:
+        raise SaveError(
+            f"nothing saved: {problems[0]}; resume from the last checkpoint, on other hardware if it recurs"
+        )
 
 
 def _differing(held: Sequence[tuple[str, torch.Tensor]], axis: Axis, ctx: ParallelContext) -> str:

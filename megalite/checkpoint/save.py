@@ -6,7 +6,6 @@ A save in the foreground is a save in the background, followed by a wait.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import time
@@ -16,18 +15,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint import folder
-from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.claim import Claim
 from megalite.checkpoint.snapshot import WriterProcess, boxes_of
 from megalite.checkpoint.writer import ABANDONED
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
 from megalite.log import logger
 from megalite.sharding import StateTensor
 
 # How long a process that exits waits for its writer to complete a save in progress.
 _CLOSE_S = 8.0
+
+# How a save begins on a rank: the first of these that happens on any rank counts for all.
+_OUTCOMES = ("taken", "not-finite", "failed", "ok")
 
 
 class SaveError(RuntimeError):
@@ -79,34 +80,10 @@ class Checkpointer:
     ) -> None:
         self.root, self.ctx, self.on_error = Path(root), ctx, on_error
         self.run_id = run_id or secrets.token_hex(8)
-        self.keep_last = keep_last
-        self._lock = RunLock(self.root, self.run_id)
-        self._resumed_from: str | None = None
-        self._base = -1
-        self._own: set[str] = set()
-        agree(ctx, self._open)
+        self._claim = Claim(self.root, self.run_id, keep_last)
+        agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)
         self._writer = WriterProcess(ctx.device, scratch)
         self._current: _Save | None = None
-
-    def _open(self) -> None:
-        if self.ctx.rank != 0:
-            return
-        if self.keep_last < 2:
-            raise UserError(
-                f"--keep-last {self.keep_last}",
-                "must be at least 2, so that one checkpoint is left if the newest is damaged",
-                "use --keep-last 2 or more",
-            )
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-            left = folder.clean_up(self.root)
-        except OSError as e:
-            self._lock.release()
-            rule = f"must be a directory that this user can write to ({e.strerror or e})"
-            raise UserError(f"checkpoints folder {self.root}", rule, "choose another --run-dir") from None
-        if left:
-            logger.info(f"deleted the remains of an interrupted save: {', '.join(left)}")
 
     def continues(self, path: str | Path) -> None:
         """Name the checkpoint that this run continues.
@@ -114,13 +91,7 @@ class Checkpointer:
         It is never pruned. The first commit sets aside only the later checkpoints of the folder: they belong to a
         history that this run does not continue.
         """
-        path = Path(path)
-        # The checkpoint may lie elsewhere and be linked here; `latest` is a link to one that lies here.
-        for place in (path.parent.resolve() / path.name, path.resolve()):
-            steps = {p.name: step for step, p in folder.step_folders(self.root)}
-            if place.parent == self.root.resolve() and place.name in steps:
-                self._resumed_from, self._base = place.name, steps[place.name]
-                return
+        self._claim.continues(Path(path))
 
     def save(
         self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
@@ -151,7 +122,7 @@ class Checkpointer:
         and a run never resumes from them automatically.
         """
         full = folder.step_name(step)
-        if full in self._own or (self._current is not None and self._current.name == full):
+        if full in self._claim or (self._current is not None and self._current.name == full):
             return self.root / full
         return self._save(folder.model_name(step), step, boxes_of(states, "model"), meta, background)
 
@@ -162,7 +133,7 @@ class Checkpointer:
         # Content that is not JSON is an error here, not in the writer.
         json.dumps(meta, allow_nan=False)
         started = time.perf_counter()
-        save_id = self._make_folder(name)
+        save_id = self._begin(name, boxes)
         if save_id is None:
             return None
         save = _Save(name, self._temporary(name, save_id), started)
@@ -172,35 +143,48 @@ class Checkpointer:
         path = self.root / name
         return path if background or self.finish() else None
 
-    def _make_folder(self, name: str) -> str | None:
-        """Make the folder on rank 0.
+    def _begin(self, name: str, boxes: list[dict[str, Any]]) -> str | None:
+        """Take the snapshot on every rank, and make the folder on rank 0.
 
         Returns:
             The random ID of the save, by which all ranks recognize its parts; None if that failed and `on_error` is
             "warn".
 
         Raises:
-            SaveError: it failed, or another job has taken the run directory.
+            SaveError: it failed; state is not finite; another job has taken the run directory.
         """
-        text = ""
-        if self.ctx.rank == 0:
-            save_id = secrets.token_hex(8)
-            temporary = self._temporary(name, save_id)
-            try:
-                other = self._lock.confirm()
-                if not other:
-                    os.mkdir(temporary)
-                text = f"taken {other}" if other else f"ok {save_id}"
-            except OSError as e:
-                text = f"failed {temporary}: {e.strerror or e}"
-        outcome, _, answer = gather_texts(text, self.ctx.world, self.ctx.device)[0].partition(" ")
-        if outcome == "ok":
-            return answer
-        if outcome == "taken":
+        outcome, text = self._prepare(name, boxes)
+        answers = gather_texts(f"{outcome} {text}", self.ctx.world, self.ctx.device)
+        answer = min(answers, key=lambda a: _OUTCOMES.index(a.partition(" ")[0]))
+        worst, _, problem = answer.partition(" ")
+        if worst == "ok":
+            return problem
+        if outcome == "ok" and self.ctx.rank == 0:
+            self._temporary(name, text).rmdir()
+        if worst == "taken":
             # Two jobs in one run directory: to continue with a warning would mix their files.
-            raise SaveError(f"checkpoint not saved: {self.root} has been taken by {answer}; this run must end")
-        self._fail(answer)
+            raise SaveError(f"checkpoint not saved: {self.root} has been taken by {problem}; this run must end")
+        if worst == "not-finite":
+            raise SaveError(
+                f"nothing saved: {problem}; resume from the last checkpoint, with a lower --lr if it recurs"
+            )
+        self._fail(problem)
         return None
+
+    def _prepare(self, name: str, boxes: list[dict[str, Any]]) -> tuple[str, str]:
+        """Do this rank's part of `_begin`; return one of `_OUTCOMES`, and the ID of the save or a description."""
+        save_id, rank = secrets.token_hex(8), self.ctx.rank
+        temporary = self._temporary(name, save_id)
+        try:
+            if bad := self._writer.snapshot.take(boxes):
+                return "not-finite", f"{bad['kind']} of {bad['name']} on rank {rank} is not finite"
+            if rank == 0:
+                if other := self._claim.taken_by():
+                    return "taken", other
+                temporary.mkdir()
+        except OSError as e:
+            return "failed", f"rank {rank}: " + (f"{temporary}: {e.strerror}" if e.strerror else str(e))
+        return "ok", save_id
 
     def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any]) -> dict[str, Any]:
         """Describe the job of this rank's writer; the writer of rank 0 also commits."""
@@ -221,20 +205,13 @@ class Checkpointer:
                     "topology": self.ctx.grid.as_dict(),
                     "meta": meta,
                 },
-                "aside": self._not_continued(),
-                "keep_last": self.keep_last,
-                "keep": [self._resumed_from] if self._resumed_from else [],
-                "lock": {"path": str(self._lock.path), "text": self._lock.text},
+                **self._claim.at_commit(),
             }
         return job
 
     def _temporary(self, name: str, save_id: str) -> Path:
         """Name the folder of this save alone; a writer that outlived an earlier run may be saving the same step."""
         return self.root / f"{folder.TEMPORARY}{name}_{save_id}"
-
-    def _not_continued(self) -> list[str]:
-        """List the checkpoints of a history that this run does not continue: all later ones; in a new run, all."""
-        return [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._own]
 
     def poll(self) -> Path | None:
         """Check a save in the background without waiting; call it at every step.
@@ -279,7 +256,7 @@ class Checkpointer:
         if not any(errors):
             if rank0 and not save.reported:
                 self._log_commit(save)
-            self._own.add(save.name)
+            self._claim.add(save.name)
             return True
         if rank0:
             shutil.rmtree(save.temporary, ignore_errors=True)
@@ -311,4 +288,4 @@ class Checkpointer:
             self._writer.wait(_CLOSE_S)
         self._writer.close()
         if self.ctx.rank == 0:
-            self._lock.release()
+            self._claim.release()

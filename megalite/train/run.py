@@ -17,7 +17,7 @@ import torch
 
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
-from megalite.checkpoint.replicas import check_finite, check_replicas
+from megalite.checkpoint.replicas import check_replicas
 from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
 from megalite.config.run import Config
@@ -294,8 +294,6 @@ def save(run: Run, weights_only: bool = False) -> None:
     engine.optimizer.wait_weights()
     if engine.cfg.run.check_replicas:
         check_replicas(engine.optimizer.copies(), engine.ctx)
-    states = engine.optimizer.states()
-    check_finite(states, engine.ctx)
     meta = {
         **run.meta,
         "step": run.step,
@@ -305,7 +303,7 @@ def save(run: Run, weights_only: bool = False) -> None:
         "scalars": {**engine.optimizer.scalars(), **engine.scaler.scalars()},
     }
     write = run.checkpointer.save_model if weights_only else run.checkpointer.save
-    path = write(run.step, states, meta, background=True)
+    path = write(run.step, engine.optimizer.states(), meta, background=True)
     if path is None:
         return
     if not weights_only:

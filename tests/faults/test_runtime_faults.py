@@ -230,6 +230,7 @@ def test_state_that_is_not_finite_is_never_saved(zygote: Zygote, tmp_path: Path)
     assert "SaveError: nothing saved: exp_avg_sq of " in left[0].err
     assert " on rank 1 is not finite" in left[0].err
     assert committed(moment / "run") == {"step_00000002", "step_00000003"}
+    assert not list((moment / "run" / "checkpoints").glob(".tmp_*")), "rank 0 has deleted its empty folder"
 
 
 def test_a_bit_flipped_in_one_copy(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:

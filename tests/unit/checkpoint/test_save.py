@@ -18,7 +18,6 @@ import torch
 from megalite.checkpoint import folder
 from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.replicas import check_finite
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
@@ -212,7 +211,6 @@ def test_loading_needs_little_memory(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.replicas import check_finite
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from tests.faults import checkpoint_states as cs
@@ -271,12 +269,18 @@ def test_whole_tensors_are_read_independently(tmp_path: Path) -> None:
         np.testing.assert_array_equal(whole[f"exp_avg {spec.name}"], cs.value(spec, "exp_avg", 3).numpy())
 
 
-def test_state_that_is_not_finite_is_told_from_large_numbers() -> None:
+def test_state_that_is_not_finite_is_told_from_large_numbers(tmp_path: Path) -> None:
     """One bad element of any tensor is found; elements that only add up to infinity are saved."""
-    states = cs.states_at(5)
-    states[0].flat.fill_(3e38)
-    check_finite(states, CTX)
+    states = cs.states_at(5, specs=[*cs.SPECS, cs.ParamSpec("large.weight", (300, 1000))])
+    large = states[-1]
+    checkpointer = Checkpointer(tmp_path, CTX, on_error="warn")
     for value in (torch.nan, torch.inf, -torch.inf):
-        states[1].flat[-1] = value
-        with pytest.raises(SaveError, match=f"nothing saved: {states[1].role} of {states[1].name} on rank 0 is not"):
-            check_finite(states, CTX)
+        for at in (0, 150_000, -1):
+            usual, large.flat[at] = large.flat[at].item(), value
+            with pytest.raises(SaveError, match=f"nothing saved: {large.role} of large.weight on rank 0 is not finite"):
+                checkpointer.save(5, states, {}, background=True)
+            large.flat[at] = usual
+    assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+    large.flat.fill_(3e38)
+    assert checkpointer.save(5, states, {}) == tmp_path / "step_00000005"
+    checkpointer.close()

@@ -1,0 +1,86 @@
+"""The checkpoints folder of a run: its lock, and which of its checkpoints belong to the run's history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint import folder
+from megalite.checkpoint.lock import RunLock
+from megalite.errors import UserError
+from megalite.log import logger
+
+
+class Claim:
+    """Own the folder of a run's checkpoints, and know which of them the run has written or continues.
+
+    Args:
+        root: the folder.
+        run_id: shown to a second job that finds the folder in use.
+        keep_last: number of full checkpoints to keep.
+    """
+
+    def __init__(self, root: Path, run_id: str, keep_last: int) -> None:
+        self.root, self._keep_last = root, keep_last
+        self._lock = RunLock(root, run_id)
+        self._resumed_from, self._base = "", -1
+        self._own: set[str] = set()
+
+    def acquire(self) -> None:
+        """Make the folder if missing, lock it, and delete what an interrupted save has left.
+
+        Raises:
+            UserError: the folder is in use or cannot be written.
+        """
+        if self._keep_last < 2:
+            raise UserError(
+                f"--keep-last {self._keep_last}",
+                "must be at least 2, so that one checkpoint is left if the newest is damaged",
+                "use --keep-last 2 or more",
+            )
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            left = folder.clean_up(self.root)
+        except OSError as e:
+            self._lock.release()
+            rule = f"must be a directory that this user can write to ({e.strerror or e})"
+            raise UserError(f"checkpoints folder {self.root}", rule, "choose another --run-dir") from None
+        if left:
+            logger.info(f"deleted the remains of an interrupted save: {', '.join(left)}")
+
+    def taken_by(self) -> str:
+        """Describe the job that has taken the folder meanwhile; "" if it is still this run's."""
+        return self._lock.confirm()
+
+    def release(self) -> None:
+        """Leave the folder to others."""
+        self._lock.release()
+
+    def continues(self, path: Path) -> None:
+        """Note the checkpoint that the run continues, if it is in this folder."""
+        # The checkpoint may lie elsewhere and be linked here; `latest` is a link to one that lies here.
+        for place in (path.parent.resolve() / path.name, path.resolve()):
+            steps = {p.name: step for step, p in folder.step_folders(self.root)}
+            if place.parent == self.root.resolve() and place.name in steps:
+                self._resumed_from, self._base = place.name, steps[place.name]
+                return
+
+    def add(self, name: str) -> None:
+        """Note a checkpoint that the run has written."""
+        self._own.add(name)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the run has written this checkpoint."""
+        return name in self._own
+
+    def at_commit(self) -> dict[str, Any]:
+        """Describe what a commit does with the other checkpoints, as a part of the writer's job."""
+        # A history that this run does not continue: all later checkpoints; in a new run, all.
+        others = [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._own]
+        return {
+            "aside": others,
+            "keep_last": self._keep_last,
+            "keep": [self._resumed_from] if self._resumed_from else [],
+            "lock": {"path": str(self._lock.path), "text": self._lock.text},
+        }
