@@ -65,7 +65,7 @@ def test_the_chinese_readme_follows_the_english_one() -> None:
     assert len(english) >= 5
     assert sum(len(part.rows) for part in english) >= 30
     for number, (ours, theirs) in enumerate(zip(english, chinese)):
-        assert theirs == ours, f"section {number}"
+        assert theirs == ours, f"README.zh.md must follow README.md in section {number}"
     assert len(chinese) == len(english)
 
 
