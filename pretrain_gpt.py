@@ -31,7 +31,7 @@ def main(
     tp, pp = cfg.parallel.tp, cfg.parallel.pp
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.
-        grid = Grid.of(world_size(otherwise=tp * pp), tp, pp)
+        grid = Grid.of(world_size(otherwise=parsed.world or tp * pp), tp, pp)
         if env_rank() == 0:
             show(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return

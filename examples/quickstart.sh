@@ -30,7 +30,7 @@ if [ ${#input[@]} -eq 0 ]; then
     input=("$out/text.jsonl")
 fi
 say "training a tokenizer of 4,096 pieces on it"
-"$PYTHON" tools/train_tokenizer.py --input "${input[@]}" --vocab-size 4096 --out "$out/tokenizer"
+"$PYTHON" tools/train_tokenizer.py --input "${input[@]}" --vocab-size 4096 --out "$out/tokenizer" --overwrite
 say "turning the text into tokens: $out/data/text.bin and .idx"
 "$PYTHON" tools/preprocess_data.py --input "${input[@]}" --tokenizer "$out/tokenizer" --out "$out/data/text" --workers 2 --overwrite
 say "training $steps steps on 4 processes: --tp 2 --pp 2 (metrics in $out/metrics.jsonl)"

@@ -12,7 +12,7 @@ from typing import Any
 from megalite.data import check_tokenizer_matches
 from megalite.data.prepare.documents import expand_inputs
 from megalite.dist.device import pick_device
-from megalite.errors import ToolParser, UserError, run_tool
+from megalite.errors import ToolParser, UserError, in_range, run_tool
 from megalite.log import logger, setup_logging
 from megalite.train.inference import Model, encode_text, load_model, mean_loss, tokens_of
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
+    in_range(args, "max_tokens", 2, 10**12)
     setup_logging()
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None and args.text:

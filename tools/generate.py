@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.dist.device import pick_device
-from megalite.errors import ToolParser, UserError, printable, run_tool
+from megalite.errors import ToolParser, UserError, in_range, printable, run_tool
 from megalite.train.inference import generate, load_model
 
 
@@ -24,12 +24,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     args = parser.parse_args(argv)
-    if args.temperature < 0 or args.top_k < 0:
-        given = f"--temperature {args.temperature} --top-k {args.top_k}"
-        raise UserError(given, "must not be negative", "change the value")
-    if args.max_new_tokens < 1 or args.num_samples < 1:
-        given = f"--max-new-tokens {args.max_new_tokens} --num-samples {args.num_samples}"
-        raise UserError(given, "at least one token must be generated", "give at least 1")
+    in_range(args, "max_new_tokens num_samples", 1, 10**6)
+    in_range(args, "temperature", 0, 10**6)
+    in_range(args, "top_k", 0, 2**31)
+    in_range(args, "seed", 0, 2**63 - 10**6)
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}", "must be more than 0 and at most 1", "give 0.9, for example")
     model = load_model(args.path, pick_device(args.device), args.tokenizer)

@@ -1,11 +1,15 @@
 """Train a sentencepiece BPE tokenizer on text files: DIR/tokenizer.model."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 from megalite.data.prepare.train_tokenizer import train_tokenizer
-from megalite.errors import ToolParser, run_tool
+from megalite.errors import ToolParser, in_range, run_tool
 from megalite.log import setup_logging
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = ToolParser(description=__doc__)
     parser.add_argument(
         "--input",
@@ -19,9 +23,13 @@ def main() -> None:
     parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
     parser.add_argument("--max-mb", type=float, default=1000.0, help="maximum amount of text to read (default: 1000)")
     parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
-    args = parser.parse_args()
+    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that exists in the folder")
+    args = parser.parse_args(argv)
+    in_range(args, "vocab_size", 1, 2**31)
+    # The trainer holds all text in memory.
+    in_range(args, "max_mb", 0, 10**6, above=True)
     setup_logging()
-    options = {"key": args.key, "max_mb": args.max_mb, "skip_bad": args.skip_bad}
+    options = {"key": args.key, "max_mb": args.max_mb, "skip_bad": args.skip_bad, "overwrite": args.overwrite}
     tokenizer = train_tokenizer(args.input, args.vocab_size, args.out, **options)
     print(f"{tokenizer.path}: {tokenizer.vocab_size} pieces, SHA-256 {tokenizer.sha256}")
 

@@ -40,19 +40,22 @@ from megalite.config.refused import accept
 from megalite.config.run import Config
 from megalite.errors import UserError, show
 from megalite.families import FAMILIES, PRESETS
+from megalite.log import warn_on_rank_0
 from megalite.schedules.batch import BatchSizes
 
 
 class Parsed(NamedTuple):
     """A checked configuration, and whether to only print it (`print_config`) or its layout (`dry_run`).
 
-    `layout` is None, or with `--layout auto` the names of the layout's options that flags have settled.
+    `layout` is None, or with `--layout auto` the names of the layout's options that flags have settled. `world` is the
+    number of ranks, None where nobody says it.
     """
 
     config: Config
     print_config: bool
     dry_run: bool
     layout: frozenset[str] | None = None
+    world: int | None = None
 
 
 def parse(
@@ -84,9 +87,11 @@ def parse(
     if read_model is not None and "init_from_hf" in (merged := _merge(layers)):
         layers.insert(0, _folder_layer(merged["init_from_hf"], read_model))
     layers.insert(0, _family_layer(layers))
-    layers[-1:-1] = layers_of_others(start, _values(layers[:-1]), flags, world)
+    layers[-1:-1], world = layers_of_others(start, _values(layers[:-1]), flags, world)
     if start.layout is not None:  # a flag, and so above what files say
         chosen = {*LAYOUT, *LAYOUT_DETAILS}
+        if unused := sorted(chosen & _merge(layers[:-1]).keys()):
+            warn_on_rank_0(f"--layout auto chooses these, whatever files say: {', '.join(unused)}")
         layers = [{name: given for name, given in file.items() if name not in chosen} for file in layers[:-1]] + [flags]
     for flag, (name, kind, compute) in megatron.COMPUTED.items():
         if flag in computed:
@@ -98,7 +103,7 @@ def parse(
     values = _values(layers)
     groups = {group: cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for group, cls in GROUPS.items()}
     settled = None if start.layout is None else frozenset((*LAYOUT, *LAYOUT_DETAILS)) & flags.keys()
-    return Parsed(Config(**groups), start.print_config, start.dry_run, settled)
+    return Parsed(Config(**groups), start.print_config, start.dry_run, settled, world)
 
 
 def to_yaml(config: Config) -> str:

@@ -13,7 +13,9 @@ from megalite.config.options import Layer, Start
 from megalite.errors import UserError
 
 
-def layers_of_others(start: Start, lower: Mapping[str, Any], flags: Layer, world: int | None) -> list[Layer]:
+def layers_of_others(
+    start: Start, lower: Mapping[str, Any], flags: Layer, world: int | None
+) -> tuple[list[Layer], int | None]:
     """Read `--accelerate-config` and `--deepspeed-config`, lowest first, and log what became of their keys.
 
     Args:
@@ -21,6 +23,9 @@ def layers_of_others(start: Start, lower: Mapping[str, Any], flags: Layer, world
         lower: all options without them and without the flags.
         flags: of the command line.
         world: number of ranks; None where they are not started: then an Accelerate file says how many there would be.
+
+    Returns:
+        The layers, and the number of ranks, as far as it is known.
 
     Raises:
         UserError: a file cannot be read, is for another number of ranks, or has keys that are refused.
@@ -36,8 +41,9 @@ def layers_of_others(start: Start, lower: Mapping[str, Any], flags: Layer, world
         if asked is not None and world is not None and asked.value != world:
             remedy = f"start {asked.value}, or correct the file"
             raise UserError(asked.written, f"there {'are' if world > 1 else 'is'} {world} of them", remedy)
-        settle_batch(reading, world or (asked.value if asked else 1))
+        world = world or (asked.value if asked else None)
+        settle_batch(reading, world or 1)
         reading.tell()
         found.append(reading.layer)
         lower = {**lower, **{name: given.value for name, given in reading.layer.items()}}
-    return found
+    return found, world

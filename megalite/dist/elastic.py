@@ -160,6 +160,10 @@ class LocalRanks:
         first, self.asked = not self.asked, signum
         if not self._send(signal.SIGTERM if first else signal.Signals(signum)):
             raise _Asked
+        if first and signum != signal.SIGTERM:
+            what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (its terminal was closed)"}[signal.Signals(signum)]
+            # Not through the buffer of a stream, which this may have interrupted.
+            os.write(2, f"{what}: all ranks get SIGTERM, to save and exit; another Ctrl-C ends them at once\n".encode())
         if first and self.patience_s:
             signal.alarm(self.patience_s)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.errors import ToolParser, UserError, require
+from megalite.errors import ToolParser, UserError, in_range, require
 from megalite.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
 from megalite.launch.batch import EMIT_ONLY, add_options, emit, refuse
 from megalite.launch.hosts import (
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging(rank=0)
     usage = "launch.py [flags] -- pretrain_gpt.py [its flags]"
     require(bool(script), "no training command", "it follows '--'", usage)
-    require(args.max_restarts >= 0, f"--max-restarts {args.max_restarts}", "must not be negative", "use 0 or more")
+    in_range(args, "max_restarts", 0, 10**6)
+    in_range(args, "preflight_timeout", 0, 10**6, above=True)
     port = args.master_port
     require(port is None or 0 < port < 65536, f"--master-port {port}", "must be 1 to 65535", "remove it for 29500")
     env = _parse_env(args.env)
@@ -96,9 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.no_preflight:
         refuse(args, "preflight_timeout", "does not go with --no-preflight")
         return _run(spec, hosts, args.max_restarts, None)
-    patience_s = PROBE_TIMEOUT_S if args.preflight_timeout is None else args.preflight_timeout
-    require(patience_s > 0, f"--preflight-timeout {patience_s:g}", "must be positive", "remove it for 10 s")
-    return _run(spec, hosts, args.max_restarts, patience_s)
+    return _run(spec, hosts, args.max_restarts, args.preflight_timeout or PROBE_TIMEOUT_S)
 
 
 def _run(spec: LaunchSpec, hosts: Sequence[Host], max_restarts: int, preflight_s: float | None) -> int:

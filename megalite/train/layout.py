@@ -35,7 +35,7 @@ def settle_layout(parsed: Parsed) -> Config:
         words = " ".join(flags({name: kept[name] for name in LAYOUT if name in kept}))
         logger.info(f"--layout auto: resuming in the layout of {Path(cfg.run.run_dir) / 'config.yaml'}: {words}")
         return cfg
-    world = world_size(otherwise=cfg.parallel.tp * cfg.parallel.pp)
+    world = world_size(otherwise=parsed.world or cfg.parallel.tp * cfg.parallel.pp)
     choice = choose_layout(with_vocab_size(cfg), world, parsed.layout)
     for line in choice.report():
         logger.info(line)

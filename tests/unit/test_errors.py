@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megalite.errors import UserError
+from megalite.errors import ToolParser, UserError
 from megalite.log import logger, setup_logging
 from tests.ranks import ROOT
 
@@ -102,3 +106,39 @@ def test_what_is_printed_may_be_cut_short(program: list[str], argument: str) -> 
     )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+TOOLS = {
+    "tools.generate": ["run"],
+    "tools.evaluate": ["run", "--data", "x"],
+    "tools.train_tokenizer": ["--input", "x", "--vocab-size", "300", "--out", "x"],
+    "megalite.launch.cli": ["--hostfile", "missing", "--", "pretrain_gpt.py"],
+    "megalite.train.command": ["--dry-run"],
+}
+
+
+@pytest.mark.parametrize("module", TOOLS)
+def test_every_number_of_a_tool_has_a_range(module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What cannot be meant is refused, by its flag, before a file is read or anything is started."""
+    monkeypatch.chdir(tmp_path)
+    main, words = importlib.import_module(module).main, TOOLS[module]
+    seen: list[argparse.Action] = []
+    parse = ToolParser.parse_known_args
+
+    def note(self: ToolParser, *args: Any, **options: Any) -> Any:
+        seen.extend(a for a in self._actions if a.type in (int, float))
+        return parse(self, *args, **options)
+
+    monkeypatch.setattr(ToolParser, "parse_known_args", note)
+    with contextlib.suppress(UserError):
+        main([*words, "--no-such-flag"] if module != "megalite.train.command" else ["--tp", "0"])
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert seen
+    end = words.index("--") if "--" in words else len(words)
+    for action in {a.dest: a for a in seen}.values():
+        flag = action.option_strings[0]
+        for value in (-1, -(10**40), 10**40, *(("nan", "inf", "1e300") if action.type is float else ())):
+            with pytest.raises(UserError) as caught:
+                main([*words[:end], f"{flag}={value}", *words[end:]])
+            assert str(caught.value).startswith(flag), (flag, value, str(caught.value))

@@ -43,6 +43,7 @@ def train_tokenizer(
     key: str = "text",
     max_mb: float = 1000.0,
     skip_bad: bool = False,
+    overwrite: bool = False,
 ) -> Tokenizer:
     """Train on text files and write `out_dir/tokenizer.model`; every text then decodes to itself.
 
@@ -55,11 +56,14 @@ def train_tokenizer(
         max_mb: training reads at most this many MB of text, from the start of the inputs (the trainer holds all of it
             in memory); logged when it cuts.
         skip_bad: skip and count records that do not parse; otherwise the first one ends the training.
+        overwrite: replace a tokenizer that exists in `out_dir`.
 
     Raises:
         UserError: inputs that cannot be read, a vocabulary that the text cannot fill or too small for its characters.
     """
     out = Path(out_dir) / "tokenizer.model"
+    if out.exists() and not overwrite:
+        raise UserError(f"--out {out_dir}", f"{out} exists", "choose another folder, or give --overwrite")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         model = _train(inputs, vocab_size, key, int(max_mb * 1e6), skip_bad)

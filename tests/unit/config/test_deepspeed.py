@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import pretrain_gpt
 from megalite.config.cli import parse
 from megalite.config.run import Config
 from megalite.errors import UserError
@@ -395,6 +399,32 @@ def test_the_number_of_processes_is_checked_where_ranks_start(accelerate: Any) -
     with pytest.raises(UserError, match=r"num_processes 4: there is 1 of them"):
         accelerate({}, world=None)
     assert accelerate({"gradient_accumulation_steps": 2}, "--dry-run", world=None).train.global_batch_size == 8
+
+
+def test_a_dry_run_is_of_the_ranks_that_the_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(MACHINE)
+    words = ["--accelerate-config", str(path), "--mock-data", "--vocab-size", "64", "--device", "cpu", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+    pretrain_gpt.main()
+    assert "4 ranks = dp 4 x" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words, "--pp", "3"])
+    with pytest.raises(UserError, match="4"):
+        pretrain_gpt.main()
+
+
+def test_what_gives_way_to_a_chosen_layout_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}')
+    monkeypatch.setattr(logging.getLogger("megalite"), "propagate", True)
+    parsed = parse(["--deepspeed-config", str(path), "--layout", "auto", "--mock-data"], world=4)
+    assert (parsed.config.parallel.tp, parsed.config.parallel.zero) == (1, 1)
+    (text,) = [r.getMessage() for r in caplog.records if "--layout auto" in r.getMessage()]
+    assert {"tp", "zero"} <= set(re.findall(r"\w+", text))
 
 
 def test_a_deepspeed_file_that_accelerate_names(accelerate: Any, tmp_path: Path) -> None:

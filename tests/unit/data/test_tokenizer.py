@@ -98,6 +98,10 @@ def test_a_bad_line_in_training_text_is_named(tmp_path: Path) -> None:
     # What preprocessing can skip, training the tokenizer of the same text can skip, too.
     tokenizer = train_tokenizer([str(tmp_path / "t.jsonl")], 268, tmp_path / "out", skip_bad=True)
     assert tokenizer.decode(tokenizer.encode("fine")) == "fine"
+    with pytest.raises(UserError, match=r"tokenizer.model exists; choose another folder, or give --overwrite"):
+        train_tokenizer([str(tmp_path / "t.jsonl")], 267, tmp_path / "out", skip_bad=True)
+    other = train_tokenizer([str(tmp_path / "t.jsonl")], 267, tmp_path / "out", skip_bad=True, overwrite=True)
+    assert (tokenizer.vocab_size, other.vocab_size) == (268, 267)
 
 
 @given(st.text())
