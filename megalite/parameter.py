@@ -16,18 +16,21 @@ class ShardedParameter(torch.nn.Parameter):
     Attributes:
         shard: the declaration and this rank's cut of it.
         main_grad: fp32 gradient, a view into a bucket; set by the gradient buffer, which may make memory at a use.
-        before_grad: called before each use of `main_grad`; set by the gradient buffer.
+        has_grad: whether `main_grad` holds a contribution that the next one is added to. If not, it holds anything, and
+            the next contribution overwrites it.
+        before_grad, after_grad: called before each use of `main_grad`, and after each contribution; set by the gradient
+            buffer.
         uses: contributions to the gradient in one micro-batch (2 for an embedding that is also the output layer).
         adds_to_main_grad: the layer adds its gradient to `main_grad` itself and calls `grad_added`; otherwise autograd
             leaves it in `.grad` and the buffer moves it.
-        grad_added: called after each contribution; set by the gradient buffer.
     """
 
     shard: Shard
+    has_grad: bool = False
     before_grad: Callable[[], None] | None = None
+    after_grad: Callable[[], None] | None = None
     uses: int
     adds_to_main_grad: bool
-    grad_added: Callable[[], None]
     _main_grad: torch.Tensor
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> ShardedParameter:
@@ -46,6 +49,17 @@ class ShardedParameter(torch.nn.Parameter):
     @main_grad.setter
     def main_grad(self, view: torch.Tensor) -> None:
         self._main_grad = view
+
+    def grad_added(self) -> None:
+        """Note that a contribution is in `main_grad`."""
+        self.has_grad = True
+        if self.after_grad is not None:
+            self.after_grad()
+
+    def add_grad(self, grad: torch.Tensor) -> None:
+        """Contribute `grad`, of the parameter's shape and any float type, to `main_grad`."""
+        (self.main_grad.add_ if self.has_grad else self.main_grad.copy_)(grad)
+        self.grad_added()
 
     @classmethod
     def empty(

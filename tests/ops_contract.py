@@ -307,17 +307,19 @@ def _flat_cases() -> Iterator[Case]:
 def _matmul(ops: Ops, main_grad: Tensor, dy: Tensor, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     main_grad, y, dx = main_grad.clone(), torch.full_like(dy, float("nan")), torch.full_like(x, float("nan"))
     ops.linear_wgrad(main_grad, dy, x)
+    first = torch.full_like(main_grad, float("nan"))
+    ops.linear_wgrad(first, dy, x, accumulate=False)
     ops.linear(x, w, out=y)
     ops.linear_dgrad(dy, w, out=dx)
     # With more dimensions than two, and without buffers.
     rows = [t.view(-1, 1, t.shape[-1]) for t in (x, dy)]
     ops.linear_wgrad(main_grad, rows[1], rows[0])
-    return main_grad, y, dx, ops.linear(rows[0], w, b), ops.linear(rows[0], w), ops.linear_dgrad(rows[1], w)
+    return main_grad, first, y, dx, ops.linear(rows[0], w, b), ops.linear(rows[0], w), ops.linear_dgrad(rows[1], w)
 
 
 def _matmul_oracle(main_grad: Tensor, dy: Tensor, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     y, dx = x @ w.t(), dy @ w
-    return main_grad + 2 * dy.t() @ x, y, dx, (y + b)[:, None], y[:, None], dx[:, None]
+    return main_grad + 2 * dy.t() @ x, dy.t() @ x, y, dx, (y + b)[:, None], y[:, None], dx[:, None]
 
 
 def _matmul_cases() -> Iterator[Case]:

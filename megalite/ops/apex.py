@@ -55,10 +55,15 @@ def _l2_norm(op: Op) -> dict[str, Callable[..., Any]]:
 def _matmul(op: Op) -> dict[str, Callable[..., Any]]:
     from fused_weight_gradient_mlp_cuda import wgrad_gemm_accum_fp32
 
-    def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        wgrad_gemm_accum_fp32(x.flatten(0, -2), dy.flatten(0, -2), main_grad)
+    plain = TORCH.load(op)
 
-    return {**TORCH.load(op), "linear_wgrad": linear_wgrad}
+    def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = True) -> None:
+        if accumulate:
+            wgrad_gemm_accum_fp32(x.flatten(0, -2), dy.flatten(0, -2), main_grad)
+        else:
+            plain["linear_wgrad"](main_grad, dy, x, accumulate)
+
+    return {**plain, "linear_wgrad": linear_wgrad}
 
 
 NORMS = _backend("fused_layer_norm_cuda", _norms)

@@ -7,11 +7,11 @@ linear(x, w, b=None, out=None) -> y
 linear_dgrad(dy, w, out=None) -> dx
     dx = dy w, the input's gradient. dy [..., O]; dx [..., I]. out [N, I]: where to write it (then dy is [N, O]).
 
-linear_wgrad(main_grad, dy, x) -> None
-    main_grad += dy^T x in place, summed over all dimensions but the last. dy [..., O] and x [..., I] of one dtype;
-    main_grad [O, I] fp32 (or of that dtype). With an fp32 main_grad the sum over micro-batches is fp32. On CUDA so is
-    the product: the GEMM itself writes fp32 (cuBLAS with beta 1, no extra buffer). A CPU has no such product:
-    there each product is rounded once before it is added.
+linear_wgrad(main_grad, dy, x, accumulate=True) -> None
+    main_grad += dy^T x in place, summed over all dimensions but the last; without `accumulate` main_grad = dy^T x,
+    whatever it held. dy [..., O] and x [..., I] of one dtype; main_grad [O, I] fp32 (or of that dtype). With an fp32
+    main_grad the sum over micro-batches is fp32. On CUDA so is the product: the GEMM itself writes fp32 (cuBLAS with
+    beta 1 or 0, no extra buffer). A CPU has no such product: there each product is rounded once before it is added.
 
 None is differentiable: the layers that call them (megalite.tensor_parallel) define their own backward.
 """
@@ -36,15 +36,18 @@ def linear_dgrad(dy: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(dy.flatten(0, -2), w, out=out).view(*dy.shape[:-1], w.shape[1])
 
 
-def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = True) -> None:
     """Torch implementation of `linear_wgrad`; see the module's contract."""
-    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    if main_grad.dtype == dy.dtype:
-        main_grad.addmm_(dy.t(), x)
-    elif dy.is_cuda:
-        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+    dy_t, x = dy.flatten(0, -2).t(), x.flatten(0, -2)
+    if dy.is_cuda and main_grad.dtype != dy.dtype:
+        if accumulate:
+            torch.addmm(main_grad, dy_t, x, out_dtype=main_grad.dtype, out=main_grad)
+        else:
+            torch.mm(dy_t, x, out_dtype=main_grad.dtype, out=main_grad)
+    elif main_grad.dtype == dy.dtype:
+        torch.addmm(main_grad, dy_t, x, beta=int(accumulate), out=main_grad)
     else:
-        main_grad.add_(dy.t() @ x)
+        (main_grad.add_ if accumulate else main_grad.copy_)(dy_t @ x)
 
 
 OP = Op("matmul", (linear, linear_dgrad, linear_wgrad), (TORCH, apex.MATMUL))

@@ -35,7 +35,8 @@ class Bucket:
 
     Parameters are views of `weights`, their `main_grad` views of `grad`. Its verbs are `gather` (make the weights
     whole), `release` (keep the share of them alone) and `reduce` (sum the gradients). A gradient that is cut has memory
-    from its first contribution until it is reduced.
+    from its first contribution until it is reduced. The first contribution to each parameter overwrites what the
+    memory held: gradients are not zeroed.
 
     Args:
         params: parameters in the order in which they lie in the bucket, all of one type and device.
@@ -82,11 +83,15 @@ class Bucket:
         self.grad = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
         for param, start in zip(params, self.starts):
             self._adopt(param, start)
+        ends = [start + param.numel() for param, start in zip(params, self.starts)]
+        gaps = (self.grad[end:start] for end, start in zip(ends, [*self.starts[1:], self.numel]))
+        self._padding = [gap for gap in gaps if len(gap)]
         self._own_weights = None
         if sharded.weights:
             own = self.weights[self.owned]
             self._own_weights = on_host(own) if sharded.host else own.clone()
         self._own_grad = torch.zeros(share, dtype=torch.float32, device=like.device) if sharded.grad else None
+        self._own_grad_holds = False
         self._missing: Counter[str] = Counter()
         self._contributions = self._to_come = 0
         self._filling = False
@@ -108,7 +113,7 @@ class Bucket:
         param.data = view
         param.main_grad = self.grad[start : start + param.numel()].view(param.shape)
         param.before_grad = self._fill if self.sharded.grad else None
-        param.grad_added = partial(self._added, param)
+        param.after_grad = partial(self._added, param)
         if not param.adds_to_main_grad:
             param.register_post_accumulate_grad_hook(_move_grad)
 
@@ -143,20 +148,24 @@ class Bucket:
         return tuple(out)
 
     def start_step(self, num_microbatches: int, loss_scale: float = 1.0) -> None:
-        """Clear the gradients and expect those of `num_microbatches`, multiplied by the loss scale."""
+        """Expect the gradients of `num_microbatches`, multiplied by the loss scale; what is there is forgotten."""
         self.bytes_sent, self._scale = 0, loss_scale
+        self._start_sum()
         if self.sharded.grad:
             # A step that was interrupted may have left something.
-            self._filling = False
+            self._filling = self._own_grad_holds = False
             self._in_flight.clear()
             _resize(self.grad, 0)
-        (self.grad_share if self.sharded.grad else self.grad).zero_()
         self._missing = Counter({p.shard.spec.name: num_microbatches * p.uses for p in self.params})
         often = self.sharded.grad and self.sharded.each_microbatch
         # Counted over all parameters: a split backward may add a bias of the next micro-batch before a matrix of this
         # one, and the sum is the same.
         self._contributions = self._to_come = self._missing.total() // (num_microbatches if often else 1)
         self._reducing = None
+
+    def _start_sum(self) -> None:
+        for param in self.params:
+            param.has_grad = False
 
     def _fill(self) -> None:
         """Make memory for the whole gradient at its first use, and first free that of others."""
@@ -166,7 +175,6 @@ class Bucket:
             self._settle()
         self._settle_others()
         _resize(self.grad, self.numel)
-        self.grad.zero_()
         self._filling = True
 
     def _settle_others(self) -> None:
@@ -184,8 +192,16 @@ class Bucket:
         if self.sharded.grad and not self.overlap:
             self._settle()
 
+    @torch.no_grad()
+    def _zero_rest(self) -> None:
+        """Zero what no contribution has written: padding, and parameters that got none."""
+        rest = [*self._padding, *(param.main_grad for param in self.params if not param.has_grad)]
+        if rest:
+            torch._foreach_zero_(rest)
+
     def reduce(self) -> None:
         """Start summing gradients over the batch axes."""
+        self._zero_rest()
         if self.codec is not None:
             self.codec.start(self.grad, self.owned, self._scale)
             self._reducing = self.codec
@@ -198,6 +214,7 @@ class Bucket:
             self._reducing = collectives.all_reduce(self._sent, self.shards)
         if self.sharded.grad:
             self._filling = False
+            self._start_sum()
             self._in_flight.append(self)
 
     def _settle(self) -> None:
@@ -206,7 +223,8 @@ class Bucket:
         self._in_flight.remove(self)
         self._reducing.wait()
         self.bytes_sent += self._reducing.sent
-        self.grad_share.add_(self._sent[self.owned])
+        (self.grad_share.add_ if self._own_grad_holds else self.grad_share.copy_)(self._sent[self.owned])
+        self._own_grad_holds = True
         self._reducing, self._sent = None, self.grad
         _resize(self.grad, 0)
 
@@ -269,9 +287,8 @@ def _move_grad(param: torch.Tensor) -> None:
     """Move a gradient that autograd computed to `main_grad`; a post-accumulate hook."""
     assert isinstance(param, ShardedParameter)
     if param.grad is not None:
-        param.main_grad.add_(param.grad)
-        param.grad = None
-        param.grad_added()
+        grad, param.grad = param.grad, None
+        param.add_grad(grad)
 
 
 def make_buckets(

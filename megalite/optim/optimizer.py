@@ -111,7 +111,7 @@ class DistributedOptimizer:
             module.register_forward_pre_hook(wait)
 
     def start_step(self, num_microbatches: int, loss_scale: float = 1.0) -> None:
-        """Zero the gradients and expect those of `num_microbatches`, multiplied by the loss scale."""
+        """Expect the gradients of `num_microbatches`, multiplied by the loss scale."""
         for bucket in self.buckets:
             bucket.start_step(num_microbatches, loss_scale)
 

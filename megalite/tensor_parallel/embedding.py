@@ -28,7 +28,10 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[None, None, None]:
         local, elsewhere = ctx.saved_tensors
         rows = dy.masked_fill(elsewhere.unsqueeze(-1), 0.0).reshape(-1, dy.shape[-1]).float()
-        ctx.weight.main_grad.index_add_(0, local.reshape(-1), rows)
+        grad = ctx.weight.main_grad
+        if not ctx.weight.has_grad:
+            grad.zero_()  # most rows get nothing
+        grad.index_add_(0, local.reshape(-1), rows)
         ctx.weight.grad_added()
         return None, None, None
 

@@ -84,8 +84,7 @@ class WgradQueue:
 def accumulate_bias_grad(bias: ShardedParameter | None, dy: torch.Tensor) -> None:
     """Add the sum of dy over tokens to main_grad_O."""
     if bias is not None:
-        bias.main_grad.add_(dy.flatten(0, -2).sum(0, dtype=torch.float32))
-        bias.grad_added()
+        bias.add_grad(dy.flatten(0, -2).sum(0, dtype=torch.float32))
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -205,7 +204,7 @@ class ParallelLinear(nn.Module):
 
     def add_weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add dy^T x over all tokens to main_grad_OI, in fp32."""
-        self.ops.linear_wgrad(self.weight.main_grad, dy, x)
+        self.ops.linear_wgrad(self.weight.main_grad, dy, x, self.weight.has_grad)
         self.weight.grad_added()
 
 

@@ -208,6 +208,7 @@ def install(fault: dict[str, Any]) -> None:
 
     from megalite.checkpoint.snapshot import Snapshot
     from megalite.data import BatchLoader
+    from megalite.parameter import ShardedParameter
     from megalite.pipeline import executor
     from megalite.train import loop, step
 
@@ -234,12 +235,11 @@ def install(fault: dict[str, Any]) -> None:
         before(executor._Run, "forward", when_armed)
     elif place == "nan":
 
-        def poison(self: Any, _microbatch: int, stage: int, *_: Any) -> None:
+        def poison(parameter: ShardedParameter) -> None:
             if armed:
-                for parameter in self.executor.stages[stage].parameters():
-                    parameter.main_grad.view(-1)[0] = torch.nan
+                parameter.main_grad.view(-1)[0] = torch.nan
 
-        before(executor._Run, "backward", poison)
+        before(ShardedParameter, "grad_added", poison)
     elif place == "every_step":
         before(executor._Run, "forward", lambda *_: act())
     elif place == "eval":

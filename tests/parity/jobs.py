@@ -94,7 +94,28 @@ def start(rank: int, cfg: Config, world: int) -> Any:
     topology = Grid.of(world, cfg.parallel.tp, cfg.parallel.pp)
     engine = build_engine(cfg, ParallelContext.create(topology, torch.device("cpu")))
     engine.optimizer.init_parameters(cfg.train.seed)
+    spoil_gradients(engine)
     return engine
+
+
+def spoil_gradients(engine: Any) -> None:
+    """Fill the memory of gradients with NaN before each first contribution: nothing of what it held may count."""
+    for bucket in engine.optimizer.buckets:
+
+        def start_step(*args: Any, bucket: Any = bucket, start: Any = bucket.start_step) -> None:
+            start(*args)
+            (bucket.grad_share if bucket.sharded.grad else bucket.grad).fill_(np.nan)
+
+        def fill(bucket: Any = bucket) -> None:
+            filling = bucket._filling
+            bucket._fill()
+            if not filling:
+                bucket.grad.fill_(np.nan)
+
+        bucket.start_step = start_step
+        if bucket.sharded.grad:
+            for param in bucket.params:
+                param.before_grad = fill
 
 
 def init_parameters(stage: Any, seed: int) -> None:

@@ -46,6 +46,7 @@ def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
     for cfg in cfgs:
         engine = build_engine(cfg, ctx)
         engine.optimizer.init_parameters(cfg.train.seed)
+        jobs.spoil_gradients(engine)
         out.append(gradients_of(engine))
     return out
 

@@ -145,7 +145,7 @@ def test_gathering_weights_hides_behind_the_forward_pass(runs: Runs) -> None:
     gathers = runs.tp2["collectives"]["dp"]["all_gather"]
     assert gathers["bytes"] == pytest.approx(8.03e9, rel=1e-3)
     # With one hardware queue, gathers that were all posted at once would hold the first kernel up for 190 ms.
-    assert gathers["exposed_s"] < 0.015
+    assert gathers["exposed_s"] < 0.02
 
 
 def test_the_page_the_picture_and_a_refusal(runs: Runs) -> None:

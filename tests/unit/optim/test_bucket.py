@@ -125,6 +125,21 @@ def test_the_reduction_starts_with_the_last_contribution() -> None:
     assert bucket._reducing is not None
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_contributions_overwrite_what_the_memory_held(cut: bool) -> None:
+    """A gradient is NaN before its first contribution, which is not seen; without one it ends as zero."""
+    params = parameters(3, (4,))
+    bucket = Bucket(params, KIND, SINGLE, sharded=Sharded(state=cut, grad=cut))
+    for step in (1.0, 2.0):
+        bucket.start_step(2)
+        (bucket.grad_share if cut else bucket.grad).fill_(torch.nan)
+        for _ in range(2):
+            params[0].add_grad(torch.full((4,), step))
+        params[2].add_grad(torch.tensor(3.0))
+        assert bucket.missing == ["w1", "w2"]
+        assert bucket.finish_reduce().tolist() == [2 * step] * 4 + [0.0] * 4 + [3.0] * 4
+
+
 def reduced(rank: int, world: int, zero: bool, dtype: torch.dtype) -> dict[str, Any]:
     """Two steps of a bucket whose gradient is (rank + 1) / sum of ranks + 1, so that the sum over dp is 1."""
     ctx = ParallelContext.create(Grid.of(world), CPU)
@@ -133,10 +148,8 @@ def reduced(rank: int, world: int, zero: bool, dtype: torch.dtype) -> dict[str, 
     share = None
     for _ in range(2):
         bucket.start_step(1)
-        assert not bucket.grad.any()
         for param in params:
-            param.main_grad.add_((rank + 1) / (world * (world + 1) / 2))
-            param.grad_added()
+            param.add_grad(torch.tensor((rank + 1) / (world * (world + 1) / 2)))
         share = bucket.finish_reduce()
     assert share is not None
     parts = [p.main_grad.flatten() for p in params]
@@ -171,8 +184,7 @@ def unread(rank: int) -> tuple[torch.Tensor, float]:
     optimizer = DistributedOptimizer([bucket], OptimConfig(), ctx, kernels.resolve(None, CPU, torch.float32), False)
     optimizer.start_step(1)
     for param in params:
-        param.main_grad.fill_(0.5)
-        param.grad_added()
+        param.add_grad(torch.tensor(0.5))
     bucket.finish_reduce()
     mine = bucket.grad[bucket.owned].clone()
     bucket.grad.fill_(torch.nan)
@@ -265,10 +277,11 @@ def trained(rank: int, zero: int, dtype: torch.dtype) -> tuple[torch.Tensor, lis
     sizes, norms = [], []
     for step in (1, 2):
         optimizer.start_step(2)
+        if not bucket.sharded.grad:
+            bucket.grad.fill_(torch.nan)
         for _ in range(2):
             for i, param in enumerate(params):
-                param.main_grad.add_(torch.arange(400.0).view(20, 20).sin() * (i + rank + step))
-                param.grad_added()
+                param.add_grad(torch.arange(400.0).view(20, 20).sin() * (i + rank + step))
         norms.append(optimizer.finish_grads())
         bucket.release()
         sizes = [t.untyped_storage().nbytes() for t in (bucket.weights, bucket.grad)]

@@ -87,10 +87,10 @@ def sums(rank: int, compress: str, zero: int) -> Any:
         before = [s.flat.clone() for s in optimizer.states()]
         optimizer.start_step(1, scale)
         for param in bucket.params:
-            param.main_grad.add_(torch.from_numpy(gradient(param.shard.spec.name, rank, step)) * scale)
+            grad = torch.from_numpy(gradient(param.shard.spec.name, rank, step)) * scale
             if (rank, step) == (1, 2):
-                param.main_grad[-1] = torch.nan
-            param.grad_added()
+                grad[-1] = torch.nan
+            param.add_grad(grad)
         square = optimizer.finish_grads()
         if step == 2:
             assert compress == "none" or square.isnan() == (rank == 1)
@@ -217,8 +217,7 @@ def carried(rank: int, world: int, folder: str, load: bool) -> dict[tuple[str, s
         for step in range(2):
             optimizer.start_step(1)
             for param in optimizer.buckets[0].params:
-                param.main_grad.copy_(torch.from_numpy(gradient(param.shard.spec.name, rank, step)))
-                param.grad_added()
+                param.add_grad(torch.from_numpy(gradient(param.shard.spec.name, rank, step)))
             optimizer.finish_grads()
             optimizer.step(0.1, torch.tensor(1.0))
         saver = Checkpointer(Path(folder).parent, ctx)

@@ -64,8 +64,7 @@ def one_step(
     optimizer.start_step(1)
     for name, param in params.items():
         share = 2.0 / dp
-        param.main_grad.add_(value(name, step) * share)
-        param.grad_added()
+        param.add_grad(value(name, step) * share)
     squared = optimizer.finish_grads().item()
     optimizer.step(0.01 * step, torch.tensor(0.5))
     return squared

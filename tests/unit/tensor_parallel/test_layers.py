@@ -29,9 +29,9 @@ def sharded(spec: ParamSpec, whole: torch.Tensor, tp: Axis, dtype: torch.dtype) 
     shard = tp_shard(spec, tp.rank, tp.size)
     param = ShardedParameter.empty(shard, dtype, CPU, adds_to_main_grad=True)
     param.data.copy_(shard.take(whole))
-    param.main_grad = torch.zeros(shard.shape)
+    param.main_grad = torch.full(shard.shape, torch.nan)
     added: list[None] = []
-    param.grad_added = lambda: added.append(None)  # noqa: PLW0108
+    param.after_grad = lambda: added.append(None)  # noqa: PLW0108
     param.added = added  # type: ignore[attr-defined]
     return param
 
