@@ -81,8 +81,12 @@ def triton_cases() -> list[Case]:
         chunks, block, warps = norm.backward_launch(width)
         constants |= {"CHUNKS": chunks, "BLOCK": block}
         cases.append(Case(f"{name}_backward", norm.norm_backward_kernel, constants, warps, backward))
+    finish = {"ADD": True, "BLOCK_ROWS": norm.FINISH_ROWS, "BLOCK": norm.FINISH_WIDTH}
+    cases.append(Case("norm_finish", norm.norm_finish_kernel, finish, 4, Limit(48, 4, 1)))
     rotary = {"INVERSE": False, "COPY_REST": False, "BLOCK_HEADS": 32, "BLOCK_HALF": 64, "BLOCK_REST": 1}
     cases.append(Case("rope", rope.rope_kernel, rotary, 4, Limit(64, 8)))
+    packed = {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "BLOCK_REST": 1, "HAS_REST": False}
+    cases.append(Case("rope_pack", rope.rope_pack_kernel, packed, 4, Limit(64, 10)))
     for kind, label in ((0, "silu"), (1, "gelu"), (2, "gelu_tanh")):
         constants = {"KIND": kind, "BLOCK": 1024}
         cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, constants, 4, Limit(40, 2)))

@@ -96,10 +96,19 @@ def norm(
 
 
 def norm_backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, is_rms: bool
-) -> tuple[Tensor, Tensor, None]:
-    """Compute the gradients of RMSNorm -> (dx, with dtotal added; dweight; None)."""
-    if not is_rms:
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dweight: Tensor,
+    dbias: Tensor | None,
+    add_weight: bool,
+    add_bias: bool,
+) -> Tensor:
+    """Compute the gradients of RMSNorm -> dx, with dtotal added; that of the weight goes into dweight."""
+    if dbias is not None:
         raise ValueError("LayerNorm has no C++ kernel")
     bf16, bf16_weight = _element(x, "x"), _element(weight, "weight")
     rows, width = _rows(x)
@@ -111,12 +120,15 @@ def norm_backward(
     rstd = _packed(rstd, "rstd", rows, torch.float32)
     if dtotal is not None:
         dtotal = _packed(dtotal, "dtotal", x.numel(), x.dtype)
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dx, direct = torch.empty_like(x), dweight.dtype is weight.dtype and not add_weight
+    summed = dweight if direct else torch.empty_like(weight)
     _entries.norm_backward(
         dy.data_ptr(), 0 if dtotal is None else dtotal.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr(),
-        dx.data_ptr(), dweight.data_ptr(), rows, width, bf16, bf16_weight, torch.get_num_threads(),
+        dx.data_ptr(), summed.data_ptr(), rows, width, bf16, bf16_weight, torch.get_num_threads(),
     )  # fmt: skip
-    return dx, dweight, None
+    if not direct:
+        (dweight.add_ if add_weight else dweight.copy_)(summed)
+    return dx
 
 
 def _halves(gate_up: Tensor, kind: int) -> tuple[int, int]:

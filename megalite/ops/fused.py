@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 
 from megalite.ops import cpp, cuda, native
 from megalite.ops.op import Backend, Missing, Op
+from megalite.sharding import ShardedParameter
 
 # Activations by their number in the kernels' schemas.
 KINDS = {"silu": 0, "none": 1, "tanh": 2}
@@ -86,14 +87,28 @@ class _Norm(torch.autograd.Function):
         y, total, mean, rstd = _kernel(kernels, "norm")(x, residual, weight, bias, eps)
         ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
         ctx.has_bias, ctx.kernels = bias is not None, kernels
+        # A weight that was computed is not held: recomputation frees what is saved.
+        direct = isinstance(weight, ShardedParameter) and weight.requires_grad and not is_compiling()
+        ctx.params = (weight, bias) if direct else None
         return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        norm_backward = _kernel(ctx.kernels, "norm_backward")
-        dx, dweight, dbias = norm_backward(dy, dtotal, *ctx.saved_tensors, not ctx.has_bias)
-        return dx, None if dtotal is None else dx, dweight, dbias if ctx.has_bias else None, None, None
+        norm_backward, saved = _kernel(ctx.kernels, "norm_backward"), ctx.saved_tensors
+        dweight = dbias = None
+        if ctx.params is None:
+            dweight = torch.empty_like(saved[1])
+            dbias = torch.empty_like(dweight) if ctx.has_bias else None
+            dx = norm_backward(dy, dtotal, *saved, dweight, dbias, False, False)
+        else:
+            weight, bias = ctx.params
+            into = weight.main_grad, bias.main_grad if ctx.has_bias else None
+            dx = norm_backward(dy, dtotal, *saved, *into, weight.has_grad, ctx.has_bias and bias.has_grad)
+            weight.grad_added()
+            if ctx.has_bias:
+                bias.grad_added()
+        return dx, None if dtotal is None else dx, dweight, dbias, None, None
 
 
 class _Activation(torch.autograd.Function):

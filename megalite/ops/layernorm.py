@@ -7,7 +7,8 @@ layernorm(x, weight, bias, eps) -> y
 add_layernorm(x, residual, weight, bias, eps) -> (normed, new_residual)
     new_residual = x + residual, normed = layernorm(new_residual, …).
 
-Neither writes to its inputs. Backward keeps the normalized input and two fp32 numbers per row.
+Neither writes to its inputs; gradients of parameters as in `rmsnorm`. Backward keeps the normalized input and two fp32
+numbers per row.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ def _norm(
 
 
 def _norm_backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, is_rms: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(0 if is_rms else len(weight))
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *into: Any
+) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def _in_place(*args: Any, **kwargs: Any) -> None:
@@ -50,9 +50,10 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
         _norm,
     ),
+    # dweight and dbias: written, or added to where there is something to add to. Without dbias it is RMSNorm.
     "norm_backward": (
-        "(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, bool is_rms) "
-        "-> (Tensor dx, Tensor dweight, Tensor dbias)",
+        "(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor(a!) dweight, "
+        "Tensor(b!)? dbias, bool add_weight, bool add_bias) -> Tensor dx",
         _norm_backward,
     ),
     # kind: as in `fused.KINDS`.

@@ -9,7 +9,8 @@ add_rmsnorm(x, residual, weight, eps) -> (normed, new_residual)
     new_residual = x + residual (rounded to their dtype), normed = rmsnorm(new_residual, weight, eps).
     x and residual [..., H] of one dtype. Backward keeps new_residual and one fp32 number per row.
 
-Neither writes to its inputs. Empty batches are allowed.
+Neither writes to its inputs. Where weight is a parameter with a `main_grad`, a backend may add its gradient there
+instead of returning it. Empty batches are allowed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm with optional residual addition, forward and backward. Contracts: ops/rmsnorm.py, layernorm.py.
 
 Forward: one program per row, which reads its inputs once. Backward: a few programs per multiprocessor walk over the
-rows and keep their share of dweight (and dbias) in registers; a second stage adds the shares: no atomics. Rows that are
-too wide for that are cut into chunks, one program per chunk.
+rows and keep their share of dweight (and dbias) in registers; a second stage adds the shares, and adds them to what is
+there: no atomics. Rows that are too wide for that are cut into chunks, one program per chunk.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from megalite.ops.triton.support import FUSE, num_multiprocessors, register, row
 
 # Columns per program in backward: 16384 would spill, because 1024 threads have 64 registers each.
 BACKWARD_WIDTH = 8192
+# Shares of dweight and columns that a program of the second stage adds at a time.
+FINISH_ROWS, FINISH_WIDTH = 32, 64
 
 
 def backward_launch(width: int) -> tuple[int, int, int]:
@@ -121,6 +123,22 @@ def norm_backward_kernel(
         tl.store(dbias_ptr + tl.cast(program, tl.int64) * width + columns, dbias, mask=mask)
 
 
+@triton.jit
+def norm_finish_kernel(
+    partial_ptr, out_ptr, rows, width, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    total = tl.zeros((BLOCK_ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, rows, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        total += tl.load(partial_ptr + row * width + columns, mask=(row < rows) & mask, other=0.0)
+    out = tl.sum(total, axis=0)
+    if ADD:
+        out += tl.load(out_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -139,23 +157,42 @@ def _forward(
     return y.view(x.shape), total.view(x.shape) if residual is not None else total, mean, rstd
 
 
+def _finish(partial: Tensor, out: Tensor, add: bool) -> None:
+    rows, width = partial.shape
+    norm_finish_kernel[(triton.cdiv(width, FINISH_WIDTH),)](
+        partial, out, rows, width, ADD=add, BLOCK_ROWS=FINISH_ROWS, BLOCK=FINISH_WIDTH, num_warps=4, **FUSE
+    )
+
+
 def _backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, is_rms: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dweight: Tensor,
+    dbias: Tensor | None,
+    add_weight: bool,
+    add_bias: bool,
+) -> Tensor:
     rows = rows_of(x)
     dx = torch.empty_like(rows)
     chunks, block, warps = backward_launch(x.shape[-1])
     # Two programs per multiprocessor hide latency as long as both fit into its registers.
     programs = min(len(rows), num_multiprocessors(x.device) * 2 // chunks)
-    dweight = rows.new_zeros(max(programs, 1), x.shape[-1], dtype=torch.float32)
-    dbias = dweight.new_zeros(dweight.shape if not is_rms else (1, 0))
+    for_weight = rows.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    for_bias = for_weight if dbias is None else torch.empty_like(for_weight)
     if rows.numel():
         norm_backward_kernel[(chunks, programs)](
             rows_of(dy), rows_of(dtotal) if dtotal is not None else rows, rows, weight, mean, rstd,
-            dx, dweight, dbias, len(rows), x.shape[-1],
-            RMS=is_rms, RESIDUAL=dtotal is not None, CHUNKS=chunks, BLOCK=block, num_warps=warps, **FUSE,
+            dx, for_weight, for_bias, len(rows), x.shape[-1],
+            RMS=dbias is None, RESIDUAL=dtotal is not None, CHUNKS=chunks, BLOCK=block, num_warps=warps, **FUSE,
         )  # fmt: skip
-    return dx.view(x.shape), dweight.sum(0).to(weight.dtype), dbias.sum(0).to(weight.dtype)
+    _finish(for_weight, dweight, add_weight)
+    if dbias is not None:
+        _finish(for_bias, dbias, add_bias)
+    return dx.view(x.shape)
 
 
 register("norm", _forward)

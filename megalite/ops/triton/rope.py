@@ -1,7 +1,7 @@
 """Rotary embedding: one kernel that reads heads at any stride and writes them at any stride. Contract: ops/rope.py.
 
-In place on the packed q|k of qkv going forward; going backward it reads dq and dk in whatever layout attention left
-them and writes the packed gradient, so that no concatenation is needed.
+In place on the packed q|k of qkv going forward. Going backward a second kernel reads dq, dk and dv in whatever layout
+attention left them and writes the packed gradient in one launch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megalite.ops.triton.support import FUSE, register
 
-_TILE = 2048  # elements of each half per program
+# Elements of each half per program; the second kernel keeps those of three tensors.
+_TILE, _PACK_TILE = 2048, 1024
 
 
 @triton.jit
@@ -42,6 +43,51 @@ def rope_kernel(
         rest = 2 * half + tl.arange(0, BLOCK_REST)[None, :]
         rest_mask = (head < heads) & (rest < width)
         tl.store(dst + rest, tl.load(src + rest, mask=rest_mask, other=0.0), mask=rest_mask)
+
+
+@triton.jit
+def rope_pack_kernel(
+    dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, cos_ptr, sin_ptr, batch, num_heads, num_kv_heads, half, width,
+    dq_s, dq_b, dq_h, dk_s, dk_b, dk_h, dv_s, dv_b, dv_h,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, HAS_REST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    s = tl.cast(token // batch, tl.int64)
+    b = tl.cast(token % batch, tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    kv_head = head - num_heads
+    of_q = head < num_heads
+    of_k = (kv_head >= 0) & (kv_head < num_kv_heads)
+    of_v = (kv_head >= num_kv_heads) & (kv_head < 2 * num_kv_heads)
+    q = dq_ptr + s * dq_s + b * dq_b + head * dq_h
+    k = dk_ptr + s * dk_s + b * dk_b + kv_head * dk_h
+    v = dv_ptr + s * dv_s + b * dv_b + (kv_head - num_kv_heads) * dv_h
+    heads = num_heads + 2 * num_kv_heads
+    dst = dqkv_ptr + (tl.cast(token, tl.int64) * heads + head) * width
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = column < half
+    cos = tl.load(cos_ptr + s * half + column, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + s * half + column, mask=inside, other=0.0)
+    cos = tl.where(of_v, 1.0, cos)
+    sin = tl.where(of_v, 0.0, sin)
+    first = _of_one(q, k, v, of_q, of_k, of_v, column, inside)
+    second = _of_one(q, k, v, of_q, of_k, of_v, half + column, inside)
+    mask = inside & (head < heads)
+    tl.store(dst + column, (first * cos + second * sin).to(dqkv_ptr.dtype.element_ty), mask=mask)
+    tl.store(dst + half + column, (second * cos - first * sin).to(dqkv_ptr.dtype.element_ty), mask=mask)
+    if HAS_REST:
+        rest = 2 * half + tl.arange(0, BLOCK_REST)[None, :]
+        inside = rest < width
+        copied = _of_one(q, k, v, of_q, of_k, of_v, rest, inside)
+        tl.store(dst + rest, copied.to(dqkv_ptr.dtype.element_ty), mask=inside & (head < heads))
+
+
+@triton.jit
+def _of_one(q_ptr, k_ptr, v_ptr, of_q, of_k, of_v, column, inside):
+    """Load the columns of each head from the tensor that it is in."""
+    q = tl.load(q_ptr + column, mask=of_q & inside, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + column, mask=of_k & inside, other=0.0).to(tl.float32)
+    return q + k + tl.load(v_ptr + column, mask=of_v & inside, other=0.0).to(tl.float32)
 
 
 def _launch(src: Tensor, dst: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
@@ -79,12 +125,19 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 def _rope_pack(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     seq, batch, num_heads, width = dq.shape
     num_kv_heads = dk.shape[2]
-    dqkv = dq.new_empty(seq, batch, num_heads + 2 * num_kv_heads, width)
-    to_q, to_k, to_v = dqkv.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    _launch(_unit_stride(dq), to_q, cos, sin, inverse=True)
-    _launch(_unit_stride(dk), to_k, cos, sin, inverse=True)
-    to_v.copy_(dv)
+    heads, half = num_heads + 2 * num_kv_heads, cos.shape[-1]
+    dqkv = dq.new_empty(seq, batch, heads, width)
+    if not dqkv.numel():
+        return dqkv
+    grads = [_unit_stride(x) for x in (dq, dk, dv)]
+    block_half = triton.next_power_of_2(max(half, 1))
+    block_heads = min(triton.next_power_of_2(heads), max(1, _PACK_TILE // block_half))
+    rope_pack_kernel[(seq * batch, triton.cdiv(heads, block_heads))](
+        *grads, dqkv, cos.contiguous(), sin.contiguous(), batch, num_heads, num_kv_heads, half, width,
+        *(stride for x in grads for stride in x.stride()[:3]),
+        BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, BLOCK_REST=triton.next_power_of_2(max(width - 2 * half, 1)),
+        HAS_REST=width > 2 * half, num_warps=4, **FUSE,
+    )  # fmt: skip
     return dqkv
 
 
