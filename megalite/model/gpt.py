@@ -156,20 +156,18 @@ class GPTStage(nn.Module):
                 x = self.embed_positions(x, documents)
             x = self.embedding_dropout(x, this)
         ropes = self._ropes(len(batch.tokens_SB), documents, x.device)
-        if self.compiled:
-            # Without dropout a pass has no masks to key, and numbers that change would trigger recompilation.
-            this = Pass(0, 0, 0, this.training)
+        # Compiled blocks have no dropout whose masks the pass would key, and numbers that change trigger recompilation.
+        within = Pass(0, 0, 0, this.training) if self.compiled else this
         with self._offload.one_pass() if self._offload is not None and this.training else nullcontext():
             for block, rotary in zip(self.layers.values(), self._rotary):
                 rope = ropes[rotary]
                 if self.recompute == "full" and this.training:
-                    x = checkpoint(block, x, rope, documents, this, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(block, x, rope, documents, within, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, rope, documents, this)
+                    x = block(x, rope, documents, within)
         if not self.last:
             return x
-        x = self.lm_head(self.norm(x), batch.targets_SB, this)
-        return x if batch.weights_SB is None else x * batch.weights_SB
+        return self.lm_head(self.norm(x), batch, this)
 
     def _ropes(self, length: int, documents: Documents | None, device: torch.device) -> dict[Rotary | None, Rope]:
         """Make the tables of each kind of layer once: of the positions [S], or of those in documents [S B]."""
@@ -204,23 +202,28 @@ class LMHead(ColumnParallelLinear):
         self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
         self.softcap = layers.cfg.logit_softcap
 
-    def forward(self, x: torch.Tensor, targets_SB: torch.Tensor | None, this: Pass) -> torch.Tensor:  # type: ignore[override]
-        """Map x_SBH (x_sBH) to token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
-        if targets_SB is not None and self.loss_chunk:
-            return linear_cross_entropy(x, self, targets_SB, self.vocab_size, self.loss_chunk, self.softcap)
-        logits = super().forward(x)
-        if targets_SB is None:
-            return softcap_(logits, self.softcap)
-        loss = vocab_parallel_cross_entropy(
-            logits.view(-1, logits.shape[-1]),
-            targets_SB.reshape(-1),
-            self.tp,
-            self.vocab_size,
-            self.ops,
-            self.label_smoothing if this.training else 0.0,
-            self.softcap,
-        )
-        return loss.view(targets_SB.shape)
+    def forward(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:  # type: ignore[override]
+        """Map x_SBH (x_sBH) to weighted token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
+        if batch.targets_SB is None:
+            return softcap_(super().forward(x), self.softcap)
+        if self.loss_chunk:
+            weights = 1.0 if batch.weights_SB is None else batch.weights_SB
+            dloss = weights * this.grad_scale if this.training else None
+            loss = linear_cross_entropy(
+                x, self, batch.targets_SB, self.vocab_size, self.loss_chunk, self.softcap, dloss
+            )
+        else:
+            logits = super().forward(x)
+            loss = vocab_parallel_cross_entropy(
+                logits.view(-1, logits.shape[-1]),
+                batch.targets_SB.reshape(-1),
+                self.tp,
+                self.vocab_size,
+                self.ops,
+                self.label_smoothing if this.training else 0.0,
+                self.softcap,
+            ).view(batch.targets_SB.shape)
+        return loss if batch.weights_SB is None else loss * batch.weights_SB
 
 
 class PositionEmbedding(nn.Module):

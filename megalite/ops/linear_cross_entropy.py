@@ -1,9 +1,9 @@
 """Output layer and vocab-parallel cross-entropy by chunks of tokens: the logits of all tokens never exist.
 
-Composed of the ops of a run, so every backend works; logits take [chunk, V] instead of [N, V]. Forward keeps
-x and one fp32 number per token; backward recomputes the logits of a chunk (one more product of the output layer), turns
-them into their gradient in place, and adds their share straight into main_grad.
-Source: the chunking of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), with Megatron's split vocabulary.
+Composed of the ops of a run, so every backend works; logits take [chunk, V] instead of [N, V]. In training, the
+gradient of every token's loss is known beforehand, so forward does all of it: the logits of a chunk are turned into
+their gradient in place, which makes that of x and adds to the weight's. Backward has nothing left to compute.
+Source: Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), with Megatron's split vocabulary.
 
 Legend: N tokens, H hidden size, V columns of this rank.
 """
@@ -48,43 +48,55 @@ class LinearCrossEntropy:
             x = x_NH[rows]
             yield rows, x, softcap_(self.ops.linear(x, self.weight_VH, out=buffer[: len(x)]), self.softcap)
 
-    def forward(self, x_NH: Tensor, gather: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def losses(
+        self, x_NH: Tensor, gather: Callable[[Tensor], Tensor], use: Callable[..., None] = lambda *chunk: None
+    ) -> Tensor:
         """Compute the loss of every token.
 
         Args:
             x_NH: hidden states, the same on every rank.
             gather: stats [n, 3] of this rank -> [ranks, n, 3]; called once per chunk, on every rank alike.
+            use: called with (rows, x, logits, log-sum-exp) of each chunk; may overwrite the logits.
 
         Returns:
-            (loss_N, lse_N), fp32; lse is what backward needs.
+            loss_N, fp32.
         """
         loss = x_NH.new_empty(len(x_NH), dtype=torch.float32)
-        lse = torch.empty_like(loss)
-        for rows, _, logits in self._chunks(x_NH):
+        for rows, x, logits in self._chunks(x_NH):
             stats = gather(self.ops.cross_entropy_stats(logits, self.target_N[rows], self.vocab_start, self.valid))
-            lse[rows], target_logit = combine_stats(stats)
-            loss[rows] = lse[rows] - target_logit
-        return loss, lse
+            lse, target_logit = combine_stats(stats)
+            loss[rows] = lse - target_logit
+            use(rows, x, logits, lse)
+        return loss
 
-    def backward(self, x_NH: Tensor, lse_N: Tensor, scale_N: Tensor, main_grad_VH: Tensor) -> Tensor:
-        """Compute the gradients.
+    def losses_and_grads(
+        self,
+        x_NH: Tensor,
+        gather: Callable[[Tensor], Tensor],
+        scale_N: Tensor,
+        main_grad_VH: Tensor,
+        accumulate: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the loss of every token, and the gradients of x and of the weight.
 
         Args:
-            x_NH: as in forward.
-            lse_N: from forward.
+            x_NH, gather: as in `losses`.
             scale_N: fp32, the gradient of each token's loss (0 for tokens that do not count).
-            main_grad_VH: fp32, the weight's gradient is added to it.
+            main_grad_VH: fp32, receives the weight's gradient.
+            accumulate: add it to what is there.
 
         Returns:
-            dx_NH: this rank's part of the gradient of x; the caller sums it over the ranks.
+            (loss_N, fp32; dx_NH, this rank's part of the gradient of x, which the caller sums over the ranks).
         """
         dx = torch.empty_like(x_NH)
-        for rows, x, logits in self._chunks(x_NH):
+
+        def differentiate(rows: slice, x: Tensor, logits: Tensor, lse: Tensor) -> None:
             tanh = None if self.softcap is None else logits / self.softcap
             dlogits = self.ops.cross_entropy_grad_(
-                logits, self.target_N[rows], self.vocab_start, lse_N[rows], scale_N[rows], self.valid
+                logits, self.target_N[rows], self.vocab_start, lse, scale_N[rows], self.valid
             )
             softcap_grad_(dlogits, tanh)
             self.ops.linear_dgrad(dlogits, self.weight_VH, out=dx[rows])
-            self.ops.linear_wgrad(main_grad_VH, dlogits, x)
-        return dx
+            self.ops.linear_wgrad(main_grad_VH, dlogits, x, accumulate or rows.start > 0)
+
+        return self.losses(x_NH, gather, differentiate), dx

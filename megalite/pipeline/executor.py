@@ -57,12 +57,14 @@ class Pass:
         replica: data-parallel rank.
         microbatch: index of the micro-batch among those of the replica.
         training: whether dropout and label smoothing apply, and backward follows.
+        grad_scale: gradient of the sum of all token losses that backward will start from.
     """
 
     step: int
     replica: int
     microbatch: int
     training: bool
+    grad_scale: float = 1.0
 
 
 class WeightGradQueue(Protocol):
@@ -129,8 +131,8 @@ class Executor:
             Sum of the (weighted) token losses of the batch, fp64 0-dim, on the rank of the last stage; 0 on the others.
         """
         training = torch.is_grad_enabled()
-        passes = [Pass(step, replica, i, training) for i in range(len(microbatches))]
-        run = _Run(self, microbatches, passes, grad_scale)
+        passes = [Pass(step, replica, i, training, grad_scale) for i in range(len(microbatches))]
+        run = _Run(self, microbatches, passes)
         for op in program:
             for observer in self.observers:
                 observer.begin(op)
@@ -145,11 +147,8 @@ class Executor:
 class _Run:
     """Tensors of one run of a program, keyed by (micro-batch, stage)."""
 
-    def __init__(
-        self, executor: Executor, microbatches: Sequence[MicroBatch], passes: Sequence[Pass], grad_scale: float
-    ) -> None:
+    def __init__(self, executor: Executor, microbatches: Sequence[MicroBatch], passes: Sequence[Pass]) -> None:
         self.executor, self.microbatches, self.passes = executor, microbatches, passes
-        self.grad_scale = grad_scale
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=executor.activations.device)
         self.received: dict[tuple[str, int, int], tuple[torch.Tensor, Pending]] = {}
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}
@@ -205,7 +204,7 @@ class _Run:
     def backward(self, mb: int, index: int, weight_grads: AbstractContextManager[None]) -> None:
         stage = self.executor.stages[index]
         if stage.last:
-            grad = torch.full(self.loss_shape, self.grad_scale, device=self.loss_sum.device)
+            grad = torch.full(self.loss_shape, self.passes[mb].grad_scale, device=self.loss_sum.device)
         elif ("B", mb, index) in self.received:
             grad = self.take("B", mb, index)
         else:

@@ -200,7 +200,7 @@ def _weights(cfg: Config, num_microbatches: int) -> _Weights:
     m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
     vocab, on_cpu = vocab_rows(cfg), cfg.parallel.device == "cpu"
     layer, chunked, sent = layer_activations(cfg), cfg.train.loss_chunk > 0, cfg.train.offload == "activations"
-    # With chunks, no logits are kept, and those of one chunk exist temporarily in both passes.
+    # With chunks, no logits are kept, and those of one chunk exist temporarily in the forward pass.
     rows = min(cfg.train.loss_chunk, tokens) or tokens
     loss = e * rows * vocab if chunked else 0
     if not on_cpu and _torch_loss(cfg.train.ops):
@@ -258,7 +258,7 @@ def _peak_bytes(w: _Weights, held: Held, stages: Sequence[int], layers: Sequence
         activations += (w.recomputed if kind in "BI" else 0) + (w.work if kind in "BIW" else 0)
         activations += max(0, back[chunk] - w.deferred) if kind == "I" else 0
         logits = 0 if final is None else alive[final] * w.logits
-        logits += w.loss if chunk == final and kind != "W" else 0
+        logits += w.loss if chunk == final and kind in ("FBI" if w.logits else "F") else 0
         if activations + logits > most:
             most, peak = activations + logits, (activations, logits)
     away = max((sum(map(mul, counts, sent)) for counts in held.away), default=0)

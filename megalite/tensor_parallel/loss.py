@@ -6,6 +6,7 @@ combines them (the online softmax of Milakov & Gimelshein 2018, over ranks inste
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,31 +111,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         chunk: int,
         softcap: float | None,
+        dloss: torch.Tensor | float | None,
     ) -> torch.Tensor:
         flat = targets.reshape(-1)
+        ignored = flat < 0
         first, real = _columns(len(weight), layer.tp, vocab_size)
-        ctx.layer, ctx.output = layer, LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap)
-        loss, lse = ctx.output.forward(_whole_rows(x, layer), lambda stats: _gather_stats(stats, layer.tp))
-        ctx.save_for_backward(x, flat, lse)
-        return loss.masked_fill_(flat < 0, 0.0).view(targets.shape)
+        output = LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap)
+        whole, work = layer.gather(x)
+        work.wait()
+        rows, gather = whole.flatten(0, -2), partial(_gather_stats, tp=layer.tp)
+        if dloss is None:
+            loss = output.losses(rows, gather)
+        else:
+            scale = torch.where(ignored, 0.0, dloss.reshape(-1) if isinstance(dloss, torch.Tensor) else dloss)
+            into = layer.weight.main_grad, layer.weight.has_grad
+            loss, dx = output.losses_and_grads(rows, gather, scale, *into)
+            layer.weight.grad_added()
+            dx, work = layer.reduce(dx.view(whole.shape))
+            work.wait()
+            ctx.save_for_backward(dx)
+        return loss.masked_fill_(ignored, 0.0).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
-        x, targets, lse = ctx.saved_tensors
-        layer = ctx.layer
-        scale = dloss.reshape(-1).masked_fill(targets < 0, 0.0)
-        dx = ctx.output.backward(_whole_rows(x, layer), lse, scale, layer.weight.main_grad)
-        layer.weight.grad_added()
-        dx, work = layer.reduce(dx.view(-1, *x.shape[1:]))
-        work.wait()
-        return dx.view(x.shape), None, None, None, None, None, None
-
-
-def _whole_rows(x: torch.Tensor, layer: ParallelLinear) -> torch.Tensor:
-    """Return x of the whole sequence as [tokens, H]."""
-    x, work = layer.gather(x)
-    work.wait()
-    return x.flatten(0, -2)
+    def backward(ctx: Any, _dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*ctx.saved_tensors, *(None,) * 7)
 
 
 def _gather_stats(stats_N3: torch.Tensor, tp: Axis) -> torch.Tensor:
@@ -150,10 +150,11 @@ def linear_cross_entropy(
     vocab_size: int,
     chunk: int,
     softcap: float | None = None,
+    dloss: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """Run the output layer and cross-entropy by chunks of tokens, so that the logits of all tokens never exist.
 
-    Costs one more matrix product of the output layer in backward; its weight gradient is never deferred.
+    The gradients are computed here too: that of the weight is in `main_grad` before backward begins.
 
     Args:
         x: hidden states x_SBH (x_sBH with sequence parallelism).
@@ -162,8 +163,9 @@ def linear_cross_entropy(
         vocab_size: true vocabulary size.
         chunk: tokens at a time.
         softcap: bound of the logits, see `softcap_`; None: none.
+        dloss: the gradient that backward will get, fp32 [S, B] or the same for all; None: there is no backward pass.
 
     Returns:
         Token losses [S, B], fp32, the same on every tensor-parallel rank.
     """
-    return _LinearCrossEntropy.apply(x, layer.weight, layer, targets_SB, vocab_size, chunk, softcap)
+    return _LinearCrossEntropy.apply(x, layer.weight, layer, targets_SB, vocab_size, chunk, softcap, dloss)

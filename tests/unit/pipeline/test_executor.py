@@ -115,7 +115,7 @@ def test_gradients_are_those_of_plain_autograd(pool: WorkerPool, pp: int, name: 
     for rank in ranks:
         for calls in rank["calls"].values():
             # They key the dropout masks; an evaluation has none.
-            assert calls[:M] == [Pass(4, 9, m, training=True) for m in range(M)]
+            assert calls[:M] == [Pass(4, 9, m, training=True, grad_scale=0.5) for m in range(M)]
 
 
 def one_rank(name: str, vp: int) -> tuple[Executor, Any]:
@@ -131,7 +131,7 @@ def passes(training: bool) -> list[Pass]:
 
 def test_nothing_is_left_behind() -> None:
     executor, program = one_rank("1f1b", 1)
-    run = _Run(executor, microbatches(), passes(training=True), 1.0)
+    run = _Run(executor, microbatches(), passes(training=True))
     held = []
     for op in program:
         run.do(op)
@@ -143,7 +143,7 @@ def test_nothing_is_left_behind() -> None:
 
 def test_evaluation_holds_no_graph() -> None:
     executor, program = one_rank("interleaved", 2)
-    run = _Run(executor, microbatches(), passes(training=False), 1.0)
+    run = _Run(executor, microbatches(), passes(training=False))
     with torch.no_grad():
         for op in forward_program(program):
             run.do(op)

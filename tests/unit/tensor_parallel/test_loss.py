@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from megalite import ops as kernels
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
-from megalite.tensor_parallel.loss import vocab_parallel_cross_entropy
+from megalite.parameter import ShardedParameter
+from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.tensor_parallel.linear import ColumnParallelLinear, WgradQueue
+from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
@@ -121,3 +125,33 @@ def test_all_rows_ignored_and_no_rows() -> None:
         assert loss.tolist() == [0.0] * rows
         assert logits.grad is not None
         assert not logits.grad.any()
+
+
+def test_chunks_take_three_products_and_no_more() -> None:
+    """Loss and gradients of the output layer with and without chunks, whose gradients are ready before backward."""
+    rows, hidden, vocab, real = 12, 16, 24, 22
+    g = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(rows, 1, hidden, generator=g), torch.randn(vocab, hidden, generator=g)
+    targets, dloss = torch.randint(0, real, (rows, 1), generator=g), torch.rand(rows, 1, generator=g)
+    targets[4] = -100
+    results = []
+    for chunk in (0, 5):
+        param = ShardedParameter.empty(Shard(ParamSpec("w", (vocab, hidden)), Layout()), torch.float32, CPU, True)
+        param.data.copy_(weight)
+        param.main_grad = torch.full_like(weight, torch.nan)
+        ops = kernels.resolve(None, CPU, torch.float32)
+        layer = ColumnParallelLinear(param, None, Axis("tp"), False, WgradQueue(), ops)
+        mine = x.clone().requires_grad_()
+        with FlopCounterMode(display=False) as counted:
+            if chunk:
+                loss = linear_cross_entropy(mine, layer, targets, real, chunk, dloss=dloss)
+                before = param.main_grad.clone()
+                loss.backward(dloss)
+                assert torch.equal(param.main_grad, before)
+            else:
+                loss = vocab_parallel_cross_entropy(layer(mine).flatten(0, 1), targets.flatten(), layer.tp, real, ops)
+                loss.backward(dloss.flatten())
+        assert counted.get_total_flops() == 3 * 2 * rows * hidden * vocab
+        results.append((loss.detach().flatten(), mine.grad, param.main_grad))
+    for chunked, whole in zip(*results):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
