@@ -162,8 +162,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if allowed.returncode:
         pytest.skip(f"mount namespaces are not allowed here: {allowed.stderr.strip()}")
     made = Slurm(tmp_path_factory.mktemp("slurm"))
-    # Job ids decide the master port, and every new Slurm counts from 1: a second test run waits for this one.
-    lock = os.open("/run", os.O_RDONLY)
+    # Job ids decide the master port, and every new Slurm counts from 1: a second test run waits for this one. Not on
+    # /run, which the tests of test_launch_hosts.py lock: they run beside these.
+    lock = os.open("/var", os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         made.up()
