@@ -18,10 +18,10 @@ say "tests on torch $newest"
 base=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 rm -rf .venv-newest
 "$PYTHON" -m venv .venv-newest
+.venv-newest/bin/python -m pip install --quiet --no-deps --index-url "$index" "torch==$newest"
 own=$(.venv-newest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 # All else comes from the usual environment, which is searched after this one.
 echo "import site; site.addsitedir('$base')" >"$own/base.pth"
-"$PYTHON" -m pip --python .venv-newest/bin/python install --quiet --no-deps --index-url "$index" "torch==$newest"
 export VIRTUAL_ENV=$PWD/.venv-newest
 export PATH=$VIRTUAL_ENV/bin:$PATH
 .venv-newest/bin/python -m pytest -n 3 --dist loadfile --ignore tests/unit/test_house.py tests/unit tests/parity "$@"

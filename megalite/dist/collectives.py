@@ -103,10 +103,6 @@ def to_host(x: torch.Tensor) -> list[float]:
 # the ranks, so a sum has the same bits on every run.
 
 
-def _on_gloo(axis: Axis) -> bool:
-    return dist.get_backend(axis.group) == "gloo"
-
-
 class _ReduceScatter:
     """Sum `x` over the axis; this rank's slice (along dimension 0) ends up in `out`, which may be that slice of `x`."""
 
@@ -186,7 +182,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    work = _AllGather(out, x, axis) if _on_gloo(axis) else _gather_into(out, x, group=axis.group, async_op=True)
+    work = _AllGather(out, x, axis) if axis.on_gloo else _gather_into(out, x, group=axis.group, async_op=True)
     return Pending(work, out, x, sent=(axis.size - 1) * x.nbytes)
 
 
@@ -196,7 +192,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    work = _ReduceScatter(out, x, axis) if _on_gloo(axis) else _reduce_scatter(out, x, group=axis.group, async_op=True)
+    work = _ReduceScatter(out, x, axis) if axis.on_gloo else _reduce_scatter(out, x, group=axis.group, async_op=True)
     return Pending(work, out, x, sent=(axis.size - 1) * out.nbytes)
 
 

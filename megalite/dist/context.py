@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,11 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     dropped: list[dist.Work] = field(default_factory=list, repr=False, compare=False)
+
+    @cached_property
+    def on_gloo(self) -> bool:
+        """Whether gloo carries its collectives; asked before each of them, so looked up once."""
+        return dist.get_backend(self.group) == "gloo"
 
 
 # The groups of a run and the order in which all ranks make them, each a product of axes of some grid.

@@ -41,6 +41,7 @@ def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = Tr
     dy_t, x = dy.flatten(0, -2).t(), x.flatten(0, -2)
     if dy.is_cuda and main_grad.dtype != dy.dtype:
         if accumulate:
+            # torch 2.10 and older refuse an fp32 sum of bf16 factors (pytorch#167931).
             torch.addmm(main_grad, dy_t, x, out_dtype=main_grad.dtype, out=main_grad)
         else:
             torch.mm(dy_t, x, out_dtype=main_grad.dtype, out=main_grad)

@@ -225,6 +225,7 @@ class _Run:
 
     def keep(self, work: Pending) -> None:
         self.sends.append(work)
+        # On CUDA no wait of the host: the compute stream comes after the oldest send, which its peer has long received.
         if len(self.sends) > MAX_SENDS:
             self.sends.popleft().wait()
 
