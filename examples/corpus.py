@@ -2,9 +2,11 @@
 """Make a corpus that every machine has: this Python's standard library, its source and its documentation topics.
 
     python examples/corpus.py --out corpus.jsonl --max-mb 5
+    python examples/corpus.py --out text.jsonl --packages --held-out held_out.jsonl
 
-The text is Python's, under the PSF license, read in place: it differs between Python versions, so the hash of what was
-used is written to `OUT.manifest.json`.
+With --packages, also the Python sources of the packages installed beside it: whatever pip brought. All texts are read
+in place, under their own licenses, and differ between versions: the versions and the hash of what was used are written
+to `OUT.manifest.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import json
 import platform
 import sysconfig
 from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +27,13 @@ from megalite.errors import UserError, run_tool
 from megalite.log import logger, setup_logging
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+# Whole directories, since the files of one resemble each other.
+_ONE_HELD_OUT_IN = 50
 
 
-def stdlib_corpus(out: str | Path, max_mb: float | None = None) -> dict[str, Any]:
+def python_corpus(
+    out: str | Path, max_mb: float | None = None, packages: bool = False, held_out: str | Path | None = None
+) -> dict[str, Any]:
     """Write the corpus as JSON lines {"source", "text"} and what it holds to `OUT.manifest.json`.
 
     Texts are in the order of the SHA-256 of their names, not of the names, so that a part of the corpus (`max_mb`, or a
@@ -34,53 +42,76 @@ def stdlib_corpus(out: str | Path, max_mb: float | None = None) -> dict[str, Any
     Args:
         out: a `.jsonl` file; its folder is made.
         max_mb: skip texts that would bring the sum above this many MB; by default use all.
+        packages: add the Python sources of the packages installed in this environment.
+        held_out: another `.jsonl` file, which gets the texts of one in 50 directories, chosen by the hash of its name,
+            in place of `out`.
 
     Returns:
-        The manifest: Python version, number of texts, bytes, SHA-256 over the sorted list of names and text hashes.
+        The manifest: Python version, number of texts, bytes, SHA-256 over the sorted list of names and text hashes;
+        with packages also their versions, with held_out also its texts and bytes (counted in the former too).
 
     Raises:
-        UserError: the file cannot be written, or no text fits into max_mb.
+        UserError: a file cannot be written, or no text fits into max_mb.
     """
-    out, limit = Path(out), float("inf") if max_mb is None else max_mb * 1e6
-    if out.suffix != ".jsonl":
-        raise UserError(f"--out {out}", "must be a .jsonl file", f"use {out}.jsonl")
+    limit = float("inf") if max_mb is None else max_mb * 1e6
+    paths = [Path(path) for path in (out, held_out) if path is not None]
+    for flag, path in zip(("--out", "--held-out"), paths):
+        if path.suffix != ".jsonl":
+            raise UserError(f"{flag} {path}", "must be a .jsonl file", f"use {path}.jsonl")
     entries: list[str] = []
     seen: set[str] = set()
-    size = 0
-    temporary = out.with_name(out.name + ".tmp")
+    sizes: list[list[int]] = [[] for _ in paths]
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as f:
-            for name, text in _texts():
+        temporary = [path.with_name(path.name + ".tmp") for path in paths]
+        with ExitStack() as open_files:
+            for path in paths:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            files = [open_files.enter_context(path.open("w", encoding="utf-8")) for path in temporary]
+            for name, text in _texts(packages):
                 content = text.encode()
                 digest = hashlib.sha256(content).hexdigest()
-                if digest in seen or size + len(content) > limit:
+                if digest in seen or sum(map(sum, sizes)) + len(content) > limit:
                     continue
                 seen.add(digest)
                 entries.append(f"{name} {digest}")
-                size += len(content)
-                f.write(json.dumps({"source": name, "text": text}, ensure_ascii=False) + "\n")
+                where = len(paths) - 1 if _is_held_out(name) else 0
+                sizes[where].append(len(content))
+                files[where].write(json.dumps({"source": name, "text": text}, ensure_ascii=False) + "\n")
         if not entries:
-            temporary.unlink()
+            for path in temporary:
+                path.unlink()
             raise UserError(f"--max-mb {max_mb}", "every text is larger", "use at least --max-mb 1")
-        manifest = {
+        manifest: dict[str, Any] = {
             "python": platform.python_version(),
             "texts": len(entries),
-            "bytes": size,
+            "bytes": sum(map(sum, sizes)),
             "list_sha256": hashlib.sha256("\n".join(sorted(entries)).encode()).hexdigest(),
         }
-        out.with_name(out.name + ".manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        temporary.replace(out)
+        if held_out is not None:
+            manifest |= {"held_out_texts": len(sizes[1]), "held_out_bytes": sum(sizes[1])}
+        if packages:
+            manifest["packages"] = {d.metadata["Name"]: d.version for d in distributions()}
+        paths[0].with_name(paths[0].name + ".manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        for written, path in zip(temporary, paths):
+            written.replace(path)
     except OSError as e:
         raise UserError(f"--out {out}", f"cannot be written ({e.strerror})", "choose another path") from e
     return manifest
 
 
-def _texts() -> Iterator[tuple[str, str]]:
+def _is_held_out(name: str) -> bool:
+    directory = name.rpartition("/")[0]
+    return int(hashlib.sha256(directory.encode()).hexdigest(), 16) % _ONE_HELD_OUT_IN == 0
+
+
+def _texts(packages: bool) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of every file and topic, in the order of the hash of the names."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    places = sysconfig.get_paths()
+    # The last one wins where two have the same name.
+    roots = {Path(places[kind]) for kind in ("purelib", "platlib") if packages}
     sources: dict[str, Path | str] = {
         str(path.relative_to(root)): path
+        for root in (*sorted(roots), Path(places["stdlib"]))
         for path in root.rglob("*.py")
         if not _SKIPPED.intersection(path.relative_to(root).parts)
     }
@@ -97,19 +128,22 @@ def _texts() -> Iterator[tuple[str, str]]:
         if text:
             yield name, text
     if unread:
-        logger.info(f"standard library: {unread} files that are not readable UTF-8 were skipped")
+        logger.info(f"{unread} files that are not readable UTF-8 were skipped")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write this Python's standard library as a text corpus (JSON lines).")
+    parser = argparse.ArgumentParser(description="Write the Python sources of this environment as JSON lines.")
     parser.add_argument("--out", required=True, metavar="FILE.jsonl")
     parser.add_argument("--max-mb", type=float, default=None, help="maximum MB of text (default: all, about 12)")
+    parser.add_argument("--packages", action="store_true", help="also the installed packages (about 200 MB)")
+    parser.add_argument("--held-out", metavar="FILE.jsonl", help="write the texts of one in 50 directories here")
     args = parser.parse_args()
     setup_logging()
-    manifest = stdlib_corpus(args.out, args.max_mb)
+    manifest = python_corpus(args.out, args.max_mb, args.packages, args.held_out)
+    held_out = f" ({manifest['held_out_bytes'] / 1e6:.2f} MB of it in {args.held_out})" if args.held_out else ""
     print(
-        f"{args.out}: {manifest['texts']} texts, {manifest['bytes'] / 1e6:.2f} MB of Python {manifest['python']}, "
-        f"list SHA-256 {manifest['list_sha256']}"
+        f"{args.out}: {manifest['texts']} texts, {manifest['bytes'] / 1e6:.2f} MB{held_out} of Python "
+        f"{manifest['python']}, list SHA-256 {manifest['list_sha256']}"
     )
 
 

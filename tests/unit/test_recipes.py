@@ -12,8 +12,8 @@ from megalite.families import PRESETS
 from megalite.plan.dry_run import dry_run_report
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
-WORLD = {"gpt2-124m": 1, "llama-3.2-1b": 8, "llama-3-8b": 64, "quickstart": 4}
-FLAGS = {"quickstart": ["--tp", "2", "--pp", "2", "--vocab-size", "4096"]}
+WORLD = {"gpt2-124m": 1, "llama-100m": 1, "llama-3.2-1b": 8, "llama-3-8b": 64, "quickstart": 4}
+FLAGS = {"llama-100m": ["--vocab-size", "16384"], "quickstart": ["--tp", "2", "--pp", "2", "--vocab-size", "4096"]}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.corpus import stdlib_corpus
+from examples.corpus import python_corpus
 from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 
@@ -17,7 +17,7 @@ from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dty
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JSON lines of about 1 MB of real source and prose."""
     out = tmp_path_factory.mktemp("corpus") / "stdlib.jsonl"
-    stdlib_corpus(out, max_mb=1.0)
+    python_corpus(out, max_mb=1.0)
     return out
 
 

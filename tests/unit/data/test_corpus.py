@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.corpus import stdlib_corpus
+from examples.corpus import python_corpus
 from megalite.errors import UserError
 from tests.ranks import ROOT
 
 
 def test_the_corpus_is_this_pythons_library_and_topics_each_text_once(tmp_path: Path) -> None:
-    manifest = stdlib_corpus(tmp_path / "c.jsonl")
+    manifest = python_corpus(tmp_path / "c.jsonl")
     entries = [json.loads(line) for line in (tmp_path / "c.jsonl").read_bytes().split(b"\n") if line]
     texts = {entry["source"]: entry["text"] for entry in entries}
     assert len(texts) == len(entries) == len(set(texts.values())) == manifest["texts"] > 400
@@ -32,7 +32,7 @@ def test_the_corpus_is_this_pythons_library_and_topics_each_text_once(tmp_path: 
 
 @pytest.mark.parametrize("max_mb", [0.5, 1.5])
 def test_a_limited_corpus_fills_its_limit_with_whole_texts(tmp_path: Path, max_mb: float) -> None:
-    manifest = stdlib_corpus(tmp_path / "c.jsonl", max_mb)
+    manifest = python_corpus(tmp_path / "c.jsonl", max_mb)
     assert 0.9 * max_mb * 1e6 < manifest["bytes"] <= max_mb * 1e6
     texts = [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").read_bytes().split(b"\n") if line]
     assert sum(len(t.encode()) for t in texts) == manifest["bytes"]
@@ -47,10 +47,24 @@ def test_the_command_says_what_it_wrote(tmp_path: Path) -> None:
     assert manifest["list_sha256"] in result.stdout
 
 
+def test_packages_and_whole_directories_held_out(tmp_path: Path) -> None:
+    manifest = python_corpus(tmp_path / "c.jsonl", 3, packages=True, held_out=tmp_path / "h.jsonl")
+    sources = [
+        [json.loads(line)["source"] for line in (tmp_path / name).read_text().split("\n") if line]
+        for name in ("c.jsonl", "h.jsonl")
+    ]
+    trained, held_out = ({str(Path(source).parent) for source in part} for part in sources)
+    assert not trained & held_out
+    assert len(sources[0]) + len(sources[1]) == manifest["texts"]
+    assert 0 < manifest["held_out_bytes"] < manifest["bytes"] <= 3e6
+    assert any(source.startswith("torch/") for source in sources[0])
+    assert manifest["packages"]["torch"].startswith("2.")
+
+
 @pytest.mark.parametrize(
     ("out", "max_mb", "message"), [("c.txt", 1, "must be a .jsonl"), ("c.jsonl", 1e-6, "at least")]
 )
 def test_mistakes_are_told_and_leave_nothing(tmp_path: Path, out: str, max_mb: float, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        stdlib_corpus(tmp_path / out, max_mb)
+        python_corpus(tmp_path / out, max_mb)
     assert list(tmp_path.iterdir()) == []

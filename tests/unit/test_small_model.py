@@ -1,0 +1,78 @@
+"""examples/small_model.sh: bash runs it and notes its commands, which then run in this process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+RECIPE = """model: {num_layers: 1, hidden_size: 16, num_heads: 2, ffn_hidden_size: 32, seq_len: 32}
+train: {micro_batch_size: 2, global_batch_size: 4, train_steps: 6}
+optim: {lr: 1.0e-2}
+run: {eval_every: 3, eval_steps: 1}
+"""
+# Notes its arguments; what the script asks it about itself it answers.
+PYTHON = """#!/bin/bash
+if [ "$1" = -c ]; then echo {prefix}; exit; fi
+[ "$2" = pip ] || {{ printf '%s\\n' "$@" ''; }} >>{log}
+"""
+
+
+def commands(folder: Path, *arguments: str) -> list[list[str]]:
+    """The commands of the script, without Python's own name."""
+    log, python = folder / "commands.txt", folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(PYTHON.format(prefix=folder / "venv", log=log))
+    python.chmod(0o755)
+    log.write_text("")
+    script = ["bash", str(ROOT / "examples" / "small_model.sh"), *arguments]
+    environment = {**os.environ, "VIRTUAL_ENV": str(folder / "venv")}
+    done = subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [command.split("\n") for command in log.read_text().split("\n\n") if command]
+
+
+def test_the_script_from_text_to_an_evaluated_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
+    (tmp_path / "b.txt").write_text("def g(y):\n    return y + 2\n" * 20)
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    given = "--out o --recipe tiny.yaml --vocab-size 280 --input a.txt --held-out b.txt -- --device cpu --lr 2e-2"
+    for command in commands(tmp_path, *given.split()):
+        # `megalite train --nproc 1` starts one rank of this script.
+        started = (
+            ["pretrain_gpt.py", *command[5:]] if command[:5] == ["-m", "megalite", "train", "--nproc", "1"] else command
+        )
+        monkeypatch.setattr(sys, "argv", started)
+        monkeypatch.chdir(ROOT)
+        capsys.readouterr()
+        importlib.import_module(started[0].removesuffix(".py").replace("/", ".")).main()
+        if started[0] == "tools/evaluate.py":
+            held_out = json.loads(capsys.readouterr().out)
+    out = tmp_path / "o"
+    assert held_out["source"] == str(tmp_path / "b.txt")
+    assert 0 < held_out["loss"] < math.log(280)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("event") == "eval"] == [3, 6]
+    assert max(line["lr"] for line in lines if "lr" in line) == pytest.approx(2e-2, rel=0.1)
+    assert (out / "loss.png").stat().st_size > 1000
+    # Started again, it makes neither tokenizer nor tokens.
+    names = [command[:2] for command in commands(tmp_path, *given.split())]
+    assert names[0] == ["-m", "megalite"]
+
+
+def test_without_input_the_text_is_this_environments_code(tmp_path: Path) -> None:
+    corpus, tokenizer, text, held_out, train, *_ = commands(tmp_path, "--out", "o", "--nproc", "2")
+    out = tmp_path / "o"
+    assert corpus[1:] == ["--packages", "--out", f"{out}/text.jsonl", "--held-out", f"{out}/held_out.jsonl"]
+    assert (tokenizer[2], text[2], held_out[2]) == (f"{out}/text.jsonl", f"{out}/text.jsonl", f"{out}/held_out.jsonl")
+    assert train[3:6] == ["--nproc", "2", "--config"]
