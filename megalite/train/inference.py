@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,31 +65,64 @@ class Model:
         return min(self.cfg.vocab, self.tokenizer.vocab_size) if self.tokenizer else self.cfg.vocab
 
 
-def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
-    """Load the weights of a checkpoint or of a Hugging Face folder in fp32.
+@dataclass(frozen=True)
+class Weights:
+    """Trained weights on disk: a checkpoint, or a Hugging Face folder.
+
+    Attributes:
+        path: the folder.
+        cfg: shape of the model; of a Hugging Face folder, with a length for windows of text.
+        tokenizer: folder or file of its tokenizer, if known.
+        step: optimizer steps of the training; None for a Hugging Face folder.
+        options: the options of the run by group; empty for a Hugging Face folder.
+    """
+
+    path: Path
+    cfg: ModelConfig
+    tokenizer: str | None
+    step: int | None
+    options: dict[str, Any]
+
+    def load(self, parameters: Iterable[torch.nn.Parameter], ctx: ParallelContext) -> None:
+        """Fill this rank's parts of the parameters, of any type and layout; every rank calls it."""
+        states = [_part_of(p) for p in parameters]
+        if self.step is None:
+            load_hf(self.path, self.cfg, states, ctx)
+        else:
+            load_checkpoint(self.path, states, ctx)
+
+
+def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
+    """Find the weights that a path means.
 
     Args:
         path: run directory, checkpoint, or folder with config.json and safetensors.
-        device: where to put the model.
         tokenizer: tokenizer folder or file; default: that of the run, if it still exists, or the one in the folder.
     """
-    ctx = ParallelContext.single(device)
     if (path / "config.json").is_file():
         cfg = hf_model_config(path)
         # Its length is the number of positions, which may be far beyond what a window of text needs.
         cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, _HF_WINDOW))
-        stage = _empty(cfg, device, ctx)
-        load_hf(path, cfg, [_whole(p) for p in stage.parameters()], ctx)
-        name = tokenizer or (str(path) if holds_tokenizer(path) else None)
-        return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, None)
+        return Weights(path, cfg, tokenizer or (str(path) if holds_tokenizer(path) else None), None, {})
     checkpoint = resolve_checkpoint(path)
     manifest = read_manifest(checkpoint)
     meta = manifest.meta
     cfg = model_config(meta, checkpoint)
-    stage = _empty(cfg, device, ctx)
-    load_checkpoint(checkpoint, [_whole(p) for p in stage.parameters()], ctx)
-    name = tokenizer or of_run(meta)
-    return Model(cfg, stage.eval(), load_tokenizer(name) if name else None, manifest.step)
+    return Weights(checkpoint, cfg, tokenizer or of_run(meta), manifest.step, meta["config"])
+
+
+def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
+    """Load the weights of a checkpoint or of a Hugging Face folder in fp32.
+
+    Args:
+        path, tokenizer: see `find_weights`.
+        device: where to put the model.
+    """
+    ctx, weights = ParallelContext.single(device), find_weights(path, tokenizer)
+    stage = _empty(weights.cfg, device, ctx)
+    weights.load(stage.parameters(), ctx)
+    name = weights.tokenizer
+    return Model(weights.cfg, stage.eval(), load_tokenizer(name) if name else None, weights.step)
 
 
 def _empty(cfg: ModelConfig, device: torch.device, ctx: ParallelContext) -> GPTStage:
@@ -108,8 +142,8 @@ def _empty(cfg: ModelConfig, device: torch.device, ctx: ParallelContext) -> GPTS
     return GPTStage(layers, range(cfg.num_layers), first=True, last=True)
 
 
-def _whole(param: torch.nn.Parameter) -> StateTensor:
-    """Describe a parameter of an unsharded model as a tensor that a checkpoint can be loaded into."""
+def _part_of(param: torch.nn.Parameter) -> StateTensor:
+    """Describe this rank's part of a parameter as a tensor that a checkpoint can be loaded into."""
     assert isinstance(param, ShardedParameter)
     spec, flat = param.shard.spec, param.data.view(-1)
     slices = param.shard.flat_slices(0, flat.numel())
@@ -150,19 +184,25 @@ def generate(
         # The window slides once the text is longer than the model's positions; every token is recomputed.
         window = tokens[:, -model.cfg.positions :]
         logits = model.logits(window)[0, -1, : model.words].float()
-        if temperature == 0:
-            new = logits.argmax().view(1, 1)
-        else:
-            if 0 < top_k < logits.numel():
-                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
-            probabilities, ids = (logits / temperature).softmax(0).sort(descending=True, stable=True)
-            # The one that reaches top_p is kept.
-            probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0.0
-            new = ids[torch.multinomial(probabilities, 1, generator=generator)].view(1, 1)
+        new = choose_token(logits, temperature, top_k, top_p, generator).view(1, 1)
         if stop_id is not None and int(new) == stop_id:
             break
         tokens = torch.cat((tokens, new), dim=1)
     return tokens[0, len(prompt) :].tolist()
+
+
+def choose_token(
+    logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Choose the next token, 0-dim, from fp32 logits, which are overwritten. For the arguments see `generate`."""
+    if temperature == 0:
+        return logits_V.argmax()
+    if 0 < top_k < logits_V.numel():
+        logits_V[logits_V < logits_V.topk(top_k).values[-1]] = -math.inf
+    probabilities, ids = (logits_V / temperature).softmax(0).sort(descending=True, stable=True)
+    # The one that reaches top_p is kept.
+    probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0.0
+    return ids[torch.multinomial(probabilities, 1, generator=generator)][0]
 
 
 @torch.no_grad()
