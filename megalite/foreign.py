@@ -16,6 +16,15 @@ class BadFile(ValueError):
     """A file is no regular one, too large, not JSON or nested too deeply; the message is the rule, in one line."""
 
 
+def require_regular(path: Path, limit: int) -> None:
+    """Check that a file is a regular one of at most `limit` bytes; raises as `read_regular`."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise BadFile("is not a regular file")
+    if status.st_size > limit:
+        raise BadFile(f"has more than {limit} bytes")
+
+
 def read_regular(path: Path, limit: int) -> bytes:
     """Read a whole file of at most `limit` bytes.
 
@@ -24,8 +33,7 @@ def read_regular(path: Path, limit: int) -> bytes:
         OSError: it cannot be read.
     """
     # Looked at before it is opened: devices act on that. Should it become a pipe in between, nothing waits.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise BadFile("is not a regular file")
+    require_regular(path, limit)
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as f:
         data = f.read(limit + 1)
     if len(data) > limit:

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megalite.errors import UserError
-from megalite.foreign import BadFile, parse_json
+from megalite.foreign import BadFile, parse_json, require_regular
 from megalite.log import logger
 from megalite.train.trackers import BackgroundTracker, tensorboard_tracker, wandb_tracker
 
 METRICS_FILE = "metrics.jsonl"
+# Bytes of a file and of a line that are read; a step has some 500.
+_MOST_METRICS, _LONGEST_LINE = 4 << 30, 1 << 20
+_MOST_WARNINGS = 10
 # Window, in steps, over which throughput is averaged for the ETA: long enough to include evaluations and saves.
 _PACE_STEPS = 100
 
@@ -217,24 +221,10 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
         UserError: there is no metrics.jsonl in `run_dir`, or it cannot be read.
     """
     path = run_dir / METRICS_FILE
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as e:
-        raise UserError(
-            f"run directory {run_dir}",
-            f"{path.name} in it cannot be read ({e.strerror})",
-            "use the --run-dir of a run that has finished a step",
-        ) from None
     steps: dict[int, dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = parse_json(line) if line.strip() else {}
-        except BadFile:
-            record = None
-        if not isinstance(record, dict):
-            logger.warning(f"{path} line {number} is broken and skipped")
-        elif "event" in record:
+    for record in _records(run_dir, path):
+        if "event" in record:
             step = _step_of(record)
             if record["event"] in ("start", "resume") and step is not None:
                 # What an earlier attempt did after this step is no longer part of this run.
@@ -244,6 +234,42 @@ def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, An
         elif (step := _step_of(record)) is not None:
             steps[step] = record
     return [steps[s] for s in sorted(steps)], events
+
+
+def _records(run_dir: Path, path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of the file, line by line; the first broken lines are logged, and the number of all."""
+    broken = 0
+    try:
+        require_regular(path, _MOST_METRICS)
+        with path.open("rb") as f:
+            # A line of megabytes is none of ours, and as JSON may take thirty times its size.
+            for number, line in enumerate(iter(partial(f.readline, _LONGEST_LINE), b""), start=1):
+                record = _record(line)
+                while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                    line, record = f.readline(_LONGEST_LINE), None
+                if record is not None:
+                    yield record
+                    continue
+                broken += 1
+                if broken <= _MOST_WARNINGS:
+                    logger.warning(f"{path} line {number} is broken and skipped")
+    except (OSError, BadFile) as e:
+        raise UserError(
+            f"run directory {run_dir}",
+            f"{path.name} in it cannot be read ({getattr(e, 'strerror', None) or e})",
+            "use the --run-dir of a run that has finished a step",
+        ) from None
+    if broken > _MOST_WARNINGS:
+        logger.warning(f"{path}: {broken} broken lines are skipped")
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line, {} of an empty one, None of a broken one."""
+    try:
+        record = parse_json(line) if line.strip() else {}
+    except BadFile:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _step_of(record: dict[str, Any]) -> int | None:

@@ -1,14 +1,16 @@
 """Chat templates: finding one, rendering it in a sandbox, and which characters of the result are answers.
 
 A template comes from a downloaded folder: it is run by jinja2's sandbox, which lets it reach neither attributes nor
-modules of Python, and for a limited time. The environment is that of transformers (`trim_blocks`, `lstrip_blocks`,
+modules of Python, in a limited time and memory. The environment is that of transformers (`trim_blocks`, `lstrip_blocks`,
 `raise_exception`, `tojson`, `strftime_now`, `{% generation %}`), so that the same template gives the same text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import resource
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,8 @@ from megalite.errors import UserError
 
 TIME_LIMIT_S = 10.0
 """For all renderings of one conversation."""
+_MEMORY_LIMIT = 1 << 30
+"""Bytes that a rendering may take; a conversation has far fewer characters."""
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # From the end of Unicode's private use, where no text has anything.
@@ -184,16 +188,24 @@ class _TooSlow(Exception):
 
 
 @contextmanager
-def _time_limit() -> Iterator[None]:
+def _limits() -> Iterator[None]:
+    """Limit the time, and on Linux the memory, that this process may take."""
+
     def stop(*_: Any) -> NoReturn:
         raise _TooSlow
 
     before = signal.signal(signal.SIGALRM, stop)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError):
+        mapped = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+        most = [n for n in (mapped + _MEMORY_LIMIT, soft, hard) if n != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(most), hard))
     signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGALRM, before)
 
 
@@ -212,9 +224,9 @@ class Renderer:
         if RESERVED.search(template.source):
             raise UserError(template.where, "has characters U+10FF00 to U+10FFFD", "remove them")
         try:
-            with _time_limit():
+            with _limits():
                 self._compiled = _environment(template.now).from_string(template.source)
-        except (jinja2.TemplateError, RecursionError, _TooSlow) as e:
+        except (jinja2.TemplateError, RecursionError, MemoryError, _TooSlow) as e:
             given = f"chat template {template.where}"
             raise UserError(given, f"does not compile ({e!s:.300})", "correct it, or give --chat-template") from e
 
@@ -228,10 +240,12 @@ class Renderer:
             TemplateFailure: the template fails, is too slow, or its answers cannot be told apart.
         """
         try:
-            with _time_limit():
+            with _limits():
                 return self._marked(messages, tools) if self.marked else self._by_turns(messages, tools)
         except _TooSlow:
             raise TemplateFailure(f"the chat template takes more than {TIME_LIMIT_S:g} s") from None
+        except MemoryError:
+            raise TemplateFailure(f"the chat template takes more than {_MEMORY_LIMIT >> 20} MiB") from None
         except TemplateFailure:
             raise
         except Exception as e:  # the template may do anything that Python can do with a list of messages

@@ -253,6 +253,11 @@ def test_answers_that_cannot_be_told_apart_are_refused_with_their_turn(folder: P
         ("{% for i in range(1000000000000) %}{% endfor %}", "Range too big"),
         ("{{ 'x' * 10000000000 }}", "is too much"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.2 s"),
+        ("{{ '%9999999999d' % messages[0].content|length }}", "takes more than 1024 MiB"),
+        (
+            "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "takes more than 1024 MiB",
+        ),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[9].role }}", "UndefinedError"),
         ("{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}", "inside another"),

@@ -18,6 +18,7 @@ import termios
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -397,6 +398,27 @@ def test_wandb_that_was_turned_off_stays_off(tmp_path: Path) -> None:
     assert "recording offline" not in done.stderr
     assert not list(tmp_path.glob("wandb/*run-*"))
     assert len(lines(tmp_path)) == 3
+
+
+def test_a_file_that_is_not_a_record_of_steps(tmp_path: Path, console: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1, "loss": 1.5}\n'
+    path.write_bytes(b'{"step": 2, "x": "' + b"x" * (5 << 20) + b'"}\n' + good + b"[" * 1000 + b"\n" + b"\xff\n" * 5000)
+    with path.open("ab") as f:
+        f.truncate(64 << 20)  # zeros that take no place on the disk
+    tracemalloc.start()
+    steps, _ = read_metrics(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
+    assert [s["loss"] for s in steps] == [1.5]
+    assert "line 1 is broken" in console.text
+    assert "line 3 is broken" in console.text
+    assert "5003 broken lines are skipped" in console.text
+    assert len(console.records) == 11
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=r"metrics.jsonl in it cannot be read \(is not a regular file\)"):
+        read_metrics(tmp_path)
 
 
 def test_an_abandoned_attempt_is_not_mixed_in(tmp_path: Path) -> None:
