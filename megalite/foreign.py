@@ -51,12 +51,18 @@ def parse_json(data: bytes | bytearray | str) -> Any:
         content = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise BadFile(f"is not JSON ({type(e).__name__}: {str(e)[:200]})") from None
+    require_shallow(content)
+    return content
+
+
+def require_shallow(content: Any) -> None:
+    """Raise `BadFile` where lists and objects are nested in more than `MAX_DEPTH` levels."""
     level = [content]
     for _ in range(MAX_DEPTH + 1):
         parts = (v.values() if type(v) is dict else v for v in level if type(v) in (dict, list))
         level = [item for part in parts for item in part if type(item) in (dict, list)]
         if not level:
-            return content
+            return
     raise BadFile(f"is nested in more than {MAX_DEPTH} levels")
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from megalite.config.deepspeed import read_deepspeed, translate
-from megalite.config.foreign import Reading, only_table, unreadable
+from megalite.config.foreign import LIMIT, Reading, only_table, unreadable
 from megalite.config.options import Layer, StrictLoader
 from megalite.errors import UserError
+from megalite.foreign import read_regular, require_shallow
 
 FLAG = "--accelerate-config"
 
@@ -63,12 +64,13 @@ def read_accelerate(path: Path, flags: Layer, lower: Mapping[str, Any]) -> Readi
         UserError: it cannot be read, is not YAML, or has keys that mean nothing here.
     """
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+        tree = yaml.load(read_regular(path, LIMIT).decode(), Loader=StrictLoader)
+        require_shallow(tree)
+        read = Reading(path, tree, flags, lower) if isinstance(tree, dict) else None
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as e:
         raise unreadable(FLAG, path, e, "YAML") from None
-    if not isinstance(tree, dict):
+    if read is None:
         raise UserError(f"{FLAG} {path}", "must hold 'name: value' lines", "make it with accelerate config")
-    read = Reading(path, tree, flags, lower)
     _run(read)
     kind = str(read.take("distributed_type", "NO"))
     if kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
@@ -77,7 +79,7 @@ def read_accelerate(path: Path, flags: Layer, lower: Mapping[str, Any]) -> Readi
     elif kind == "FSDP":
         _fsdp(read)
     elif kind == "DEEPSPEED":
-        _deepspeed(read, tree.get("deepspeed_config") or {})
+        _deepspeed(read)
     elif kind == "MEGATRON_LM":
         _megatron(read)
     else:
@@ -133,7 +135,7 @@ def _fsdp(read: Reading) -> None:
         read.give("recompute", "full", "fsdp_config.fsdp_activation_checkpointing")
 
 
-def _deepspeed(read: Reading, block: Mapping[str, Any]) -> None:
+def _deepspeed(read: Reading) -> None:
     """The block as the DeepSpeed file that Accelerate makes of it, or the file that it names."""
     key = "deepspeed_config"
     if (file := read.take(f"{key}.deepspeed_config_file")) is not None:
@@ -171,7 +173,7 @@ def _megatron(read: Reading) -> None:
         read.batch["accumulation"] = count
     if (layers := read.number(f"{key}num_layers_per_virtual_pipeline_stage")) is not None:
         total, pp = read.value("num_layers"), read.value("pp")
-        if total % (pp * layers.value):
+        if pp < 1 or total % (pp * layers.value):
             rule = f"--num-layers {total} over {pp} stages cannot be split into chunks of {layers.value}"
             read.refuse(f"{key}num_layers_per_virtual_pipeline_stage", layers.value, rule, "give --vp")
         else:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.deepspeed_keys import IGNORED, ONLY, UNSUPPORTED
-from megalite.config.foreign import Reading, unreadable
+from megalite.config.foreign import LIMIT, Reading, unreadable
 from megalite.config.options import Layer
 from megalite.errors import UserError
+from megalite.foreign import read_regular, require_shallow
 
 FLAG = "--deepspeed-config"
 
@@ -27,12 +28,14 @@ def read_deepspeed(path: Path, flags: Layer, lower: Mapping[str, Any]) -> Readin
         UserError: it cannot be read, is not JSON with unique keys, or has keys that mean nothing here.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+        tree = json.loads(read_regular(path, LIMIT).decode(), object_pairs_hook=_unique)
+        require_shallow(tree)
+        read = Reading(path, tree, flags, lower) if isinstance(tree, dict) else None
     except (OSError, ValueError, RecursionError) as e:
         raise unreadable(FLAG, path, e, "JSON") from None
-    if not isinstance(tree, dict):
+    if read is None:
         raise UserError(f"{FLAG} {path}", "must hold a JSON object", "see DeepSpeed's documentation for the format")
-    return translate(Reading(path, tree, flags, lower))
+    return translate(read)
 
 
 def translate(read: Reading) -> Reading:
@@ -88,8 +91,8 @@ def _optimizer(read: Reading) -> None:
             # The Trainer fills in "auto" with the same value.
             read.give(option, read.take(f"{key}.{name}", default), f"{key}.{name}")
     if ours != "sgd":
-        betas = read.take(f"{key}.betas", [0.9, 0.999])
-        if not isinstance(betas, list) or len(betas) != 2:
+        betas = read.take(f"{key}.betas", [0.9, 0.999], (list,))
+        if len(betas) != 2:
             read.refuse(f"{key}.betas", betas, "must be two numbers", "correct the file")
             return
         for name, beta in zip(("beta1", "beta2"), betas):
@@ -117,7 +120,8 @@ def _scheduler(read: Reading) -> None:
         read.move(f"{key}.total_num_steps", "lr_decay_steps")
     if kind == "WarmupCosineLR":
         for name, option, default in (("warmup_min_ratio", "init_lr", 0.0), ("cos_min_ratio", "min_lr", 1e-4)):
-            read.give(option, read.value("lr") * read.take(f"{key}.{name}", default), f"{key}.{name}")
+            ratio = read.take(f"{key}.{name}", default, (float, int))
+            read.give(option, read.value("lr") * ratio, f"{key}.{name}")
         return
     low = read.take(f"{key}.warmup_min_lr", 0.0)
     read.give("init_lr", low, f"{key}.warmup_min_lr")

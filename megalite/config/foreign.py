@@ -27,6 +27,11 @@ class Only(NamedTuple):
     instead: str
 
 
+_ONE_VALUE: tuple[type, ...] = (str, int, float, type(None))
+_CORRECT = "correct the file"
+# Bytes of a file.
+LIMIT = 4 << 20
+
 OFF: tuple[Any, ...] = (False, None, "none", 0, 0.0, {}, [])
 
 
@@ -83,10 +88,14 @@ class Reading:
             self.ignored.append(block)
         self.leaves = {key: value for key, value in self.leaves.items() if not key.startswith(f"{block}.")}
 
-    def take(self, key: str, otherwise: Any = None) -> Any:
-        """Take a key's value out of those that are left, `otherwise` where it is not given."""
+    def take(self, key: str, otherwise: Any = None, kinds: tuple[type, ...] = _ONE_VALUE) -> Any:
+        """Take a key's value out of those that are left, `otherwise` where it is not given or of no admitted kind."""
         self.known.add(key)
-        return self.leaves.pop(key, otherwise)
+        value = self.leaves.pop(key, otherwise)
+        if value is otherwise or isinstance(value, kinds):
+            return value
+        self.refuse(key, value, f"must be {'one value' if kinds is _ONE_VALUE else kinds[0].__name__}", _CORRECT)
+        return otherwise
 
     def give(self, option: str, value: Any, key: str, *, default: bool = False) -> None:
         """Set an option; `default`: the file does not say it, its block implies it."""
@@ -170,7 +179,7 @@ def settle_batch(reading: Reading, world: int) -> None:
     Raises:
         UserError: three numbers that do not multiply up.
     """
-    flags, dp = reading.flags, max(1, world // (reading.value("tp") * reading.value("pp")))
+    flags, dp = reading.flags, max(1, world // max(1, reading.value("tp") * reading.value("pp")))
     samples, micro, steps = (reading.batch.get(name) for name in ("samples", "micro", "accumulation"))
     if micro is not None:
         reading.layer["micro_batch_size"] = micro

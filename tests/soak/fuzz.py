@@ -40,6 +40,10 @@ _FORBIDDEN = (
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 
 
+# Those whose last argument may be the open folder that the path is relative to.
+_IN_FOLDERS = ("os.remove", "os.mkdir", "os.rmdir")
+
+
 class Failed(Exception):
     """A case that a reader did not survive."""
 
@@ -72,7 +76,8 @@ class Watch:
         if event in _FORBIDDEN:
             self.seen.append(f"{event} {args!r:.200}")
         elif event in _CHANGES or (event == "open" and not isinstance(args[0], int) and args[2] & _WRITES):
-            self._write(args[0])
+            at = args[-1] if event in _IN_FOLDERS else -1
+            self._write(args[0] if at == -1 else f"{os.readlink(f'/proc/self/fd/{at}')}/{os.fsdecode(args[0])}")
         elif event in ("compile", "exec") and "canary" in repr(args):
             self.seen.append(f"{event} {args!r:.200}")
 

@@ -10,8 +10,6 @@ import hashlib
 import io
 import json
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,29 +35,12 @@ from megalite.launch.hosts import check_equal_slots, filter_hosts, parse_hostfil
 from megalite.model.parameters import param_map
 from megalite.slices import Slice
 from tests.soak import mutate
+from tests.soak.more_readers import MORE
+from tests.soak.reader import Reader
 from tools.inspect_checkpoint import describe
-
-Form = Callable[[Random, bytes], bytes]
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, 12 times 34, and the loss did not.\n"
 _MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 64, "seq_len": 16}
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A reader under test.
-
-    Attributes:
-        make: writes valid files into a folder.
-        read: reads them, in full; what it returns is compared where `exact`.
-        forms: file name pattern -> changes that respect the format around them (a length, a checksum).
-        exact: what is read must be what was written: checksums cover everything.
-    """
-
-    make: Callable[[Path], None]
-    read: Callable[[Path], Any]
-    forms: dict[str, Form] = dataclasses.field(default_factory=dict)
-    exact: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------- token files
@@ -278,6 +259,7 @@ READERS: dict[str, Reader] = {
     "hostfile": Reader(_make_hostfile, _read_hostfile),
     "yaml": Reader(_make_yaml, _read_yaml),
     "jsonl": Reader(_make_jsonl, _read_jsonl, {".gz": _gzipped}),
+    **MORE,
 }
 
 

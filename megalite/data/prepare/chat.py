@@ -20,6 +20,7 @@ from megalite.data.prepare.template import RESERVED, STAND_INS, ChatTemplate, Re
 from megalite.data.prepare.workers import Encoded
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokens import token_dtype
+from megalite.foreign import require_shallow
 
 OTHER, ANSWER, LAST_ANSWER = 0, 1, 2
 """Bytes of `PREFIX.mask.bin`, one per token: not learned; of an answer; of the last answer of its conversation."""
@@ -162,6 +163,7 @@ class ChatEncoder:
         try:
             text = line.decode()
             record = json.loads(text)
+            require_shallow(record)
             json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
         except (ValueError, RecursionError) as e:
             raise NotAConversation(f"does not parse as JSON ({e})") from e

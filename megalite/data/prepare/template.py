@@ -1,8 +1,9 @@
 """Chat templates: finding one, rendering it in a sandbox, and which characters of the result are answers.
 
 A template comes from a downloaded folder: it is run by jinja2's sandbox, which lets it reach neither attributes nor
-modules of Python, in a limited time and memory. The environment is that of transformers (`trim_blocks`, `lstrip_blocks`,
-`raise_exception`, `tojson`, `strftime_now`, `{% generation %}`), so that the same template gives the same text.
+modules of Python, in a limited time and memory. The environment is that of transformers (`trim_blocks`,
+`lstrip_blocks`, `raise_exception`, `tojson`, `strftime_now`, `{% generation %}`), so that the same template gives the
+same text.
 """
 
 from __future__ import annotations

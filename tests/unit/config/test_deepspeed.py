@@ -401,6 +401,23 @@ def test_the_number_of_processes_is_checked_where_ranks_start(accelerate: Any) -
     assert accelerate({"gradient_accumulation_steps": 2}, "--dry-run", world=None).train.global_batch_size == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"scheduler": {"type": ["WarmupLR"]}}', "must be one value"),
+        ('{"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "0.1"}}}', "must be float"),
+        ('{"tensor_parallel": {"autotp_size": 0}, "gradient_accumulation_steps": 2}', "--tp 0: must be at least 1"),
+        ('{"a": ' * 900 + "1" + "}" * 900, "nested in more than 64 levels"),
+        (" " * (5 << 20), "has more than 4194304 bytes"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        parse(["--deepspeed-config", str(path), "--mock-data"], world=1)
+
+
 def test_a_dry_run_is_of_the_ranks_that_the_file_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
