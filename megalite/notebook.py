@@ -32,6 +32,9 @@ from megalite.errors import UserError, require
 # defaults) or ("value", the value).
 Names = dict[str, tuple[Any, ...]]
 
+# Imported once for all ranks; torch imports the last, and sympy with it, in the first backward pass.
+_PRELOAD = ["megalite.api", "megalite.train.loop", "numpy.random", "torch.fx.experimental.symbolic_shapes"]
+
 # For a rank that has returned to exit.
 _EXIT_S = 10.0
 
@@ -59,7 +62,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
     names: Names = {}
     _collect("", function, names)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["megalite.api", "megalite.train.loop"])
+    context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         ranks: dict[Connection, int] = {}
         processes = []
