@@ -1,4 +1,4 @@
-"""Convert Convert Hugging Face models to megalite checkpoints and back: one process, no GPU, tensor by tensor."""
+"""Convert Hugging Face models to megalite checkpoints and back: one process, no GPU, tensor by tensor."""
 
 from megalite.checkpoint.hf.convert import export_hf, import_hf
 from megalite.errors import ToolParser, run_tool

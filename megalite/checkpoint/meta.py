@@ -20,6 +20,9 @@ MAX_COUNT = 10**12
 _MAX_INT, _MAX_TEXT, _MAX_ITEMS, _MAX_DEPTH = 1 << 64, 4096, 100_000, 5
 
 
+_MAX_TEMPLATE = 1 << 18
+
+
 class BadMeta(Exception):
     """An entry breaks a rule; the message names both."""
 
@@ -36,7 +39,7 @@ def check_meta(meta: Any, step: int) -> dict[str, Any]:
     """
     if not isinstance(meta, dict):
         raise BadMeta("meta is missing")
-    if len(meta) > 64 or not _plain(meta, _MAX_DEPTH):
+    if len(meta) > 64 or not _plain({key: item for key, item in meta.items() if key != "chat_template"}, _MAX_DEPTH):
         rule = (
             f"at most {_MAX_ITEMS} items, {_MAX_TEXT} characters and {_MAX_DEPTH} levels, integers within 2^64, no NaN"
         )
@@ -83,6 +86,10 @@ def _text(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
+def _template(value: Any) -> bool:
+    return _text(value) and len(value or "") <= _MAX_TEMPLATE
+
+
 def _sections(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(options, dict) for options in value.values())
 
@@ -111,6 +118,7 @@ def _losses(value: Any) -> bool:
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("step", "consumed_samples", "skipped_steps"), (_count, f"an integer from 0 to {MAX_COUNT}")),
     **dict.fromkeys(("data_hash", "valid_data_hash", "tokenizer_sha256"), (_text, "text or null")),
+    "chat_template": (_template, f"text of at most {_MAX_TEMPLATE} characters, or null"),
     "loss_history": (_losses, "a list of at most 1000 numbers"),
     "scalars": (_scalars, "numbers of the optimizer and the loss scale"),
     "config": (_sections, "sections of options"),

@@ -12,7 +12,7 @@ from megalite.data.own import OwnDataset, Samples
 from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
-from megalite.data.sidecar import read_sidecar
+from megalite.data.sidecar import chat_template_of, read_sidecar
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 
@@ -32,6 +32,7 @@ __all__ = [
     "Samples",
     "Tokenizer",
     "build_datasets",
+    "chat_template_of",
     "check_tokenizer_matches",
     "load_tokenizer",
     "mask_path",

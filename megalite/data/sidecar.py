@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.errors import UserError
 from megalite.foreign import BadFile, read_json
+from megalite.log import warn_on_rank_0
 
 BLOCK = 256 << 10
 DIGEST = 8
@@ -67,6 +69,20 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
         rule = "must hold tokenizer_sha256 and vocab_size, as preprocess_data.py writes them"
         raise UserError(f"{prefix}.json", rule, _REMEDY)
     return content
+
+
+def chat_template_of(prefixes: Iterable[str]) -> str | None:
+    """Return the chat template that wrote the conversations of these data; None without any, or if there are several.
+
+    Raises:
+        UserError: as `read_sidecar`.
+    """
+    kept = ((prefix, (read_sidecar(prefix) or {}).get("chat_template")) for prefix in prefixes)
+    found = {template: prefix for prefix, template in kept if isinstance(template, str)}
+    if len(found) > 1:
+        names = " and ".join(sorted(found.values())[:2])
+        warn_on_rank_0(f"{names} were written by different chat templates: checkpoints and exports will have none")
+    return next(iter(found)) if len(found) == 1 else None
 
 
 def read_checksums(prefix: str | Path) -> dict[str, Checksums]:

@@ -17,8 +17,9 @@ from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.load import load_checkpoint, model_config, resolve_checkpoint
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config.model import ModelConfig
-from megalite.data import IndexedDataset
+from megalite.data import IndexedDataset, LossMask, PackedDataset, Rows
 from megalite.data.prepare.documents import BadRecord, parse, read_chunks
+from megalite.data.rows import IGNORE
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokenizer_files import holds_tokenizer, of_run
 from megalite.dist.context import ParallelContext
@@ -53,10 +54,12 @@ class Model:
     step: int | None
 
     @torch.no_grad()
-    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Compute logits [B, S, V] of token ids [B, S]."""
+    def logits(self, tokens_BS: torch.Tensor, starts_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute logits [B, S, V] of token ids [B, S], and of where their documents start (see `Rows`)."""
         tokens_SB = tokens_BS.t().contiguous()
-        out = self.stage(tokens_SB, MicroBatch(tokens_SB, targets_SB=None), Pass(0, 0, 0, training=False))
+        starts_SB = None if starts_BS is None else starts_BS.t().contiguous()
+        given = MicroBatch(tokens_SB, targets_SB=None, starts_SB=starts_SB)
+        out = self.stage(tokens_SB, given, Pass(0, 0, 0, training=False))
         return out[..., : self.cfg.vocab].transpose(0, 1)
 
     @property
@@ -232,6 +235,42 @@ def mean_loss(model: Model, ids: np.ndarray, batch: int = 8) -> tuple[float, int
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         total += loss.item()
     return total / count, count
+
+
+@torch.no_grad()
+def chat_loss(model: Model, prefix: str, limit: int, batch: int = 8) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Compute the mean cross-entropy over the tokens of conversations, each seen alone, and over those of answers.
+
+    Conversations of more than the training length are cut, as in training.
+
+    Args:
+        prefix: data with a `PREFIX.mask.bin`.
+        limit: stop after so many tokens.
+
+    Returns:
+        (mean loss, number of predicted tokens) of all tokens, and of the answers.
+    """
+    device, indexed = next(model.stage.parameters()).device, IndexedDataset(prefix)
+    answers, size = LossMask(indexed, "answers"), model.cfg.seq_len
+    everything = LossMask(indexed, "all")
+    data = PackedDataset(indexed, size, everything, shuffle=False, vocab_size=model.cfg.vocab, split="all")
+    sums, counts = np.zeros(2), np.zeros(2, np.int64)
+    for first in range(0, len(data), batch):
+        packs = range(first, min(first + batch, len(data)))
+        rows = Rows.stack([data.sample(i) for i in packs])
+        marked = [np.concatenate([answers.of(d)[1 : data.places[d] + 1] for d in data.documents_at(i)]) for i in packs]
+        of_answers = np.stack([np.pad(marks, (0, size - len(marks))) for marks in marked])
+        tokens, starts, targets = (torch.from_numpy(x).to(device) for x in (rows.inputs, rows.starts, rows.targets))
+        logits = model.logits(tokens, starts).float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")
+        losses = loss.cpu().double().numpy().reshape(rows.targets.shape)
+        for i, counted in enumerate((rows.targets >= 0, of_answers)):
+            sums[i] += losses[counted].sum()
+            counts[i] += counted.sum()
+        if counts[0] >= limit:
+            break
+    (whole, part), (all_tokens, marked_tokens) = (sums / np.maximum(counts, 1)).tolist(), counts.tolist()
+    return (whole, all_tokens), (part, marked_tokens)
 
 
 def encode_text(tokenizer: Tokenizer, paths: Sequence[Path], key: str, limit: int) -> tuple[np.ndarray, int]:

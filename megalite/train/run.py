@@ -21,7 +21,7 @@ from megalite.checkpoint.replicas import check_replicas
 from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.data import BatchLoader, Datasets, Samples
+from megalite.data import BatchLoader, Datasets, Samples, chat_template_of, prefixes_of
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.context import ParallelContext
 from megalite.errors import step_range
@@ -159,6 +159,7 @@ def open_run(
             "config": dataclasses.asdict(cfg),
             **hashes,
             "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
+            "chat_template": agree(ctx, lambda: chat_template_of(prefixes_of(cfg.data.data) if cfg.data.data else ())),
         }
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: build_engine(cfg, ctx))
@@ -175,6 +176,8 @@ def open_run(
         opened.callback(checkpointer.close)
         source = choose_checkpoint(cfg, run_dir, ctx)
         state = source.state(resume(engine, source, meta)) if source else init_weights(engine)
+        # A model that has learned a template keeps it when it goes on with plain text.
+        meta["chat_template"] = meta["chat_template"] or state.get("chat_template")
         if source:
             log_start(engine, source, meta)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.checkpoint.hf.convert import export_hf
 from megalite.checkpoint.load import resolve_checkpoint
 from megalite.config.options import GROUPS
 from megalite.errors import UserError
@@ -194,6 +195,18 @@ def test_what_a_new_stage_may_not_change(first_stage: Path, tmp_path: Path) -> N
     start = stage(0, [*learned, "--resume", weights, "--run-dir", str(tmp_path / "d")], 1)
     assert (start["step"], start["consumed_samples"], start["num_steps"]) == (1, 4, 0)
     assert re.findall(r"weights from \S+ at step 1 \(bf16\)", (tmp_path / "d" / "logs" / "rank_0.log").read_text())
+
+
+def test_a_fresh_run_from_the_same_masters_makes_the_same_updates(first_stage: Path, tmp_path: Path) -> None:
+    export_hf(first_stage, tmp_path / "hf", "fp32")
+    flags = [*STAGE, "--seed", "5", "--train-steps", "2"]
+    resets = ["--reset-data", "--reset-optimizer", "--reset-step", "--resume", str(first_stage)]
+    for name, start in (("stage", resets), ("fresh", ["--init-from-hf", str(tmp_path / "hf")])):
+        stage(0, [*flags, *start, "--run-dir", str(tmp_path / name)], 1)
+    assert losses(tmp_path / "stage") == losses(tmp_path / "fresh")
+    states = [whole_tensors(tmp_path / name / "checkpoints" / "step_00000002") for name in ("stage", "fresh")]
+    assert states[0].keys() == states[1].keys()
+    assert all(states[0][name].tobytes() == states[1][name].tobytes() for name in states[0])
 
 
 def test_checkpoints_of_megatron_are_refused(tmp_path: Path) -> None:

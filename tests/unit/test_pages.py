@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import re
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +18,20 @@ import pytest
 import torch
 
 from megalite.checkpoint.hf.convert import export_hf
+from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
+from megalite.data.prepare.preprocess import preprocess
 from megalite.families import FAMILIES
 from megalite.families.parts import ACTIVATIONS, NORMS
 from megalite.schedules.lr import LR_DECAYS, learning_rate
 from megalite.schedules.pipeline import SCHEDULES
 from megalite.train.metrics import read_metrics
 from tests.parity import jobs
+from tests.parity.test_resume import train
 from tests.workers import WorkerPool
+from tools.convert_hf import main as convert_main
+from tools.preprocess_data import main as preprocess_main
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -60,7 +69,9 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     learned = [step for step, loss in enumerate(losses("runs/stopped"), start=1) if loss < 6.2][0]
     assert line == f"stopped after step {learned + 1}"
     (line,) = run_block(own_data, names, capsys)
-    assert float(line.split()[1]) < losses("runs/own-data")[0] - 0.05
+    before, after = [event["loss"] for event in read_metrics(Path("runs/own-data"))[1] if event["event"] == "eval"]
+    assert line == f"before training: {before}"
+    assert after < before - 0.05
     assert run_block(answers, names, capsys) == []
     assert len(losses("runs/own-answers")) == 2
     (line,) = run_block(several, names, capsys)
@@ -68,6 +79,62 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     np.testing.assert_allclose(on_two, on_one, rtol=1e-5)
     assert len(run_block(by_hand, names, capsys)) == 2
     assert len(re.findall(r"\d+", run_block(text, names, capsys)[0])) == 5
+
+
+# ------------------------------------------------------------------------------------------------------- stages.md
+
+TINY = "--num-layers 2 --hidden-size 16 --num-heads 2 --num-kv-heads 2 --ffn-hidden-size 32 --eval-steps 1 --device cpu"
+START = r"(?:resumed|weights) from .*"
+# Run directory -> steps in place of those of the page.
+STEPS = {"base": 2, "continued": 4, "domain": 2, "sft": 2, "long": 2}
+
+
+def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of the page, with a tiny model; each run starts from where the page says."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
+    (tmp_path / "data").mkdir()
+    for name in ("code", "prose"):
+        lines = [json.dumps({"text": f"{name} {n} " * 60}) for n in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        preprocess([f"{name}.jsonl"], "bytes", f"data/{name}")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    page = (DOCS / "stages.md").read_text()
+    code = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)).replace("\\\n", " ")
+    trained = {}
+    for words in map(shlex.split, code.splitlines()):
+        world, script = (int(words[2]), words[3:]) if words[0] == "torchrun" else (1, words[1:])
+        if script[0] != "pretrain_gpt.py":
+            monkeypatch.setattr(sys, "argv", script)
+            {"preprocess_data": preprocess_main, "convert_hf": convert_main}[Path(script[0]).stem]()
+            continue
+        name = Path(parse(script[1:]).config.run.run_dir).name
+        # Ranks have a folder of their own.
+        arguments = [*script[1:], *TINY.split(), "--train-steps", str(STEPS[name])]
+        arguments += [] if "--seq-len" in script else ["--seq-len", "32"]
+        ranks = pool.run(world, in_folder, str(tmp_path), arguments, world) if world > 1 else [train(0, arguments, 1)]
+        assert ranks[0][0][0] == STEPS[name]
+        log = (tmp_path / f"runs/{name}/logs/rank_0.log").read_text()
+        trained[name] = [without_numbers(line) for line in re.findall(START, log)]
+    assert trained.keys() == STEPS.keys()
+    shown = [without_numbers(line) for line in re.findall(rf"^    ({START})$", page, re.M)]
+    assert sorted(shown) == sorted(line for lines in trained.values() for line in lines)
+    assert "<|im_start|>" in (tmp_path / "chat-model" / "chat_template.jinja").read_text()
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"\d+", "N", line)
+
+
+def in_folder(rank: int, folder: str, arguments: list[str], world: int) -> Any:
+    """Train in a folder."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return train(rank, arguments, world)
+    finally:
+        os.chdir(before)
 
 
 # ---------------------------------------------------------------------------------------------------- extending.md

@@ -12,13 +12,19 @@ from megalite.families import PRESETS
 from megalite.plan.dry_run import dry_run_report
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
+STAGES = ("continue", "domain", "sft")  # on top of a model's recipe
 WORLD = {"gpt2-124m": 1, "llama-100m": 1, "llama-3.2-1b": 8, "llama-3-8b": 64, "quickstart": 4}
-FLAGS = {"llama-100m": ["--vocab-size", "16384"], "quickstart": ["--tp", "2", "--pp", "2", "--vocab-size", "4096"]}
+WORLD |= dict.fromkeys(STAGES, 4)
+SMALL = ["--tp", "2", "--pp", "2", "--vocab-size", "4096"]
+FLAGS = {"llama-100m": ["--vocab-size", "16384"], "quickstart": SMALL}
+FLAGS |= dict.fromkeys(STAGES, [*SMALL, "--resume", "RUN"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe(recipe: Path) -> None:
-    preset = ["--preset", recipe.stem] if recipe.stem in PRESETS else []
-    cfg = cli.parse([*preset, "--config", str(recipe), *FLAGS.get(recipe.stem, [])]).config
+    base = ["--preset", recipe.stem] if recipe.stem in PRESETS else []
+    if recipe.stem in STAGES:
+        base = ["--config", str(recipe.with_name("quickstart.yaml"))]
+    cfg = cli.parse([*base, "--config", str(recipe), *FLAGS.get(recipe.stem, [])]).config
     report = dry_run_report(cfg, Grid.of(WORLD[recipe.stem], cfg.parallel.tp, cfg.parallel.pp))
     assert "parameters" in report

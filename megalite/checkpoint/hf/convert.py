@@ -98,7 +98,8 @@ def export_hf(
         with new_folder(out) as folder:
             special = dict(meta.get("hf", {}))
             if given:
-                special.update(export_tokenizer(given, folder, cfg, meta.get("tokenizer_sha256")))
+                sha256, template = meta.get("tokenizer_sha256"), meta.get("chat_template")
+                special.update(export_tokenizer(given, folder, cfg, sha256, template))
             else:
                 logger.warning("unknown tokenizer: the export has none (pass --tokenizer)")
             config = write_config(cfg, torch_name(weight_dtype), special)

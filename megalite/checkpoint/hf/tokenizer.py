@@ -37,7 +37,9 @@ _REMEDY = "train a tokenizer with tools/train_tokenizer.py, or export without on
 _Token = TypeVar("_Token", str, bytes)
 
 
-def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256: str | None) -> dict[str, int]:
+def export_tokenizer(
+    source: str | Path, folder: Path, cfg: ModelConfig, sha256: str | None, template: str | None = None
+) -> dict[str, int]:
     """Write tokenizer files to `folder`.
 
     Args:
@@ -45,6 +47,7 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
         folder: folder of the export.
         cfg: the model, for its vocabulary and length.
         sha256: SHA-256 of the tokenizer that the model was trained with, if known.
+        template: chat template that the model was trained with, in place of the tokenizer's own.
 
     Returns:
         Ids under "bos_token_id" and "eos_token_id", where the tokenizer has them.
@@ -74,6 +77,7 @@ def export_tokenizer(source: str | Path, folder: Path, cfg: ModelConfig, sha256:
         add_eos_token=False,
     )
     config.pop("auto_map", None)
+    _write_template(template, folder, config)
     config.pop(EXPORTED_FROM, None)
     if max(exported.get_vocab(with_added_tokens=True).values()) + 1 == tokenizer.vocab_size:
         config[EXPORTED_FROM] = {"sha256": tokenizer.sha256, "tokenizer_json": file_sha256(folder / "tokenizer.json")}
@@ -121,6 +125,17 @@ def _copy_hf(path: Path, folder: Path) -> dict[str, Any]:
             # A link in a stranger's folder could publish any file of this machine.
             shutil.copyfile(resolve_inside(path.parent, name), folder / name)
     return read_json(path.with_name("tokenizer_config.json"))
+
+
+def _write_template(template: str | None, folder: Path, config: dict[str, Any]) -> None:
+    """Write the chat template of the training, unless the tokenizer's files hold it already."""
+    path, own = folder / "chat_template.jinja", config.get("chat_template")
+    if isinstance(own, list):
+        own = next((t.get("template") for t in own if isinstance(t, dict) and t.get("name") == "default"), None)
+    own = path.read_bytes().decode(errors="replace") if path.exists() else own
+    if template is not None and template != own:
+        path.write_bytes(template.encode())
+        config.pop("chat_template", None)
 
 
 def _merges(ranks: Mapping[_Token, float], ids: Mapping[_Token, int]) -> list[tuple[_Token, _Token]]:

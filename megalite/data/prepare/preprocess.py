@@ -162,7 +162,11 @@ def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplat
     of_chat = {}
     if template is not None:
         digest = hashlib.sha256(template.source.encode()).hexdigest()
-        of_chat = {"learned_tokens": stats.learned, "chat_template_sha256": digest}
+        of_chat = {
+            "learned_tokens": stats.learned,
+            "chat_template_sha256": digest,
+            "chat_template": template.source,
+        }
     return {
         "tokenizer_kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megalite.data.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
 from megalite.data.tokenizer import Tokenizer, load_tokenizer, optional_import
-from megalite.errors import UserError
+from megalite.errors import UserError, require
 from megalite.log import logger
 
 # sentencepiece learns nothing from a sentence that holds U+2585, its mark for the unknown, so text is cut there too;
@@ -44,10 +44,12 @@ def train_tokenizer(
     max_mb: float = 1000.0,
     skip_bad: bool = False,
     overwrite: bool = False,
+    control_symbols: Sequence[str] = (),
 ) -> Tokenizer:
     """Train on text files and write `out_dir/tokenizer.model`; every text then decodes to itself.
 
-    Identity normalization, no dummy prefix, whitespace kept, digits single, byte fallback; unk 0, bos 1, eos 2, no pad.
+    Identity normalization, no dummy prefix, whitespace kept, digits single, byte fallback; unk 0, bos 1, eos 2, no pad,
+    then the control symbols.
 
     Args:
         inputs: as of `preprocess`.
@@ -57,16 +59,19 @@ def train_tokenizer(
             in memory); logged when it cuts.
         skip_bad: skip and count records that do not parse; otherwise the first one ends the training.
         overwrite: replace a tokenizer that exists in `out_dir`.
+        control_symbols: names of further special tokens, as chat templates write them (`<|im_start|>`); text that holds
+            such a name stays text.
 
     Raises:
         UserError: inputs that cannot be read, a vocabulary that the text cannot fill or too small for its characters.
     """
     out = Path(out_dir) / "tokenizer.model"
+    _check_symbols(control_symbols)
     if out.exists() and not overwrite:
         raise UserError(f"--out {out_dir}", f"{out} exists", "choose another folder, or give --overwrite")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        model = _train(inputs, vocab_size, key, int(max_mb * 1e6), skip_bad)
+        model = _train(inputs, vocab_size, key, int(max_mb * 1e6), skip_bad, control_symbols)
     except OSError as e:
         raise UserError(f"--out {out_dir}", f"cannot be written ({e.strerror})", "choose another folder") from e
     temporary = out.with_name("tokenizer.model.tmp")
@@ -78,7 +83,18 @@ def train_tokenizer(
     return load_tokenizer(out)
 
 
-def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int, skip_bad: bool) -> bytes:
+def _check_symbols(names: Sequence[str]) -> None:
+    taken = ["<unk>", "<s>", "</s>"]
+    for name in names:
+        given = f"--control-symbols {name!r}"
+        require(re.fullmatch(r"[^\s,]+", name) is not None, given, "must have no spaces and commas", "rename it")
+        require(name not in taken, given, "is in the vocabulary already", "drop it")
+        taken.append(name)
+
+
+def _train(
+    inputs: list[str], vocab_size: int, key: str, max_bytes: int, skip_bad: bool, control_symbols: Sequence[str]
+) -> bytes:
     """Return the contents of a trained `tokenizer.model`."""
     sentencepiece = optional_import("sentencepiece", "sentencepiece", None)
     model = io.BytesIO()
@@ -93,7 +109,11 @@ def _train(inputs: list[str], vocab_size: int, key: str, max_bytes: int, skip_ba
 
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(), model_writer=model, vocab_size=vocab_size, **_OPTIONS
+            sentence_iterator=sentences(),
+            model_writer=model,
+            vocab_size=vocab_size,
+            control_symbols=list(control_symbols),
+            **_OPTIONS,
         )
     except RuntimeError as e:
         if unreadable:

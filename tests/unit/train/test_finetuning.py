@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import megalite
-from megalite.data import IndexedDatasetWriter
+from megalite.checkpoint.hf.convert import export_hf
+from megalite.data import IndexedDataset, IndexedDatasetWriter, chat_template_of
+from megalite.data.prepare.preprocess import preprocess
+from megalite.data.prepare.template import CHATML
+from megalite.data.prepare.train_tokenizer import train_tokenizer
 from tests.workers import WorkerPool
+from tools.evaluate import main as evaluate_main
 
 SIZES: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 48, "vocab_size": 61, "seq_len": 32,
@@ -81,3 +88,62 @@ def test_options_that_have_nothing_to_act_on(tmp_path: Path) -> None:
     for options in ({"document_mask": True}, {"loss_on": "last"}, {"loss_per": "sample"}):
         with pytest.raises(megalite.UserError, match="with --mock-data: synthetic sequences have neither"):
             megalite.configure(**{**SIZES, **options, "mock_data": True})
+
+
+def test_a_chat_template_goes_with_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """From a tokenizer with control symbols to an export that transformers chats with; losses of answers as there."""
+    transformers = pytest.importorskip("transformers")
+    words, tokenizer, prefix, plain = (str(tmp_path / name) for name in ("a.txt", "tokenizer", "chats", "plain"))
+    Path(words).write_text("".join(f"{n} and {n * n}, then text with <|im_end|> in it.\n" for n in range(200)))
+    symbols = ["<|im_start|>", "<|im_end|>"]
+    own = train_tokenizer([words], 300, tokenizer, control_symbols=symbols)
+    assert own.control_tokens == {"<s>": 1, "</s>": 2, "<|im_start|>": 3, "<|im_end|>": 4}
+    assert not set(own.encode("a <|im_end|> b")) & {3, 4}
+    for names, rule in ((["<s>"], "is in the vocabulary already"), (["a b"], "must have no spaces")):
+        with pytest.raises(megalite.UserError, match=f"--control-symbols '{names[0]}': {rule}"):
+            train_tokenizer([words], 300, tokenizer, control_symbols=names)
+
+    talks = [[turn("user", f"{n} and?"), turn("assistant", f"{n * n}<|im_end|>" * (n % 4 + 1))] for n in range(9)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (tmp_path / "mine.jinja").write_text(f"{{{{- 'Chat: ' }}}}\n{CHATML}")
+    preprocess([str(tmp_path / "a.jsonl")], tokenizer, prefix, chat=True, chat_template=str(tmp_path / "mine.jinja"))
+    preprocess([str(tmp_path / "a.jsonl")], tokenizer, f"{prefix}2", chat=True, chat_template="chatml")
+    preprocess([words], tokenizer, plain)
+    assert chat_template_of([prefix, f"{prefix}2"]) is None
+    assert "were written by different chat templates" in caplog.text
+    options = {**SIZES, "split": "1,0,0", "vocab_size": None, "tokenizer": tokenizer, "train_steps": 2, "lr": 0.05}
+    train(0, str(tmp_path / "a"), {**options, "data": (prefix,), "loss_on": "answers"})
+    # The model keeps its template when it goes on with plain text.
+    resets = {"reset_data": True, "reset_step": True, "resume": str(tmp_path / "a")}
+    train(0, str(tmp_path / "b"), {**options, **resets, "data": (plain,)})
+    export_hf(tmp_path / "b", tmp_path / "hf")
+    assert chat_template_of([prefix, plain]) == (tmp_path / "hf" / "chat_template.jinja").read_text()
+
+    theirs, data = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), IndexedDataset(prefix)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    marks, losses = np.fromfile(f"{prefix}.mask.bin", np.uint8), []
+    for i in range(len(talks)):
+        ids, answer = data.document(i).tolist(), marks[data.starts[i] : data.starts[i + 1]] > 0
+        # The template's own words are control tokens, those in an answer text, which transformers would mix up.
+        assert theirs.apply_chat_template([talks[i][0]], tokenize=True)["input_ids"] == ids[: ids.index(4) + 2]
+        assert ids.count(4) == 2
+        logits = model(torch.tensor([ids])).logits[0, :-1].double()
+        each = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none").detach().numpy()
+        losses.append((each[: SIZES["seq_len"]], answer[1 : SIZES["seq_len"] + 1]))
+    assert max(len(each) for each, _ in losses) == SIZES["seq_len"]
+    capsys.readouterr()
+    evaluate_main([str(tmp_path / "b"), "--data", prefix, plain])
+    of_chats, of_text, together = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    all_losses, marked = (np.concatenate(parts) for parts in zip(*losses))
+    assert (of_chats["tokens"], of_chats["answer_tokens"]) == (len(all_losses), marked.sum())
+    assert of_chats["loss"] == pytest.approx(all_losses.mean(), rel=1e-5)
+    assert of_chats["answer_loss"] == pytest.approx(all_losses[marked].mean(), rel=1e-5)
+    assert abs(of_chats["answer_loss"] - of_chats["loss"]) > 0.01
+    assert "answer_loss" not in of_text
+    assert (together["tokens"], together["answer_tokens"]) == (len(all_losses) + of_text["tokens"], marked.sum())
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
