@@ -22,6 +22,9 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     )
     parser.add_argument("--rank", type=int, default=0, help="which rank (0)")
     parser.add_argument("--world", type=int, required=True, help="number of ranks")
+    parser.add_argument(
+        "--budget", action="store_true", help="print how long its kernels would take on an H200 and an H100 instead"
+    )
     parser.add_argument("--json", action="store_true", help="figures as JSON instead of text")
     parser.add_argument("--png", type=Path, metavar="F", help="draw memory over the step to F (.png, .svg or .pdf)")
     return parser.parse_known_args(argv)
@@ -34,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from megalite.checkpoint.hf.start import hf_model_config
     from megalite.config import cli
     from megalite.dist.grid import Grid
+    from megalite.estimate.budget import budget_table
     from megalite.estimate.rank import estimate
     from megalite.estimate.report import to_json, to_text
     from megalite.plan.memory import memory_per_rank
@@ -49,7 +53,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     grid = Grid.of(args.world, cfg.parallel.tp, cfg.parallel.pp)
     result = estimate(cfg, grid, args.rank)
     predicted = memory_per_rank(cfg, grid)[grid.coords(args.rank)["pp"]]
-    print(json.dumps(to_json(result, predicted)) if args.json else to_text(result, predicted))
+    if args.budget:
+        print(budget_table(result, cfg))
+    else:
+        print(json.dumps(to_json(result, predicted)) if args.json else to_text(result, predicted))
     if args.png:
         with picture_errors(f"picture {args.png}"):
             draw(result).savefig(args.png, dpi=150)

@@ -37,6 +37,7 @@ class Estimate:
         building: peak while the engine is built.
         peak: of the step.
         timeline: (pipeline operation, bytes before it, most during it).
+        spans: (kind of a pipeline operation, where it begins and ends in the log).
         log: kernels and operations of process groups, in the order in which the host starts them; first the gathers of
             weights that the step before has started.
         first: where the step begins in it.
@@ -51,20 +52,35 @@ class Estimate:
     building: Peak
     peak: Peak
     timeline: list[tuple[str, int, int]]
+    spans: list[tuple[str, int, int]]
     log: list[Event]
     first: int
     syncs: dict[str, int]
     one_queue: bool
 
+    def ran(self) -> Iterator[tuple[Ran, str]]:
+        """Yield (kernel, "forward", "backward" or "") of all that a step launches but for collectives."""
+        passes = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+        where = {i: passes.get(kind, "") for kind, begin, end in self.spans for i in range(begin, end)}
+        for i, event in enumerate(self.log[self.first :], self.first):
+            if isinstance(event, Ran):
+                yield event, where.get(i, "")
+
     @property
     def kernels(self) -> int:
         """Kernels that a step launches, those of collectives not counted."""
-        return sum(isinstance(event, Ran) for event in self.log[self.first :])
+        return sum(1 for _ in self.ran())
 
     @property
     def flops(self) -> int:
         """FLOPs of the matrix products and of attention."""
-        return sum(event.flops for event in self.log[self.first :] if isinstance(event, Ran))
+        return sum(ran.flops for ran, _ in self.ran())
+
+    @property
+    def calls(self) -> dict[str, dict[str, int]]:
+        """How often each operation of torch launches kernels, in forward and in backward passes."""
+        calls = Counter((where, ran.name) for ran, where in self.ran())
+        return {way: {name: n for (at, name), n in calls.items() if at == way} for way in ("forward", "backward")}
 
     @property
     def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -114,6 +130,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
             building=building,
             peak=tracker.finish(),
             timeline=tracker.timeline,
+            spans=tracker.spans,
             log=list(log),
             first=first,
             syncs=syncs,

@@ -35,6 +35,7 @@ def to_json(e: Estimate, predicted: RankMemory) -> dict[str, Any]:
         "peak_holders": dict(_holders(e)),
         "predicted_bytes": {"total": predicted.total, **asdict(predicted)},
         "kernels": e.kernels,
+        "calls": e.calls,
         "flops": e.flops,
         "host_syncs": sum(e.syncs.values()),
         "host_syncs_in": e.syncs,

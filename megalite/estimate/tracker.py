@@ -74,6 +74,7 @@ class Tracker(TorchDispatchMode, Observer):
         live: bytes of CUDA memory now.
         peak: since `start`.
         timeline: (pipeline operation, bytes before it, most during it) of each, in order.
+        spans: (its kind, where it begins and ends in the log) of each.
         syncs: how often the host had to wait for the device, by operation of torch.
     """
 
@@ -83,13 +84,14 @@ class Tracker(TorchDispatchMode, Observer):
         self.live = 0
         self.peak = Peak()
         self.timeline: list[tuple[str, int, int]] = []
+        self.spans: list[tuple[str, int, int]] = []
         self.syncs: Counter[str] = Counter()
         self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, holder, torch's operation, weak reference]
         self._held: Counter[tuple[str, str]] = Counter()
         self._new: list[int] = []
         self._risen = False  # to a peak whose holders are not written down yet
         self._during = "setup"
-        self._before = self._most = 0
+        self._before = self._most = self._begun = 0
 
     def start(self, during: str) -> None:
         """Measure the peak from here on."""
@@ -117,11 +119,13 @@ class Tracker(TorchDispatchMode, Observer):
         self._end_phase("other")
         self._during = str(op)
         self._before = self._most = self.live
+        self._begun = len(self.log)
 
     def end(self, op: Op) -> None:
         """Name what the operation leaves behind, and add a line to the timeline."""
         self._end_phase(_KEPT.get(op.kind, "gradients of activations"))
         self.timeline.append((str(op), self._before, self._most))
+        self.spans.append((op.kind, self._begun, len(self.log)))
         self._during = "between operations"
 
     def finished(self) -> None:
@@ -191,7 +195,7 @@ class Tracker(TorchDispatchMode, Observer):
         if func is _ATEN._local_scalar_dense.default and args[0].device.type == "cuda":
             self.syncs["item"] += 1
             return torch.ones((), dtype=args[0].dtype).tolist()
-        if func is _ATEN.addmm.dtype_out:
+        if func in (_ATEN.addmm.dtype_out, _ATEN.mm.dtype_out):
             out = kwargs["out"]  # one kernel on a GPU; torch's own description of it makes copies
         else:
             out = func(*args, **kwargs)
@@ -211,8 +215,12 @@ class Tracker(TorchDispatchMode, Observer):
             return
         if func is _ATEN._to_copy.default and made[0].device.type == "cpu":
             self.syncs["copy to the host"] += 1
-        nbytes = sum(x.nbytes for x in (*tensors, *made))
-        self.log.append(Ran(name, _flops(func, args, kwargs), nbytes))
+        given = {argument.name: argument for argument in func._schema.arguments}
+        values = dict(zip(given, args)) | kwargs
+        changed = tree_leaves([x for key, x in values.items() if (info := given[key].alias_info) and info.is_write])
+        written = {id(x): x for x in (*made, *changed) if isinstance(x, torch.Tensor)}
+        read = [x for x in tree_leaves(values | {"out": None}) if isinstance(x, torch.Tensor)]
+        self.log.append(Ran(name, _flops(func, args, kwargs), sum(x.nbytes for x in (*read, *written.values()))))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -37,6 +37,8 @@ LLAMA_8B = (
     "--recompute none"
 )
 ZERO3 = "--tp 2 --pp 2 --zero 3 --zero-whole-below 0 --schedule zb-h1"
+BUDGETS = ("--preset llama-3.2-1b", "--preset llama-3-8b --num-layers 4")
+LARGE_BATCH = "--precision bf16 --recompute none --seq-len 4096 --micro-batch-size 4 --global-batch-size 8"
 TINY = (
     "--arch gpt2 --num-layers 4 --hidden-size 64 --num-heads 4 --vocab-size 90 --seq-len 16 --precision bf16 "
     "--global-batch-size 16 --hidden-dropout 0.1 --attention-dropout 0.1 --bucket-size 5000 --vocab-divisible-by 8"
@@ -52,6 +54,8 @@ class Runs:
     tp2: dict[str, Any]
     text: str
     refused: str
+    budgets: list[str]
+    layers: list[dict[str, Any]]
     picture: Path
     process_bytes: int
 
@@ -67,13 +71,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         f"--world 64 --json {LLAMA_8B}",
         f"--world 2 --tp 2 --png {picture} {TINY}",
         f"--world 2 --rank 2 {TINY}",
+        *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
+        *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --num-layers {n}" for n in (1, 2)),
     ]
     lines = "".join(json.dumps(words.split()) + "\n" for words in asked)
     command = [sys.executable, "-m", "tests.unit.estimate.fake_runs"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    zero3, big, tp2, text, refused, memory = map(json.loads, done.stdout.splitlines())
-    return Runs(json.loads(zero3), json.loads(big), json.loads(tp2), text, refused, picture, memory)
+    zero3, big, tp2, text, refused, *budgets_and_layers, memory = map(json.loads, done.stdout.splitlines())
+    budgets, layers = budgets_and_layers[: len(BUDGETS)], list(map(json.loads, budgets_and_layers[len(BUDGETS) :]))
+    return Runs(json.loads(zero3), json.loads(big), json.loads(tp2), text, refused, budgets, layers, picture, memory)
 
 
 def states(run: dict[str, Any]) -> int:
@@ -146,6 +153,33 @@ def test_gathering_weights_hides_behind_the_forward_pass(runs: Runs) -> None:
     assert gathers["bytes"] == pytest.approx(8.03e9, rel=1e-3)
     # With one hardware queue, gathers that were all posted at once would hold the first kernel up for 190 ms.
     assert gathers["exposed_s"] < 0.02
+
+
+def test_what_a_layer_launches(runs: Runs) -> None:
+    """In 16 micro-batches; each operation more is one that the host has to start, and memory that is read again."""
+    if "triton: rmsnorm" not in runs.layers[0]["ops"]:
+        pytest.skip("triton is not installed: the plain torch ops launch more")
+    one, two = (run["calls"] for run in runs.layers)
+    added = {way: Counter(two[way]) - Counter(one[way]) for way in one}
+    expected = {
+        "forward": {"triton_norm": 2, "mm": 4, "triton_rope_": 1, "_scaled_dot_product_flash_attention": 1}
+        | {"triton_glu": 1, "add": 1},
+        "backward": {"triton_norm_backward": 2, "mm": 4, "addmm": 4, "triton_rope_pack": 1}
+        | {"_scaled_dot_product_flash_attention_backward": 1, "triton_glu_backward": 1, "add": 1},
+    }
+    # A first contribution is mm, later ones are addmm.
+    first = {"mm": 4, "addmm": -4}
+    for way, calls in expected.items():
+        want = {name: 16 * count + (first.get(name, 0) if way == "backward" else 0) for name, count in calls.items()}
+        assert {name.rpartition(":")[2]: count for name, count in added[way].items()} == want
+    assert [sum(calls.values()) for calls in expected.values()] == [10, 14]
+
+
+@pytest.mark.parametrize("model", range(len(BUDGETS)), ids=BUDGETS)
+def test_computed_times_on_the_page(runs: Runs, model: int) -> None:
+    table = runs.budgets[model].strip()
+    assert table.startswith("| computed, not measured |")
+    assert table in (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_the_page_the_picture_and_a_refusal(runs: Runs) -> None:

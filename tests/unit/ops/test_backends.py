@@ -319,6 +319,47 @@ def test_table_of_registered_ops_is_complete(ops: Ops, backend: str, device: str
     assert registered == set(_registered(device))
 
 
+class _Counted:
+    """A Triton kernel that notes its launches."""
+
+    def __init__(self, kernel: Any, name: str, launches: list[str]) -> None:
+        self.kernel, self.name, self.launches = kernel, name, launches
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches.append(self.name)
+        return self.kernel[grid]
+
+
+def test_launches_of_backward(ops: Ops, backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is filled, summed, cast, added or copied besides."""
+    if "triton" not in backend:
+        pytest.skip("kernels of the Triton backend")
+    from megalite.ops.triton import norm, rope
+
+    launches: list[str] = []
+    for module in (norm, rope):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, _Counted(getattr(module, name), name, launches))
+    weight = ShardedParameter.empty(Shard(ParamSpec("w", (16,)), Layout()), torch.float32, torch.device(device))
+    weight.data.fill_(1.0)
+    weight.main_grad = torch.zeros(16, device=device)
+    x, dy = torch.randn(2, 3, 2, 4, 16, device=device)
+    cos = torch.randn(3, 8, device=device)
+    runs = {
+        "norm": (lambda x: ops.rmsnorm(x, weight, 1e-5), ["norm_backward_kernel", "norm_finish_kernel"]),
+        "rope": (lambda x: ops.rope_qkv(x * 1.0, cos, cos, 2, 1)[0], ["rope_pack_kernel"]),
+    }
+    for run, expected in runs.values():
+        y = run(x.clone().requires_grad_())
+        launches.clear()
+        with torch.autograd.profiler.profile() as profile:
+            y.backward(dy[:, :, : y.shape[2]])
+        assert launches == expected
+        seen = {event.name for event in profile.function_events or ()}
+        if run is runs["norm"][0]:
+            assert not seen & {"aten::fill_", "aten::zero_", "aten::sum", "aten::add_", "aten::_to_copy"}
+
+
 def _block(ops: Ops, x: Tensor, w: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     normed, total = ops.add_rmsnorm(x, x * 0.5, w, 1e-5)
     q, k, v = ops.rope_qkv(normed.view(3, 2, 4, 8) * 1.0, cos, sin, 2, 1)

@@ -1,0 +1,96 @@
+"""How long the kernels of a step would take on a GPU, by what they are: computed from their FLOPs and bytes.
+
+Products take FLOPs at a fraction of the peak, all other kernels bytes at a fraction of the memory's rate, none less
+than a launch. The fractions are what such kernels were measured to reach on H200s by others; no step was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.config.run import Config
+from megalite.estimate.rank import Estimate
+from megalite.estimate.record import Ran
+from megalite.plan.cluster import DEVICES, Device
+from megalite.plan.flops import flops_per_token
+from megalite.plan.memory import vocab_rows
+
+GPUS = ("h200", "h100")
+# Fraction of the peak: large bf16 products for longer than a burst (695 of 989 TFLOP/s), and cuDNN's causal attention
+# forward and backward with heads of 64 (420, 390) and of 128 (616, 495).
+_PRODUCTS = 0.703
+_ATTENTION = {64: (0.425, 0.394), 128: (0.623, 0.501)}
+# Fraction of the data sheet's bytes/s, and the least time of a kernel in seconds.
+_MEMORY, _LAUNCH = 0.8, 2e-6
+
+# Kernels by words in the name of torch's operation; the first match counts.
+_KINDS = (
+    ("optimizer", ("adamw", "l2_norm", "lamb", "segment_norms")),
+    ("norms", ("norm",)),
+    ("activation", ("glu", "gelu")),
+    ("rotary embedding", ("rope",)),
+    ("cross-entropy", ("cross_entropy",)),
+)
+_ORDER = (
+    *("products, forward", "products, backward", "output layer", "attention, forward", "attention, backward"),
+    *("activation", "norms", "rotary embedding", "cross-entropy", "other", "optimizer"),
+)
+
+
+@dataclass
+class Part:
+    """Kernels of one kind: their number, FLOPs of products, bytes read and written, and seconds on each GPU."""
+
+    kernels: int
+    flops: int
+    nbytes: int
+    seconds: list[float]
+
+
+def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, Part]:
+    """Add up the kernels of a step by what they are, in the order of the table."""
+    tokens = cfg.train.micro_batch_size * cfg.model.seq_len
+    output = 2 * (min(cfg.train.loss_chunk, tokens) or tokens) * cfg.model.hidden_size * vocab_rows(cfg)
+    parts = {kind: Part(0, 0, 0, [0.0] * len(gpus)) for kind in _ORDER}
+    for ran, where in e.ran():
+        backward = where == "backward"
+        kind = _kind(ran, backward, output)
+        part = parts[kind]
+        part.kernels, part.flops, part.nbytes = part.kernels + 1, part.flops + ran.flops, part.nbytes + ran.nbytes
+        for i, gpu in enumerate(gpus):
+            part.seconds[i] += _seconds(ran, kind, backward, cfg.model.head_size, DEVICES[gpu])
+    return parts
+
+
+def _kind(ran: Ran, backward: bool, output: int) -> str:
+    if "attention" in ran.name:
+        return f"attention, {'back' if backward else 'for'}ward"
+    if ran.flops:
+        return "output layer" if ran.flops == output else f"products, {'back' if backward else 'for'}ward"
+    return next((kind for kind, words in _KINDS if any(word in ran.name for word in words)), "other")
+
+
+def _seconds(ran: Ran, kind: str, backward: bool, head: int, gpu: Device) -> float:
+    fraction = _ATTENTION[64 if head <= 64 else 128][backward] if kind.startswith("attention") else _PRODUCTS
+    return max(ran.flops / (fraction * gpu.peak), ran.nbytes / (_MEMORY * gpu.hbm), _LAUNCH)
+
+
+def budget_table(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> str:
+    """Format the parts as a Markdown table; communication and waiting are not in it."""
+    parts = parts_of(e, cfg, gpus)
+    totals = [sum(part.seconds[i] for part in parts.values()) for i in range(len(gpus))]
+    columns = " | ".join(f"{gpu.upper()}, ms | %" for gpu in gpus)
+    lines = [f"| computed, not measured | kernels | TFLOP | GB | {columns} |", "|---" * (4 + 2 * len(gpus)) + "|"]
+    for kind, part in parts.items():
+        times = " | ".join(f"{s * 1e3:.1f} | {s / total:.1%}" for s, total in zip(part.seconds, totals))
+        lines.append(f"| {kind} | {part.kernels:,} | {part.flops / 1e12:.1f} | {part.nbytes / 1e9:.1f} | {times} |")
+    times, nbytes = " | ".join(f"{s * 1e3:.1f} | " for s in totals), sum(part.nbytes for part in parts.values())
+    lines.append(f"| **step** | {e.kernels:,} | {e.flops / 1e12:.1f} | {nbytes / 1e9:.1f} | {times} |")
+    tokens = cfg.train.global_batch_size * cfg.model.seq_len / e.grid.world
+    per_token = flops_per_token(cfg.model)
+    for name, amount in (("tokens/s", 1.0), ("MFU, causal", per_token.causal), ("MFU, full", per_token.full)):
+        rates = [tokens * amount / s for s in totals]
+        shown = [f"{r:,.0f}" if amount == 1.0 else f"{r / DEVICES[gpu].peak:.1%}" for r, gpu in zip(rates, gpus)]
+        lines.append(f"| {name} | | | | {' | '.join(f'{x} | ' for x in shown)} |")
+    return "\n".join(lines)
