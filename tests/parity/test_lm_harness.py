@@ -133,6 +133,13 @@ def test_every_single_answer_is_that_of_lm_evals_own_model(made: Path, theirs: d
         [Instance("loglikelihood", {}, pair, 0) for pair in ((" ", "a"), ("", " a"))], disable_tqdm=True
     )
     assert blank == empty
+    # With a beginning of text: 257 and the bytes.
+    with_bos = HarnessLM(scorer, load_tokenizer("bytes"), 48, bos=True)
+    pairs = [Instance("loglikelihood", {}, pair, 0) for pair in (("the", " sea"), ("", "sea"))]
+    rows = [([257, *b"the sea"], 4), ([257, *b"sea"], 3)]
+    assert with_bos.loglikelihood(pairs, disable_tqdm=True) == [
+        (pytest.approx(total, abs=1e-5), hit) for total, hit in scorer.score(rows)
+    ]
 
 
 def test_mistakes_are_one_line(made: Path) -> None:
