@@ -151,8 +151,9 @@ def check_command(argv: Sequence[str]) -> int:
 
 
 def fit_command(argv: Sequence[str]) -> int:
-    parser = _parser("fit", "Fit the constants to published runs, and to all but one source each (half an hour).")
+    parser = _parser("fit", "Fit the constants to published runs, and to all but one source each (a minute).")
     parser.add_argument("--reference", type=Path, required=True, metavar="F", help="JSON of published runs")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/plan.md instead")
     args = parser.parse_args(argv)
     from megalite.plan.fit import fit, left_out, timed
     from megalite.plan.published import read_runs
@@ -162,6 +163,10 @@ def fit_command(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps({"constants": values, "left_out": errors}))
         return 0
+    if args.markdown:
+        print("| left out | step time |\n|---|---|")
+        print("\n".join(f"| {source} | {value:.1%} |" for source, value in errors.items()))
+        return 0
     print("\n".join(f"{name:<12}{value:.4g}" for name, value in values.items()))
     print("\nmean absolute error of a source, constants fitted to all others:")
     print("\n".join(f"  {source:<16}{value:6.1%}" for source, value in errors.items()))
@@ -169,7 +174,7 @@ def fit_command(argv: Sequence[str]) -> int:
 
 
 def calibrate_command(argv: Sequence[str]) -> int:
-    from megalite.train.calibrate import main as calibrate  # with torch, which a plan does without
+    from megalite.train.calibration.run import main as calibrate  # with torch, which a plan does without
 
     return calibrate(argv, [str(Path(__file__).resolve()), "calibrate"])
 

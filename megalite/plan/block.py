@@ -18,7 +18,8 @@ class Engine:
     Attributes:
         fused: elementwise kernels are fused.
         flash: attention is one fused kernel.
-        overlap_tp: fractions of the tensor-parallel traffic of a forward and of a backward pass that may be hidden.
+        tp_waits, tp_hides: all-gathers and reduce-scatters over tp of a block (an all-reduce is two) in its forward and
+            in its backward pass: those that it waits for, and those that run beside a matrix product.
         overlap_pp: messages between pipeline ranks move while others compute.
         overlap_dp, overlap_gather: gradients and weights over dp move while others compute.
         grad_bytes: of an element of a gradient, as it is reduced.
@@ -29,7 +30,8 @@ class Engine:
 
     fused: bool = True
     flash: bool = True
-    overlap_tp: tuple[float, float] = (0.0, 0.5)
+    tp_waits: tuple[int, int] = (4, 2)
+    tp_hides: tuple[int, int] = (0, 2)
     overlap_pp: bool = True
     overlap_dp: bool = True
     overlap_gather: bool = True
@@ -43,10 +45,15 @@ def engine_of(cfg: Config) -> Engine:
     """Describe this project with the options of a run."""
     p = cfg.parallel
     beside = p.device != "cpu"  # gloo copies and adds with the cores that compute
+    # The input gradients of column-parallel layers are reduced beside their weight gradients. With sequence parallelism
+    # their inputs are gathered again beside the input gradient, and row-parallel layers wait for their gradient.
+    back = (2, 4) if cfg.sequence_parallel else (0, 4)
+    if not (p.overlap_tp_reduce and beside):
+        back = (sum(back), 0)
     return Engine(
         flash=cfg.model.attention_softcap is None,
-        # Of the two reductions of a backward pass, that of a column-parallel layer runs beside its weight gradient.
-        overlap_tp=(0.0, 0.5 if p.overlap_tp_reduce and beside else 0.0),
+        tp_waits=(4, back[0]),
+        tp_hides=(0, back[1]),
         overlap_pp=beside,
         overlap_dp=p.overlap_grad_reduce and beside,
         overlap_gather=p.overlap_param_gather and beside,
@@ -104,8 +111,8 @@ class Rates:
         compute = 2 * m * n * k / (self.peak * self.device.gemm * busy)
         return batch * max(compute, self.element * (m * k + k * n + m * n) / self.memory)
 
-    def ring(self, size: float, ranks: int, inner: int) -> float:
-        """Seconds of a reduce-scatter or all-gather of `size` bytes over ranks that are `inner` apart.
+    def ring(self, size: float, ranks: int, inner: int, messages: int = 1) -> float:
+        """Seconds of reduce-scatters or all-gathers of `size` bytes in all over ranks that are `inner` apart.
 
         Those of one host share its network cards: a ring enters and leaves a host once.
         """
@@ -113,7 +120,7 @@ class Rates:
             return 0.0
         near = min(ranks, max(1, self.domain // inner))
         rate = self.nvlink if near == ranks else min(self.nvlink, self.network * near)
-        return size * (ranks - 1) / ranks / rate + self.latency * (1 + 0.15 * math.log2(ranks))
+        return size * (ranks - 1) / ranks / rate + messages * self.latency * (1 + 0.15 * math.log2(ranks))
 
 
 @dataclass(frozen=True)
@@ -150,9 +157,8 @@ def block_time(
     gemm, gemm_back = _matrices(model, x, tp, rates)
     core, core_back = _attention(model, samples, cp, tp, rates, engine)
     local = _elementwise(model, x, tp, sequence_parallel, rates) * (1 if engine.fused else rates.constants.eager)
-    # Two all-reduces of the residual stream, or with sequence parallelism the two halves of each.
-    once = 2 * rates.ring(rates.element * x * model.hidden_size, tp, 1)
-    traffic = [2 * once * (1 - rates.constants.overlap_tp * share) for share in engine.overlap_tp]
+    once, exposed = rates.ring(rates.element * x * model.hidden_size, tp, 1), 1 - rates.constants.overlap_tp
+    traffic = [once * (waits + exposed * hides) for waits, hides in zip(engine.tp_waits, engine.tp_hides)]
     forward = gemm + core + local + traffic[0]
     again = {"none": 0.0, "selective": core, "full": forward}[recompute]
     if engine.saves_half:
@@ -203,7 +209,9 @@ def _elementwise(model: ModelConfig, x: int, tp: int, sequence_parallel: bool, r
 
 
 @lru_cache(maxsize=8192)
-def head_time(model: ModelConfig, samples: int, rows: int, tp: int, cp: int, rates: Rates, engine: Engine) -> Block:
+def head_time(
+    model: ModelConfig, samples: int, rows: int, tp: int, cp: int, sequence_parallel: bool, rates: Rates, engine: Engine
+) -> Block:
     """Compute the time of the output layer and the loss.
 
     Args:
@@ -212,7 +220,13 @@ def head_time(model: ModelConfig, samples: int, rows: int, tp: int, cp: int, rat
     x, h = samples * model.seq_len // cp, model.hidden_size
     loss = 24 * x * rows / rates.memory * rates.element / 2
     gemm, back = rates.gemm(x, rows, h), rates.gemm(x, h, rows) + rates.gemm(rows, h, x)
-    once = 0.0 if tp == 1 else rates.ring(rates.element * x * h, tp, 1)
-    return Block(
-        gemm=gemm + back, elementwise=loss, tp=2 * once, forward=gemm + loss / 2 + once, backward=back + loss / 2 + once
-    )
+    # The loss gathers three numbers per token. With sequence parallelism the input is gathered in both passes.
+    once, gathers = rates.ring(rates.element * x * h, tp, 1), 1 if sequence_parallel else 0
+    traffic = gathers * once + rates.ring(12 * tp * x, tp, 1), (gathers + 1 + (not sequence_parallel)) * once
+    forward, backward = gemm + loss / 2 + traffic[0], back + loss / 2 + traffic[1]
+    return Block(gemm=gemm + back, elementwise=loss, tp=sum(traffic), forward=forward, backward=backward)
+
+
+def embedding_time(model: ModelConfig, samples: int, tp: int, cp: int, rates: Rates) -> float:
+    """Compute the time of the embedding's traffic: an all-reduce, or a reduce-scatter and in backward an all-gather."""
+    return 2 * rates.ring(rates.element * samples * model.seq_len // cp * model.hidden_size, tp, 1)

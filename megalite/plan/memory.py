@@ -142,7 +142,7 @@ def vocab_rows(cfg: Config) -> int:
     return _vocab_rows(cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _vocab_rows(model: ModelConfig, tp: int, multiple: int) -> int:
     return Shard(param_map(model)["lm_head.weight"], Layout(Grid.of(tp, tp), multiple=multiple)).shape[0]
 

@@ -216,7 +216,8 @@ def _read(row: Mapping[str, Any]) -> Run:
     engine = Engine(
         fused=sw["fused"],
         flash=o["flash"],
-        overlap_tp=(1.0, 1.0) if sw["overlap_tp"] else (0.0, 0.0),
+        tp_waits=(0, 0) if sw["overlap_tp"] else (4, 4),
+        tp_hides=(4, 4) if sw["overlap_tp"] else (0, 0),
         overlap_pp=sw["overlap_pp"],
         overlap_dp=sw["overlap_dp"],
         overlap_gather=sw["overlap_dp"],

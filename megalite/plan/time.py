@@ -21,7 +21,7 @@ from megalite.dist.grid import Grid
 from megalite.model.partition import token_work
 from megalite.pipeline.choose import USUAL_COSTS, name_of
 from megalite.pipeline.schedule import placement_of
-from megalite.plan.block import Block, Engine, Rates, block_time, engine_of, head_time
+from megalite.plan.block import Block, Engine, Rates, block_time, embedding_time, engine_of, head_time
 from megalite.plan.cluster import Cluster
 from megalite.plan.memory import parameters_on_rank, split, vocab_rows
 
@@ -99,11 +99,16 @@ def step_time(
     rates = Rates.of(cfg, cluster)
     block = block_time(cfg.model, cfg.train.micro_batch_size, p.tp, grid["cp"], cfg.sequence_parallel,
                        cfg.train.recompute, rates, engine)  # fmt: skip
-    head = head_time(cfg.model, cfg.train.micro_batch_size, vocab_rows(cfg), p.tp, grid["cp"], rates, engine)
+    head = head_time(cfg.model, cfg.train.micro_batch_size, vocab_rows(cfg), p.tp, grid["cp"], cfg.sequence_parallel,
+                     rates, engine)  # fmt: skip
+    embedding = embedding_time(cfg.model, cfg.train.micro_batch_size, p.tp, grid["cp"], rates)
     placement = placement_of(name, p.pp, p.vp)
     held = [sum(len(layers[s]) for s in placement.stages_of(rank)) for rank in range(p.pp)]
-    last = placement.rank_of(len(layers) - 1)
-    times = [n * block.total + (head.total if rank == last else 0.0) for rank, n in enumerate(held)]
+    first, last = placement.rank_of(0), placement.rank_of(len(layers) - 1)
+    times = [
+        n * block.total + (head.total if rank == last else 0.0) + (embedding if rank == first else 0.0)
+        for rank, n in enumerate(held)
+    ]
     slow = max(range(p.pp), key=lambda rank: times[rank])
     n, pace, mean = held[slow], times[slow], sum(times) / p.pp
     message = _message(cfg, grid, cluster, rates)
@@ -111,7 +116,8 @@ def step_time(
     ramp = pipeline_ramp(name, p.pp, p.vp, m)
     elements = parameters_on_rank(cfg, p.tp, placement, list(layers), slow)
     backward = n * block.backward + (head.backward if slow == last else 0.0)
-    gather, reduce = _over_dp(cfg, grid, rates, engine, elements, pace - backward, backward)
+    units = n + (slow == first) + (slow == last)
+    gather, reduce = _over_dp(cfg, grid, rates, engine, elements, units, pace - backward, backward)
     offload = m * n * _offload(cfg, grid, rates, block) if cfg.train.offload == "activations" else 0.0
     parts = {
         "gemm": m * n * block.gemm,
@@ -119,7 +125,7 @@ def step_time(
         "elementwise": m * n * block.elementwise,
         "head": m * head.total if slow == last else 0.0,
         "recompute": m * n * block.recompute,
-        "tp": m * n * block.tp,
+        "tp": m * (n * block.tp + (embedding if slow == first else 0.0)),
         "host": m * n * block.host,
         "p2p": exposed,
         "bubble": ramp * (mean + (0.0 if p.pp == 1 else 2 * message * p.vp)),
@@ -164,12 +170,13 @@ def _message(cfg: Config, grid: Grid, cluster: Cluster, rates: Rates) -> float:
 
 
 def _over_dp(
-    cfg: Config, grid: Grid, rates: Rates, engine: Engine, elements: int, forward: float, backward: float
+    cfg: Config, grid: Grid, rates: Rates, engine: Engine, elements: int, units: int, forward: float, backward: float
 ) -> tuple[float, float]:
     """Seconds of gathering weights and of reducing gradients over dp that nothing hides.
 
     Args:
         elements: on the rank.
+        units: blocks and ends of the model on the rank, which ZeRO-3 gathers and reduces one by one.
         forward, backward: of one micro-batch on the rank.
     """
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
@@ -180,7 +187,7 @@ def _over_dp(
     weights, grads = rates.element * elements, engine.grad_bytes * elements
     inner = p.tp
     if p.zero == 3:
-        gather, reduce = (rates.ring(size, group, inner) for size in (weights, grads))
+        gather, reduce = (rates.ring(size, group, inner, units) for size in (weights, grads))
         passes = {"none": 2, "backward": 1, "step": 1 / m}[p.zero_keep]
         times = m if p.zero_reduce == "microbatch" else 1
         first, second = gather * min(passes, 1), gather * max(passes - 1, 0)

@@ -186,7 +186,7 @@ def _unit_of(name: str) -> str:
     return unit[0]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=256)
 def _unit_sizes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> dict[str, Unit]:
     layout = Layout(Grid.of(tp, tp), multiple=vocab_divisible_by)
     sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))

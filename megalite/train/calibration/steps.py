@@ -1,0 +1,213 @@
+"""What products, the host and collectives take within real training steps, where they are slower than alone.
+
+Every figure is a difference of whole steps, between numbers of micro-batches, and of blocks for each rank alone. Within
+a step a collective finds its data out of the caches, takes the cores that compute (gloo), and waits for the slowest
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megalite.config.options import with_options
+from megalite.config.run import Config
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
+from megalite.log import logger
+from megalite.plan.block import Block, Rates, block_time, engine_of, head_time
+from megalite.plan.cluster import Cluster, Constants, Device
+from megalite.plan.memory import vocab_rows
+from megalite.plan.time import step_time
+from megalite.train.build import build_engine
+from megalite.train.calibration.alone import SAMPLES, UNKNOWN
+from megalite.train.calibration.machine import Machine, at_least, least_squares
+from megalite.train.step import train_step
+
+# Of the runs that show what collectives take: as many of them as a step of some seconds allows, for noise to cancel.
+_LAYERS, _MICROBATCHES = 2, (2, 10)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step: of one block and of the ends of the model for a micro-batch, and of all else once."""
+
+    block: float
+    ends: float
+    fixed: float
+
+
+def single(cfg: Config) -> Config:
+    """Return the options of a rank that trains alone."""
+    asked = {"tp": 1, "pp": 1, "vp": 1, "recompute": "none", "offload": "none", "zero": 1, "schedule": "1f1b"}
+    return with_options(cfg, {**asked, "zero_group": "full"})
+
+
+def measure_alone(cfg: Config, machine: Machine) -> dict[int, Parts]:
+    """Measure the parts of steps that each rank makes alone, by the samples of a micro-batch."""
+    ctx = ParallelContext.single(machine.device)
+    return {samples: parts_of_step(single(cfg), ctx, machine, samples) for samples in SAMPLES}
+
+
+def fit_block(
+    cfg: Config, measured: Mapping[int, Parts], device: Device, constants: Constants
+) -> tuple[Device, Constants, dict[str, float]]:
+    """Fit how much slower products are within a step, and the host's time per block and per step.
+
+    Returns:
+        The device, the constants, and for each part predicted over measured seconds.
+    """
+    rows, rest = [], []
+    for samples, parts in measured.items():
+        for name, part in _predicted(cfg, samples, device, constants).items():
+            taken = getattr(parts, name)
+            rows.append([(part.gemm + part.attention) / taken, (name == "block") / taken])
+            rest.append(1 - part.elementwise / taken)
+    slower, host = least_squares(np.array(rows), np.array(rest))
+    device = replace(device, gemm=1 / slower)
+    constants = replace(constants, attention=constants.attention / slower, host=host)
+    small = with_options(single(cfg), {"num_layers": 1, "global_batch_size": 1, "micro_batch_size": 1})
+    update = step_time(small, Grid.of(1), Cluster(device, 1, 1, device.network, constants)).optimizer
+    constants = replace(constants, step=max(0.0, min(parts.fixed for parts in measured.values()) - update))
+    logger.info(
+        f"  within a step products reach {1 / slower:.0%} of that rate; {host * 1e6:.0f} us of the host per block"
+    )
+    report = {}
+    for samples, parts in measured.items():
+        for name, part in _predicted(cfg, samples, device, constants).items():
+            report[f"{name} of {samples} samples"] = part.total / getattr(parts, name)
+    return device, constants, report
+
+
+def _predicted(cfg: Config, samples: int, device: Device, constants: Constants) -> dict[str, Block]:
+    """Predict a block and the ends of the model on a rank alone."""
+    one = single(cfg)
+    rates, engine = Rates.of(one, Cluster(device, 1, 1, device.network, constants)), engine_of(one)
+    return {
+        "block": block_time(one.model, samples, 1, 1, False, "none", rates, engine),
+        "ends": head_time(one.model, samples, vocab_rows(one), 1, 1, False, rates, engine),
+    }
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A micro-batch whose ranks send: its name, measured seconds, those without traffic, and what traffic adds.
+
+    Attributes:
+        per_byte: seconds that it adds for each second that a byte takes on a link.
+        per_message: and for each second of latency.
+    """
+
+    name: str
+    taken: float
+    computed: float
+    per_byte: float
+    per_message: float
+
+
+def fit_collectives(
+    cfg: Config, machine: Machine, alone: Mapping[int, Parts], device: Device, constants: Constants
+) -> tuple[Device, Constants, dict[str, float]]:
+    """Fit the rate and the latency of a host's links to what micro-batches take longer than their ranks compute.
+
+    Neither is better than what was measured of collectives alone.
+
+    Args:
+        alone: parts of steps of each rank alone.
+    """
+    runs = []
+    for name, run, tp, samples in _sharing(cfg, machine):
+        ctx = ParallelContext.create(Grid.of(machine.world.size, tp), machine.device)
+        taken = microbatch_seconds(run, ctx, machine, samples)
+        free, one = _Priced(run, ctx.grid, machine.near.size, samples), _Priced(single(cfg), Grid.of(1), 1, samples)
+        # What the model is wrong by on one rank is no traffic.
+        wrong = (_LAYERS * alone[samples].block + alone[samples].ends) / one.seconds(device, constants, 0.0, 0.0)
+        computed, byte, message = (free.seconds(device, constants, *unit) for unit in ((0, 0), (1e-9, 0), (0, 1e-3)))
+        runs.append(Shared(name, taken, computed * wrong, (byte - computed) * 1e9, (message - computed) * 1e3))
+    if not runs:
+        return device, constants, {}
+    rows = np.array([[r.per_byte / r.taken, r.per_message / r.taken] for r in runs])
+    rest = np.array([1 - r.computed / r.taken for r in runs])
+    before = (1 / (device.nvlink * constants.nvlink), constants.latency)
+    per_byte, latency = at_least(rows, rest, before)
+    logger.info(
+        f"  within a step links reach {1e-9 / per_byte:.2f} GB/s, {latency * 1e6:.0f} us (alone: "
+        f"{1e-9 / before[0]:.2f} GB/s, {before[1] * 1e6:.0f} us)"
+    )
+    report = {r.name: (r.computed + r.per_byte * per_byte + r.per_message * latency) / r.taken for r in runs}
+    return replace(device, nvlink=1 / per_byte / constants.nvlink), replace(constants, latency=latency), report
+
+
+def _sharing(cfg: Config, machine: Machine) -> Iterator[tuple[str, Config, int, int]]:
+    """Yield what is measured over the ranks of a host: its name, options, tp, and samples of a micro-batch."""
+    m, ranks = cfg.model, machine.near.size
+    sizes = (m.num_heads, m.kv_heads, m.ffn_size, m.seq_len, ranks)
+    tp = max(n for n in range(1, ranks + 1) if not any(size % n for size in sizes))
+    if tp > 1:
+        for samples in SAMPLES:
+            options = {"tp": tp, "sequence_parallel": True}
+            yield f"micro-batch of {samples} samples, tp {tp}", with_options(single(cfg), options), tp, samples
+    group = "full" if machine.far.size == 1 else "node"
+    sharded = with_options(single(cfg), {"zero": 3, "zero_group": group})
+    # Where computation hides the gathers, they do not show.
+    if ranks > 1 and not engine_of(sharded).overlap_gather:
+        yield f"micro-batch of {SAMPLES[0]} samples, ZeRO-3", sharded, 1, SAMPLES[0]
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A run on a grid, its micro-batches priced by the time model."""
+
+    cfg: Config
+    grid: Grid
+    domain: int
+    samples: int
+
+    def seconds(self, device: Device, constants: Constants, per_byte: float, latency: float) -> float:
+        """Predict a micro-batch of a model of `_LAYERS` blocks, with links of this rate and latency."""
+        rate = 1 / per_byte / constants.nvlink if per_byte else UNKNOWN
+        where = Cluster(replace(device, nvlink=rate), self.grid.world, self.domain, device.network,
+                        replace(constants, latency=latency))  # fmt: skip
+        few, more = (
+            step_time(_sized(self.cfg, self.grid["dp"], _LAYERS, self.samples, count), self.grid, where).total
+            for count in _MICROBATCHES
+        )
+        return (more - few) / (_MICROBATCHES[1] - _MICROBATCHES[0])
+
+
+def microbatch_seconds(cfg: Config, ctx: ParallelContext, machine: Machine, samples: int) -> float:
+    """Measure a micro-batch of a model of `_LAYERS` blocks."""
+    few, more = (_step(cfg, ctx, machine, _LAYERS, samples, count) for count in _MICROBATCHES)
+    seconds = (more - few) / (_MICROBATCHES[1] - _MICROBATCHES[0])
+    how = f"tp {cfg.parallel.tp}" if cfg.parallel.tp > 1 else f"ZeRO-{cfg.parallel.zero}"
+    logger.info(f"  {samples} samples, {how} over {machine.near.size} ranks: {1e3 * seconds:.2f} ms per micro-batch")
+    return seconds
+
+
+def parts_of_step(cfg: Config, ctx: ParallelContext, machine: Machine, samples: int) -> Parts:
+    """Measure the parts of a step with micro-batches of `samples`, from models of one and of two blocks."""
+    steps = [[_step(cfg, ctx, machine, layers, samples, count) for count in (2, 6)] for layers in (1, 2)]
+    with_one, with_two = ((more - few) / 4 for few, more in steps)
+    parts = Parts(with_two - with_one, 2 * with_one - with_two, steps[0][0] - 2 * with_one)
+    logger.info(
+        f"  {samples} samples: {1e3 * parts.block:.2f} ms per block, {1e3 * parts.ends:.2f} ms for the ends of the "
+        f"model, {1e3 * parts.fixed:.2f} ms per step"
+    )
+    return parts
+
+
+def _sized(cfg: Config, dp: int, layers: int, samples: int, microbatches: int) -> Config:
+    batch = {"micro_batch_size": samples, "global_batch_size": samples * microbatches * dp}
+    return with_options(cfg, {"num_layers": layers, **batch})
+
+
+def _step(cfg: Config, ctx: ParallelContext, machine: Machine, layers: int, samples: int, microbatches: int) -> float:
+    """Measure the seconds of a training step."""
+    cfg = _sized(cfg, ctx.dp.size, layers, samples, microbatches)
+    engine = build_engine(cfg, ctx)
+    engine.optimizer.init_parameters(1)
+    shape = samples * microbatches, cfg.model.seq_len + 1
+    batch = np.random.default_rng(1).integers(0, cfg.model.vocab, shape)
+    return machine.time(lambda: train_step(engine, batch, 1))
