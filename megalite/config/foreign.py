@@ -29,6 +29,8 @@ class Only(NamedTuple):
 
 _ONE_VALUE: tuple[type, ...] = (str, int, float, type(None))
 _CORRECT = "correct the file"
+# Mistakes that an error lists, and characters of each.
+_LISTED, _LONGEST = 10, 300
 # Bytes of a file.
 LIMIT = 4 << 20
 
@@ -151,8 +153,10 @@ class Reading:
                 self.refuse(key, value, "is an unknown key", _nearest(key, names))
         if self.mistakes:
             count = f"{len(self.mistakes)} keys of {self.path}: must be changed, as listed below\n  "
-            message = "\n  ".join(self.mistakes)
-            raise UserError.from_message(message if len(self.mistakes) == 1 else count + message)
+            more = len(self.mistakes) - _LISTED
+            listed = [m if len(m) <= _LONGEST else f"{m[:_LONGEST]} ..." for m in self.mistakes[:_LISTED]]
+            message = "\n  ".join([*listed, *([f"and {more} more"] if more > 0 else [])])
+            raise UserError.from_message(self.mistakes[0] if len(self.mistakes) == 1 else count + message)
 
     def tell(self) -> None:
         """Log what is ignored, what differs, and which flags override the file."""
@@ -222,7 +226,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 100 else f"{text[:80]} ..."
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:

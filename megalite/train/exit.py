@@ -168,6 +168,7 @@ def _lost_peer(e: BaseException) -> bool:
         "Connection closed by peer",
         "Connection reset by peer",
         "Broken pipe",
+        "Software caused connection abort",
         "Socket closed",
         "NCCL error: remote",
     )

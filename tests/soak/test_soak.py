@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.soak.disk import build_library
 from tests.soak.faults import Fault, lose_unsynced
 from tests.soak.fuzz import Failed, Fuzzer
 from tests.soak.history import History
+from tests.soak.network import Network
 from tests.soak.readers import READERS, Reader
 from tests.soak.runs import MODEL, Soak
 
@@ -60,6 +63,31 @@ def test_runs_survive(kinds: tuple[str, ...], number: int, zygote: Zygote, libra
     assert tally["runs"] == 1
     assert tally["losses compared"] >= 16
     assert tally["checkpoints verified"] >= 1
+
+
+@pytest.mark.root
+def test_connections_cut_between_living_ranks_are_not_blamed_on_a_rank(tmp_path: Path) -> None:
+    """As when a firewall forgets them: both ranks live, and neither has a failure of its own to report."""
+    if not Network.possible() or shutil.which("ss") is None:
+        pytest.skip("needs root, ip and ss")
+    words = [*MODEL, "--run-dir", str(tmp_path / "run"), "--save-every", "0", "--train-steps", "1000000"]
+    attempt = Attempt(tmp_path, 2, 0)
+
+    def cut() -> bool:
+        deadline = time.monotonic() + 120
+        while "step 3/" not in attempt.text():
+            assert time.monotonic() < deadline, attempt.text()
+            assert not attempt.ended(), attempt.text()
+            time.sleep(0.05)
+        subprocess.run(["ip", "netns", "exec", network.names[1], "ss", "-tK", "dst", "10.78.0.1"], capture_output=True)
+        return False
+
+    with Network() as network:
+        network.run(attempt, words, cut, None)
+    assert attempt.codes() == [1, 1]
+    for rank in (0, 1):
+        assert f"[rank {rank}] exiting: another rank failed first, or the network between them" in attempt.text()
+    assert "Traceback" not in attempt.text()
 
 
 # ------------------------------------------------------------------------------------------- what it finds when spoiled

@@ -205,6 +205,7 @@ def test_records_that_are_no_conversation_name_what_is_wrong(folder: Path, tmp_p
     image = [{"type": "image", "url": "x"}]
     bad: dict[str, dict[str, Any]] = {
         "neither messages, nor conversations, nor prompt and completion": {"text": "x"},
+        "nested in more than 64 levels": {"messages": chat(*TURNS), "tools": json.loads("[" * 900 + "]" * 900)},
         "must be a list that is not empty": {"messages": []},
         "turn 2 must be an object": {"messages": [*chat(TURNS[0]), "x"]},
         "turn 1 must have a role": {"messages": [{"content": "x"}]},
