@@ -131,7 +131,7 @@ def test_print_only_prints_what_would_run(
         (["--emit", "k8s", "--nodes", "1", "--slots", "1", "--", "t.py"], "needs --image"),
         (["--hostfile", "HOSTS", "--dir", "here", "--", "t.py"], "--dir here: must be absolute"),
         (["--hostfile", "HOSTS", "--print-only", "--", "t.py"], "host n2: its slot count is unknown"),
-        (["--hostfile", "HOSTS", "--preflight-timeout", "0", "--", "t.py"], "--preflight-timeout 0: must be positive"),
+        (["--hostfile", "HOSTS", "--preflight-timeout", "0", "--", "t.py"], "--preflight-timeout 0.0: must be"),
         (["--hostfile", "HOSTS", "--preflight-timeout", "9", "--no-preflight", "--", "t.py"], "--no-preflight"),
         (["--hostfile", "HOSTS", "--no-preflight", "--", "t.py"], "host n2: its slot count is unknown"),
     ],
