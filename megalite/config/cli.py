@@ -176,7 +176,7 @@ def read_yaml(path: Path) -> Layer:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
     except OSError as e:
         raise UserError(f"--config {path}", e.strerror or str(e), "give a readable YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as e:
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise UserError(f"--config {path}", f"is not valid YAML: {e}", "correct the file") from None
     layer: Layer = {}
     for group, options in _mapping(tree, f"--config {path}").items():

@@ -311,3 +311,9 @@ def test_yaml_that_would_take_all_memory_is_refused(tmp_path: Path) -> None:
         (tmp_path / "x.yaml").write_text(text)
         with pytest.raises(UserError, match=words):
             parse(["--config", str(tmp_path / "x.yaml")])
+
+
+def test_a_number_of_more_digits_than_python_reads(tmp_path: Path) -> None:
+    (tmp_path / "long.yaml").write_text(f"train: {{seed: {'1' * 5000}}}\n")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        parse(["--config", str(tmp_path / "long.yaml")])
