@@ -33,10 +33,14 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 
 def _planned(
-    name: str, about: str, argv: Sequence[str], **extra: dict[str, object]
+    name: str, about: str, argv: Sequence[str], searches: bool = True, **extra: dict[str, object]
 ) -> tuple[argparse.Namespace, Config, frozenset[str], Cluster, list[str]]:
-    """Read the options of the planner, and all others as those of pretrain_gpt.py."""
-    parser = _parser(name, f"{about} All other flags are those of pretrain_gpt.py; those of the layout are kept.")
+    """Read the options of the planner, and all others as those of pretrain_gpt.py.
+
+    A search keeps the layout's options that are flags, and chooses those of files anew.
+    """
+    kept = "; those of the layout are kept" if searches else ""
+    parser = _parser(name, f"{about} All other flags are those of pretrain_gpt.py{kept}.")
     parser.add_argument(
         "--cluster", required=True, help="NAME:GPUS[,domain=N][,network=GB/s]: h100:64, b200:288,domain=72"
     )
@@ -46,14 +50,13 @@ def _planned(
     args, asked = parser.parse_known_args(argv)
     if not any(word.split("=")[0] in ("--precision", "--config", "--bf16", "--fp16") for word in asked):
         asked += ["--precision", "bf16"]
-    parsed = cli.parse([*asked, "--layout", "auto"], prog="plan.py")
+    parsed = cli.parse([*asked, *(("--layout", "auto") if searches else ())], prog="plan.py")
     cfg = parsed.config
     if cfg.model.vocab_size is None:
         raise UserError("no vocabulary size", "the plan requires it", "give --preset or --vocab-size")
     path = cfg.run.calibration
     device, constants = (None, FITTED) if path is None else read_calibration(Path(path))
-    assert parsed.layout is not None
-    return args, cfg, parsed.layout, Cluster.parse(args.cluster, device, constants), asked
+    return args, cfg, parsed.layout or frozenset(), Cluster.parse(args.cluster, device, constants), asked
 
 
 def search_command(argv: Sequence[str]) -> int:
@@ -74,7 +77,8 @@ def search_command(argv: Sequence[str]) -> int:
 
 
 def explain_command(argv: Sequence[str]) -> int:
-    args, cfg, _, cluster, _ = _planned("explain", "Show every term of one layout, given by its flags.", argv)
+    about = "Show every term of one layout, given by its flags or a file."
+    args, cfg, _, cluster, _ = _planned("explain", about, argv, searches=False)
     grid = Grid.of(cluster.gpus, cfg.parallel.tp, cfg.parallel.pp)
     time, ranks = step_time(cfg, grid, cluster), memory_per_rank(cfg, grid)
     if args.png:

@@ -93,6 +93,11 @@ def test_terms_add_up_and_sweeps_scale(capsys: pytest.CaptureFixture[str], tmp_p
         line.split()[0]: float(line.split()[1]) for line in text.splitlines() if re.search(r" s +[\d.]+%$", line)
     }
     assert printed == pytest.approx(one["terms"], rel=1e-3)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "parallel: {tp: 8, pp: 4, vp: 4, schedule: interleaved}\ntrain: {recompute: full, precision: bf16}\n"
+    )
+    assert _printed(capsys, f"explain {BIG} --config {recipe} --cluster h100:64 --json") == one
     small = "--preset llama-3.2-1b --global-batch-size 512 --cluster h100:8 --zero 1 --pp 1 --recompute none"
     points = _printed(capsys, f"sweep {small} --gpus 8..64 --json --png {tmp_path / 'curves.png'}")
     strong, weak = ([p for p in points if p["mode"] == mode] for mode in ("strong", "weak"))
