@@ -87,6 +87,9 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     message = next(iter(stages.values())).message(cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
+    if ctx.device.type == "cuda":
+        # Parameters were made one by one before they moved into buckets.
+        torch.cuda.empty_cache()
     fp16 = cfg.train.precision == "fp16"
     return Engine(
         cfg=cfg,
