@@ -41,6 +41,11 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
+# Schedules do not know what a layer is: models besides Llama train in those layouts that differ in more than the order.
+OF_EVERY_MODEL = ("tp2", "tp4", "pp4-zb-h1", "pp4-vp2", "dp2-zero1", "tp2-pp2-zb-v-zero1", "tp2-pp2-vp2-dp2-zero1")
+CASES = [(model, layout) for model in MODELS for layout in (LAYOUTS if model == "llama" else OF_EVERY_MODEL)]
+
+
 @cache
 def one_process(model: ModelConfig) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step, trained in one process."""
@@ -55,8 +60,7 @@ def assert_same(pool: WorkerPool, world: int, cfg: Config) -> None:
         np.testing.assert_allclose(np.array(steps), expected, rtol=1e-5, err_msg=f"rank {rank}")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), CASES)
 def test_same_loss_and_gradient_norm(pool: WorkerPool, model: str, layout: str) -> None:
     world, layers, parallel = LAYOUTS[layout]
     assert_same(
