@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from megalite.checkpoint.hf.start import hf_model_config
     from megalite.config import cli
     from megalite.dist.grid import Grid
-    from megalite.estimate.budget import budget_table
+    from megalite.estimate.budget import budget_json, budget_table
     from megalite.estimate.rank import estimate
     from megalite.estimate.report import to_json, to_text
     from megalite.plan.memory import memory_per_rank
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError("no vocabulary size", "the estimate requires it", "give --vocab-size, --tokenizer or --data")
     grid = Grid.of(args.world, cfg.parallel.tp, cfg.parallel.pp)
     result = estimate(cfg, grid, args.rank)
-    predicted = memory_per_rank(cfg, grid)[grid.coords(args.rank)["pp"]]
     if args.budget:
-        print(budget_table(result, cfg))
+        print(json.dumps(budget_json(result, cfg)) if args.json else budget_table(result, cfg))
     else:
+        predicted = memory_per_rank(cfg, grid)[grid.coords(args.rank)["pp"]]
         print(json.dumps(to_json(result, predicted)) if args.json else to_text(result, predicted))
     if args.png:
         with picture_errors(f"picture {args.png}"):

@@ -7,14 +7,14 @@ than a launch. The fractions are what such kernels were measured to reach on H20
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from megalite.config.run import Config
 from megalite.estimate.rank import Estimate
 from megalite.estimate.record import Ran
 from megalite.plan.cluster import DEVICES, Device
 from megalite.plan.flops import flops_per_token
-from megalite.plan.memory import vocab_rows
 
 GPUS = ("h200", "h100")
 # Fraction of the peak: large bf16 products for longer than a burst (695 of 989 TFLOP/s), and cuDNN's causal attention
@@ -50,12 +50,10 @@ class Part:
 
 def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, Part]:
     """Add up the kernels of a step by what they are, in the order of the table."""
-    tokens = cfg.train.micro_batch_size * cfg.model.seq_len
-    output = 2 * (min(cfg.train.loss_chunk, tokens) or tokens) * cfg.model.hidden_size * vocab_rows(cfg)
     parts = {kind: Part(0, 0, 0, [0.0] * len(gpus)) for kind in _ORDER}
     for ran, where in e.ran():
         backward = where == "backward"
-        kind = _kind(ran, backward, output)
+        kind = _kind(ran, backward)
         part = parts[kind]
         part.kernels, part.flops, part.nbytes = part.kernels + 1, part.flops + ran.flops, part.nbytes + ran.nbytes
         for i, gpu in enumerate(gpus):
@@ -63,17 +61,23 @@ def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, 
     return parts
 
 
-def _kind(ran: Ran, backward: bool, output: int) -> str:
+def _kind(ran: Ran, backward: bool) -> str:
     if "attention" in ran.name:
         return f"attention, {'back' if backward else 'for'}ward"
     if ran.flops:
-        return "output layer" if ran.flops == output else f"products, {'back' if backward else 'for'}ward"
+        return "output layer" if ran.output else f"products, {'back' if backward else 'for'}ward"
     return next((kind for kind, words in _KINDS if any(word in ran.name for word in words)), "other")
 
 
 def _seconds(ran: Ran, kind: str, backward: bool, head: int, gpu: Device) -> float:
     fraction = _ATTENTION[64 if head <= 64 else 128][backward] if kind.startswith("attention") else _PRODUCTS
     return max(ran.flops / (fraction * gpu.peak), ran.nbytes / (_MEMORY * gpu.hbm), _LAUNCH)
+
+
+def budget_json(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, Any]:
+    """Return the parts by their names, with their seconds on each GPU; communication and waiting are not in it."""
+    parts = parts_of(e, cfg, gpus).items()
+    return {kind: {**asdict(part), "seconds": dict(zip(gpus, part.seconds))} for kind, part in parts}
 
 
 def budget_table(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> str:

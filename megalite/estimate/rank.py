@@ -192,3 +192,9 @@ def _label_states(tracker: Tracker, engine: Engine) -> None:
         tracker.label("gradients", [bucket.grad, bucket.grad_share])
         tracker.label("weights", [bucket.weights, bucket.weight_share])
     tracker.label_rest("other states")
+    output = {id(stage.lm_head.weight) for stage in engine.stages.values() if stage.last}
+    for bucket in engine.optimizer.buckets:
+        for param, start in zip(bucket.params, bucket.starts):
+            if id(param) in output:
+                tracker.mark_output(bucket.weights, start)
+                tracker.mark_output(bucket.grad, start)

@@ -60,11 +60,13 @@ class Ran:
         name: the operation of torch.
         flops: of matrix products and attention; 0 for all others.
         nbytes: bytes read and written.
+        output: a product of the output layer.
     """
 
     name: str
     flops: int
     nbytes: int
+    output: bool
 
 
 Event = Posted | Waited | Ran

@@ -86,6 +86,7 @@ class Tracker(TorchDispatchMode, Observer):
         self.timeline: list[tuple[str, int, int]] = []
         self.spans: list[tuple[str, int, int]] = []
         self.syncs: Counter[str] = Counter()
+        self._output: set[tuple[int, int]] = set()
         self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, holder, torch's operation, weak reference]
         self._held: Counter[tuple[str, str]] = Counter()
         self._new: list[int] = []
@@ -109,6 +110,13 @@ class Tracker(TorchDispatchMode, Observer):
             block = self._blocks.get(x.untyped_storage()._cdata)
             if block is not None:
                 self._relabel(block, holder)
+
+    def mark_output(self, flat: torch.Tensor, start: int) -> None:
+        """Note where the output layer's weight, or its gradient, begins in a bucket: products with it are that layer's.
+
+        Their FLOPs would not do: other layers have products of the same size, and the last chunk of a loss is smaller.
+        """
+        self._output.add((flat.untyped_storage()._cdata, start))
 
     def label_rest(self, holder: str) -> None:
         """Name what holds all memory that has no name yet."""
@@ -220,7 +228,9 @@ class Tracker(TorchDispatchMode, Observer):
         changed = tree_leaves([x for key, x in values.items() if (info := given[key].alias_info) and info.is_write])
         written = {id(x): x for x in (*made, *changed) if isinstance(x, torch.Tensor)}
         read = [x for x in tree_leaves(values | {"out": None}) if isinstance(x, torch.Tensor)]
-        self.log.append(Ran(name, _flops(func, args, kwargs), sum(x.nbytes for x in (*read, *written.values()))))
+        nbytes, flops = sum(x.nbytes for x in (*read, *written.values())), _flops(func, args, kwargs)
+        output = flops > 0 and any((x.untyped_storage()._cdata, x.storage_offset()) in self._output for x in tensors)
+        self.log.append(Ran(name, flops, nbytes, output))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

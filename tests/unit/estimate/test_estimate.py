@@ -56,6 +56,7 @@ class Runs:
     refused: str
     budgets: list[str]
     layers: list[dict[str, Any]]
+    chunked: dict[str, Any]
     picture: Path
     process_bytes: int
 
@@ -73,14 +74,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         f"--world 2 --rank 2 {TINY}",
         *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
         *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --num-layers {n}" for n in (1, 2)),
+        f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
     ]
     lines = "".join(json.dumps(words.split()) + "\n" for words in asked)
     command = [sys.executable, "-m", "tests.unit.estimate.fake_runs"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    zero3, big, tp2, text, refused, *budgets_and_layers, memory = map(json.loads, done.stdout.splitlines())
+    zero3, big, tp2, text, refused, *budgets_and_layers, chunked, memory = map(json.loads, done.stdout.splitlines())
     budgets, layers = budgets_and_layers[: len(BUDGETS)], list(map(json.loads, budgets_and_layers[len(BUDGETS) :]))
-    return Runs(json.loads(zero3), json.loads(big), json.loads(tp2), text, refused, budgets, layers, picture, memory)
+    zero3, big, tp2, chunked = map(json.loads, (zero3, big, tp2, chunked))
+    return Runs(zero3, big, tp2, text, refused, budgets, layers, chunked, picture, memory)
 
 
 def states(run: dict[str, Any]) -> int:
@@ -180,6 +183,14 @@ def test_computed_times_on_the_page(runs: Runs, model: int) -> None:
     table = runs.budgets[model].strip()
     assert table.startswith("| computed, not measured |")
     assert table in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_the_output_layer_in_chunks_of_tokens(runs: Runs) -> None:
+    part = runs.chunked["output layer"]
+    # Two micro-batches of 16 tokens in chunks of 12 and 4; 12 tokens x 256 rows are the FLOPs of 16 x 192 (q, k and v).
+    assert (part["kernels"], part["flops"]) == (2 * 2 * 3, 2 * 3 * 2 * 16 * 64 * 256)
+    assert runs.chunked["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
+    assert part["seconds"]["h200"] > 0
 
 
 def test_the_page_the_picture_and_a_refusal(runs: Runs) -> None:
