@@ -69,9 +69,18 @@ def least_squares(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     first, second = np.linalg.lstsq(a, b, rcond=None)[0]
     if second < 0 or first <= 0:
         first, second = a[:, 0] @ b / (a[:, 0] @ a[:, 0]), 0.0
-    rule = "the measurements contradict each other: other programs used the machine"
-    require(first > 0, "plan.py calibrate", rule, "calibrate again when it is idle")
+    require_consistent(first > 0)
     return float(first), float(second)
+
+
+def require_consistent(agree: bool) -> None:
+    """Refuse times that no machine can have, such as a step with more micro-batches that took less time.
+
+    Raises:
+        UserError: they do not agree.
+    """
+    rule = "the measurements contradict each other: other programs used the machine"
+    require(agree, "plan.py calibrate", rule, "calibrate again when it is idle")
 
 
 def at_least(a: np.ndarray, b: np.ndarray, low: tuple[float, float]) -> tuple[float, float]:

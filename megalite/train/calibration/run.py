@@ -42,6 +42,12 @@ from megalite.train.calibration.alone import UNKNOWN, attention_rate, fit_links,
 from megalite.train.calibration.machine import Machine
 from megalite.train.calibration.steps import fit_block, fit_collectives, measure_alone
 
+_DEFAULTS = {
+    "cpu": "--num-layers 4 --hidden-size 256 --num-heads 4 --seq-len 256 --vocab-size 2048",
+    "cuda": "--num-layers 4 --hidden-size 4096 --num-heads 32 --num-kv-heads 8 --ffn-hidden-size 14336 --seq-len 4096 "
+    "--vocab-size 32000 --precision bf16",
+}
+
 
 def calibrate(cfg: Config, machine: Machine) -> tuple[Device, Constants, dict[str, float]]:
     """Measure, and solve for the constants.
@@ -79,13 +85,6 @@ def calibrate(cfg: Config, machine: Machine) -> tuple[Device, Constants, dict[st
     device, constants, report = fit_block(cfg, steps, device, constants)
     device, constants, more = fit_collectives(cfg, machine, steps, device, constants)
     return device, constants, {**report, **more}
-
-
-_DEFAULTS = {
-    "cpu": "--num-layers 4 --hidden-size 256 --num-heads 4 --seq-len 256 --vocab-size 2048",
-    "cuda": "--num-layers 4 --hidden-size 4096 --num-heads 32 --num-kv-heads 8 --ffn-hidden-size 14336 --seq-len 4096 "
-    "--vocab-size 32000 --precision bf16",
-}
 
 
 def main(words: Sequence[str], script: Sequence[str]) -> int:

@@ -7,8 +7,10 @@ rank.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from megalite.plan.memory import vocab_rows
 from megalite.plan.time import step_time
 from megalite.train.build import build_engine
 from megalite.train.calibration.alone import SAMPLES, UNKNOWN
-from megalite.train.calibration.machine import Machine, at_least, least_squares
+from megalite.train.calibration.machine import Machine, at_least, least_squares, require_consistent
 from megalite.train.step import train_step
 
 # Of the runs that show what collectives take: as many of them as a step of some seconds allows, for noise to cancel.
@@ -178,19 +180,29 @@ class _Priced:
 
 
 def microbatch_seconds(cfg: Config, ctx: ParallelContext, machine: Machine, samples: int) -> float:
-    """Measure a micro-batch of a model of `_LAYERS` blocks."""
+    """Measure a micro-batch of a model of `_LAYERS` blocks.
+
+    Raises:
+        UserError: more micro-batches did not take longer.
+    """
     few, more = (_step(cfg, ctx, machine, _LAYERS, samples, count) for count in _MICROBATCHES)
     seconds = (more - few) / (_MICROBATCHES[1] - _MICROBATCHES[0])
+    require_consistent(seconds > 0)
     how = f"tp {cfg.parallel.tp}" if cfg.parallel.tp > 1 else f"ZeRO-{cfg.parallel.zero}"
     logger.info(f"  {samples} samples, {how} over {machine.near.size} ranks: {1e3 * seconds:.2f} ms per micro-batch")
     return seconds
 
 
 def parts_of_step(cfg: Config, ctx: ParallelContext, machine: Machine, samples: int) -> Parts:
-    """Measure the parts of a step with micro-batches of `samples`, from models of one and of two blocks."""
+    """Measure the parts of a step with micro-batches of `samples`, from models of one and of two blocks.
+
+    Raises:
+        UserError: a part took no time.
+    """
     steps = [[_step(cfg, ctx, machine, layers, samples, count) for count in (2, 6)] for layers in (1, 2)]
     with_one, with_two = ((more - few) / 4 for few, more in steps)
     parts = Parts(with_two - with_one, 2 * with_one - with_two, steps[0][0] - 2 * with_one)
+    require_consistent(min(parts.block, parts.ends, parts.fixed) > 0)
     logger.info(
         f"  {samples} samples: {1e3 * parts.block:.2f} ms per block, {1e3 * parts.ends:.2f} ms for the ends of the "
         f"model, {1e3 * parts.fixed:.2f} ms per step"
@@ -210,4 +222,8 @@ def _step(cfg: Config, ctx: ParallelContext, machine: Machine, layers: int, samp
     engine.optimizer.init_parameters(1)
     shape = samples * microbatches, cfg.model.seq_len + 1
     batch = np.random.default_rng(1).integers(0, cfg.model.vocab, shape)
-    return machine.time(lambda: train_step(engine, batch, 1))
+    seconds = machine.time(partial(train_step, engine, batch, 1))
+    # Hooks make cycles of an engine; the next one needs its memory.
+    del engine
+    gc.collect()
+    return seconds

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.config import cli
+from megalite.errors import UserError
 from megalite.plan.cluster import DEVICES, FITTED, Cluster, read_calibration, write_calibration
 from tests.workers import WorkerPool
 
@@ -52,6 +53,51 @@ def test_the_constants_behind_the_times_of_steps_are_found(monkeypatch: pytest.M
     assert report == pytest.approx(dict.fromkeys(report, 1.0), rel=1e-4)
     # One rank has nobody to send to.
     assert steps.fit_collectives(cfg, machine, measured, device, found) == (device, found, {})
+
+
+@pytest.mark.parametrize("part", ["block", "ends", "fixed"])
+def test_parts_of_a_step_that_took_no_time_contradict_each_other(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    from megalite.train.calibration import steps
+
+    seconds = dict.fromkeys(("block", "ends", "fixed"), 0.1) | {part: -0.01}
+
+    def step(_cfg: Any, _ctx: Any, _machine: Any, layers: int, _samples: int, microbatches: int) -> float:
+        return seconds["fixed"] + microbatches * (seconds["ends"] + layers * seconds["block"])
+
+    monkeypatch.setattr(steps, "_step", step)
+    asked: Any = cli.parse(SHAPE.split()).config, None, None, 1
+    with pytest.raises(UserError, match="the measurements contradict each other"):
+        steps.parts_of_step(*asked)
+    if part == "block":
+        seconds["ends"] = 0.0
+        with pytest.raises(UserError, match="the measurements contradict each other"):
+            steps.microbatch_seconds(*asked)
+
+
+def test_a_measured_step_leaves_no_engine_behind() -> None:
+    import gc
+
+    import torch
+
+    from megalite.dist.context import Axis, ParallelContext
+    from megalite.parameter import ShardedParameter
+    from megalite.train.calibration.machine import Machine
+    from megalite.train.calibration.steps import _step, single
+
+    alone = Axis("world")
+    machine = Machine(torch.device("cpu"), alone, alone, alone)
+    cfg = single(cli.parse(f"{SHAPE} --zero-whole-below 0".split()).config)
+    gc.collect()
+    before = sum(type(x) is ShardedParameter for x in gc.get_objects())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megalite.train.calibration.machine._LAST_S", 0.0)
+        gc.disable()
+        try:
+            _step(cfg, ParallelContext.single(machine.device), machine, 1, 1, 2)
+            left = sum(type(x) is ShardedParameter for x in gc.get_objects()) - before
+        finally:
+            gc.enable()
+    assert left == 0
 
 
 def fit_links(_rank: int) -> tuple[Any, ...]:
