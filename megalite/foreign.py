@@ -10,6 +10,8 @@ from typing import Any
 
 # Far beyond any file that is read here. Python's own limit leaves no stack to those who print what they found.
 MAX_DEPTH = 64
+MAX_TEMPLATE = 1 << 18
+"""Bytes of a chat template in UTF-8: data, checkpoints and exports keep it."""
 
 
 class BadFile(ValueError):

@@ -21,8 +21,9 @@ class ShardedParameter(torch.nn.Parameter):
         before_grad, after_grad: called before each use of `main_grad`, and after each contribution; set by the gradient
             buffer.
         uses: contributions to the gradient in one micro-batch (2 for an embedding that is also the output layer).
-        adds_to_main_grad: the layer adds its gradient to `main_grad` itself and calls `grad_added`; otherwise autograd
-            leaves it in `.grad` and the buffer moves it.
+        adds_to_main_grad: all that uses it adds its gradient to `main_grad` itself and calls `grad_added`. Otherwise
+            autograd may leave it in `.grad`, from where the buffer moves it: fused norms add it themselves, unless
+            they are compiled or what they scale by is computed from it.
     """
 
     shard: Shard

@@ -14,13 +14,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.options import GROUPS, TYPES
+from megalite.foreign import MAX_TEMPLATE
 
 # Far beyond any run; products of two still fit into 128 bits, sums into a float.
 MAX_COUNT = 10**12
 _MAX_INT, _MAX_TEXT, _MAX_ITEMS, _MAX_DEPTH = 1 << 64, 4096, 100_000, 5
-
-
-_MAX_TEMPLATE = 1 << 18
 
 
 class BadMeta(Exception):
@@ -87,7 +85,7 @@ def _text(value: Any) -> bool:
 
 
 def _template(value: Any) -> bool:
-    return _text(value) and len(value or "") <= _MAX_TEMPLATE
+    return _text(value) and len((value or "").encode(errors="surrogatepass")) <= MAX_TEMPLATE
 
 
 def _sections(value: Any) -> bool:
@@ -118,7 +116,7 @@ def _losses(value: Any) -> bool:
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("step", "consumed_samples", "skipped_steps"), (_count, f"an integer from 0 to {MAX_COUNT}")),
     **dict.fromkeys(("data_hash", "valid_data_hash", "tokenizer_sha256"), (_text, "text or null")),
-    "chat_template": (_template, f"text of at most {_MAX_TEMPLATE} characters, or null"),
+    "chat_template": (_template, f"text of at most {MAX_TEMPLATE} bytes, or null"),
     "loss_history": (_losses, "a list of at most 1000 numbers"),
     "scalars": (_scalars, "numbers of the optimizer and the loss scale"),
     "config": (_sections, "sections of options"),

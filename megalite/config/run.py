@@ -173,17 +173,6 @@ class Config:
         """The options of the optimizer, with learning rates for this batch size (`--scale-lr`)."""
         return self.optim.scaled(self.train.global_batch_size)
 
-    def rates_at(self, step: int) -> tuple[float, float, float]:
-        """Return a step's learning rate, that of embedding and output layer, and weight decay (the first step is 1)."""
-        at, last = self._position(step), self._position(self.train.train_steps)
-        lr, decoupled_lr = (learning_rate(at, rates, last) for rates in (self.rates, self.rates.decoupled))
-        return lr, decoupled_lr, weight_decay(at, self.rates, last)
-
-    def _position(self, step: int) -> float:
-        """Where a step stands in the schedules of rates: its number, or that of full batches in its samples."""
-        t = self.train
-        return t.batches.samples(step) / t.global_batch_size if self.optim.lr_by == "samples" else step
-
     @property
     def peak_rate(self) -> str:
         """How `--scale-lr` makes the peak learning rate, in words; empty without it."""
@@ -255,3 +244,13 @@ class Config:
                 "raise --micro-batch-size, or use more ranks",
             )
         return counts
+
+
+def rates_at(optim: OptimConfig, train: TrainConfig, step: int) -> tuple[float, float, float]:
+    """Return a step's learning rate, that of embedding and output layer, and weight decay (the first step is 1)."""
+    # By samples, a step stands where their number of full batches would end.
+    by_samples, batch = optim.lr_by == "samples", train.global_batch_size
+    at, last = (train.batches.samples(n) / batch if by_samples else n for n in (step, train.train_steps))
+    rates = optim.scaled(batch)
+    lr, decoupled_lr = (learning_rate(at, options, last) for options in (rates, rates.decoupled))
+    return lr, decoupled_lr, weight_decay(at, rates, last)

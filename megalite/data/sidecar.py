@@ -71,8 +71,12 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     return content
 
 
-def chat_template_of(prefixes: Iterable[str]) -> str | None:
-    """Return the chat template that wrote the conversations of these data; None without any, or if there are several.
+def chat_template_of(prefixes: Iterable[str], learned: str | None = None) -> str | None:
+    """Return the chat template of a model that trains on these data; None if several wrote their conversations.
+
+    Args:
+        prefixes: the data.
+        learned: the template of the checkpoint that the run starts from: kept if none wrote the data.
 
     Raises:
         UserError: as `read_sidecar`.
@@ -82,7 +86,8 @@ def chat_template_of(prefixes: Iterable[str]) -> str | None:
     if len(found) > 1:
         names = " and ".join(sorted(found.values())[:2])
         warn_on_rank_0(f"{names} were written by different chat templates: checkpoints and exports will have none")
-    return next(iter(found)) if len(found) == 1 else None
+        return None
+    return next(iter(found), learned)
 
 
 def read_checksums(prefix: str | Path) -> dict[str, Checksums]:

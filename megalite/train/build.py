@@ -63,10 +63,14 @@ class Engine:
     scaler: LossScaler
     unit_weights: UnitWeights
 
-    def train_program(self, num_microbatches: int) -> Program:
-        """Return this rank's operations of a step with so many micro-batches per data-parallel rank."""
+    def schedule_of(self, num_microbatches: int) -> Schedule:
+        """Return the schedule of a step with so many micro-batches per data-parallel rank."""
         s = self.schedule
-        return build_schedule(s.name, s.pp, s.vp, num_microbatches).programs[self.ctx.pp.rank]
+        return build_schedule(s.name, s.pp, s.vp, num_microbatches)
+
+    def train_program(self, num_microbatches: int) -> Program:
+        """Return this rank's operations of such a step."""
+        return self.schedule_of(num_microbatches).programs[self.ctx.pp.rank]
 
 
 def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:

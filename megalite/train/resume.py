@@ -16,7 +16,7 @@ from megalite.checkpoint.meta import require_parts
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
-from megalite.config.run import Config
+from megalite.config.run import Config, rates_at
 from megalite.config.train import TrainConfig
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
@@ -162,8 +162,9 @@ def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
         f"--{key.replace('_', '-')} {there} -> {here}"
         for section in ("model", "train", "optim", *_UPDATES)
         if section in saved["config"]
+        for theirs in (_recorded(saved, section),)
         for key, here in json.loads(json.dumps(meta["config"][section])).items()
-        if key in _UPDATES.get(section, (key,)) and (there := _recorded(saved, section)[key]) != here
+        if key in _UPDATES.get(section, (key,)) and (there := theirs[key]) != here
     ]
     if changed:
         logger.info(f"options changed since that checkpoint: {', '.join(changed)}")
@@ -175,15 +176,16 @@ def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
     if "optim" not in saved["config"]:
         return
     step = saved["step"]
-    optim, train = ({f.name: _recorded(saved, group)[f.name] for f in dataclasses.fields(GROUPS[group])}
-                    for group in ("optim", "train"))  # fmt: skip
-    train["train_steps"] = max(1, train["train_steps"])
+    recorded = {group: _recorded(saved, group) for group in ("optim", "train")}
+    recorded["train"]["train_steps"] = max(1, recorded["train"]["train_steps"])
+    optim, train = ({f.name: options[f.name] for f in dataclasses.fields(GROUPS[group])}
+                    for group, options in recorded.items())  # fmt: skip
     try:
-        theirs = Config(optim=OptimConfig(**optim), train=TrainConfig(**train))
+        theirs = OptimConfig(**optim), TrainConfig(**train)
     except UserError:  # options that this version refuses: nothing to compare with
         return
-    last, following = (theirs.rates_at(at)[0] for at in (step, step + 1))
-    ours = cfg.rates_at(start + 1)[0]
+    last, following = (rates_at(*theirs, at)[0] for at in (step, step + 1))
+    ours = rates_at(cfg.optim, cfg.train, start + 1)[0]
     if ours > max(last, following):
         logger.info(
             f"the learning rate rises: {last:.3g} in step {step} of the checkpoint, {ours:.3g} in the next step"

@@ -28,7 +28,6 @@ from megalite.errors import step_range
 from megalite.log import logger, setup_logging
 from megalite.model.parameters import param_map
 from megalite.pipeline.record import Recorder
-from megalite.pipeline.schedule import build_schedule
 from megalite.sharding import count_parameters
 from megalite.train.build import Engine, build_engine
 from megalite.train.inputs import open_data, resolve_vocabulary
@@ -159,7 +158,6 @@ def open_run(
             "config": dataclasses.asdict(cfg),
             **hashes,
             "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
-            "chat_template": agree(ctx, lambda: chat_template_of(prefixes_of(cfg.data.data) if cfg.data.data else ())),
         }
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: build_engine(cfg, ctx))
@@ -176,8 +174,8 @@ def open_run(
         opened.callback(checkpointer.close)
         source = choose_checkpoint(cfg, run_dir, ctx)
         state = source.state(resume(engine, source, meta)) if source else init_weights(engine)
-        # A model that has learned a template keeps it when it goes on with plain text.
-        meta["chat_template"] = meta["chat_template"] or state.get("chat_template")
+        prefixes, learned = prefixes_of(cfg.data.data) if cfg.data.data else (), state.get("chat_template")
+        meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
         if source:
             log_start(engine, source, meta)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
@@ -248,10 +246,9 @@ def make_run(
     )
     metrics = agree(ctx, make_metrics)
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
-    steps, s = step_range("--record-schedule", cfg.run.record_schedule), engine.schedule
+    steps = step_range("--record-schedule", cfg.run.record_schedule)
     count = sizes.size(max(1, steps.start)) // (cfg.train.micro_batch_size * ctx.dp.size)
-    schedule = build_schedule(s.name, s.pp, s.vp, count)
-    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, schedule, steps)
+    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, engine.schedule_of(count), steps)
     threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
     engine.executor.observers = (heartbeat,)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.profiler import record_function
 
+from megalite.config.run import rates_at
 from megalite.data.rows import Rows
 from megalite.dist import collectives
 from megalite.errors import UserError
@@ -85,7 +86,7 @@ def train_step(
     loss_sum_all, targets, squared, stops, failures = collectives.to_host(totals)
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
-    lr, decoupled_lr, decay = cfg.rates_at(step)
+    lr, decoupled_lr, decay = rates_at(cfg.optim, cfg.train, step)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:

@@ -29,6 +29,7 @@ from megalite.data.controls import Span
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_files import read_json, read_regular
 from megalite.errors import UserError
+from megalite.foreign import MAX_TEMPLATE
 
 TIME_LIMIT_S = 10.0
 """For all renderings of one conversation."""
@@ -43,8 +44,6 @@ STAND_INS = range(0x10FF02, 0x10FFFE)
 RESERVED = re.compile("[\U0010ff00-\U0010fffd]")
 """Characters that neither conversations nor templates may contain."""
 _MAX_REPEATED = 1_000_000
-# Data, checkpoints and exports keep the template.
-_MAX_BYTES = 1 << 18
 
 CHATML = """\
 {%- for message in messages %}
@@ -109,8 +108,8 @@ def find_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     names = {id_: word for word, id_ in tokenizer.control_tokens.items()}
     own = {"eos_token": names.get(tokenizer.eos_id or -1), "bos_token": names.get(tokenizer.bos_id or -1)}
     tokens = own | {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-    if len(source.encode()) > _MAX_BYTES:
-        raise UserError(where, f"is a template of more than {_MAX_BYTES} bytes", "give a shorter one")
+    if len(source.encode()) > MAX_TEMPLATE:
+        raise UserError(where, f"is a template of more than {MAX_TEMPLATE} bytes", "give a shorter one")
     template = ChatTemplate(source, where, {n: word for n, word in tokens.items() if word}, datetime.now())
     Renderer(template)
     return template

@@ -46,6 +46,7 @@ ODD: list[tuple[str, Any]] = [
     ("meta/config/train/seed", 2**200),
     *(("meta/tokenizer_sha256", v) for v in (1, ["a"])),
     ("meta/data_hash", {}),
+    *(("meta/chat_template", v) for v in (5, "é" * (2**17 + 1))),
     *(("meta/hf", v) for v in ([], {"dtype": 4}, {"eos_token_id": "x"}, {"eos_token_id": -1})),
     ("meta/new", [[[[[[[[0]]]]]]]]),
     *(("run_id", v) for v in ("", "a\x1b[2Jb", "a b", 5, "x" * 5000)),

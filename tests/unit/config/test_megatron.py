@@ -15,7 +15,7 @@ from megalite.config import refused
 from megalite.config.cli import parse
 from megalite.config.model import RopeScaling
 from megalite.config.options import GROUP_OF, TYPES
-from megalite.config.run import Config
+from megalite.config.run import Config, rates_at
 from megalite.errors import UserError
 from megalite.schedules.lr import LR_DECAYS
 
@@ -145,7 +145,7 @@ def test_ramp_is_theirs() -> None:
     assert len(set(sizes)) == 5
     # 480 samples are ten full batches of warmup; theirs is one step behind.
     assert (c.optim.lr_by, c.optim.warmup_steps, c.optim.lr_decay_steps) == ("samples", 10, 40)
-    assert c.rates_at(3)[0] == pytest.approx(c.optim.lr * sum(sizes[:3]) / 480)
+    assert rates_at(c.optim, c.train, 3)[0] == pytest.approx(c.optim.lr * sum(sizes[:3]) / 480)
 
 
 def test_batch_size_schedule_in_tokens() -> None:

@@ -119,6 +119,10 @@ def test_a_chat_template_goes_with_the_model(
     resets = {"reset_data": True, "reset_step": True, "resume": str(tmp_path / "a")}
     train(0, str(tmp_path / "b"), {**options, **resets, "data": (plain,)})
     export_hf(tmp_path / "b", tmp_path / "hf")
+    # Data of two templates leave it none.
+    mixed = {**options, **resets, "data": ("1", prefix, "1", f"{prefix}2"), "run_dir": str(tmp_path / "mixed")}
+    with megalite.start(megalite.configure(**mixed)) as run:
+        assert run.meta["chat_template"] is None
     assert chat_template_of([prefix, plain]) == (tmp_path / "hf" / "chat_template.jinja").read_text()
 
     theirs, data = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), IndexedDataset(prefix)

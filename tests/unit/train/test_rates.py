@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import megalite
 from megalite.config.cli import parse
 from megalite.train.metrics import read_metrics
+from megalite.train.resume import _log_rate
 
 OPTIONS: dict[str, Any] = {
     "num_layers": 1,
@@ -43,3 +45,11 @@ def test_rates_in_use_are_logged_and_recorded(tmp_path: Path) -> None:
     with megalite.start(longer) as run:
         assert [step["lr"] for step in megalite.steps(run)] == pytest.approx([2e-3])
     assert "learning rate rises" not in log.read_text()
+
+
+def test_a_rising_rate_is_logged_whatever_the_layout_of_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    away = megalite.configure(**OPTIONS, offload="optimizer+params", zero=3, lr=1e-4)
+    saved = {"step": 4, "config": dataclasses.asdict(away)}
+    with caplog.at_level("INFO"):
+        _log_rate(megalite.configure(**OPTIONS, lr=1e-3), saved, 4)
+    assert "the learning rate rises: 0.0001 in step 4 of the checkpoint, 0.001 in the next step" in caplog.text
