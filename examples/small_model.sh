@@ -38,10 +38,10 @@ cd "$(dirname "$0")/.."
 use_environment log,eval
 mkdir -p "$out" || fail "--out $out: must be a folder this user can write; choose another"
 
-# absent FILE: whether this step is still to be done. What an earlier start has finished is used as it is.
+# absent FILE: whether this step is still to be done. What an earlier start has finished is kept.
 absent() {
     [ -e "$1" ] || return 0
-    say "using $1 of an earlier start (remove it to make it again)"
+    say "using $1 from an earlier start (remove it to make it again)"
     return 1
 }
 
