@@ -9,6 +9,7 @@ use_environment() {
     local extras=$1 prefix stamp want
     if [ -n "${VIRTUAL_ENV:-}" ]; then
         PYTHON=$VIRTUAL_ENV/bin/python
+        [ -x "$PYTHON" ] || fail "VIRTUAL_ENV=$VIRTUAL_ENV: bin/python is missing there; run deactivate, or activate another"
     else
         command -v python3 >/dev/null || fail "python3 is not on PATH: megalite requires Python 3.10 or newer; install it"
         python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||

@@ -15,14 +15,20 @@ mistake() { echo "error: $*" >&2; exit 2; }
 out=runs/llama-100m nproc=1 recipe=examples/recipes/llama-100m.yaml vocab=16384 input=() held_out=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --out|--nproc|--recipe|--vocab-size) [ $# -ge 2 ] || mistake "$1 requires a value" ;;&
+        --out|--nproc|--recipe|--vocab-size) [ -n "${2:-}" ] || mistake "$1 requires a value" ;;&
+        --nproc|--vocab-size) [[ $2 =~ ^[1-9][0-9]*$ ]] || mistake "$1 $2: must be a whole number above 0; correct it" ;;&
+        --recipe) [ -f "$2" ] || mistake "--recipe $2: no such file; check the path" ;;&
         --out) out=$2; shift 2 ;;
         --nproc) nproc=$2; shift 2 ;;
         --recipe) recipe=$(realpath -- "$2"); shift 2 ;;
         --vocab-size) vocab=$2; shift 2 ;;
         --input|--held-out)
             option=$1 files=(); shift
-            while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do files+=("$(realpath -- "$1")"); shift; done
+            while [ $# -gt 0 ] && [ "${1#--}" = "$1" ]; do
+                # A pattern in quotes is for the tools to expand.
+                [ -e "$1" ] || compgen -G "$1" >/dev/null || mistake "$option $1: no such file; check the path"
+                files+=("$(realpath -- "$1")"); shift
+            done
             [ ${#files[@]} -gt 0 ] || mistake "$option requires at least one file"
             if [ "$option" = --input ]; then input=("${files[@]}"); else held_out=("${files[@]}"); fi ;;
         --) shift; break ;;

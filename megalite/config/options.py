@@ -179,7 +179,7 @@ def _rule_of(hint: Any) -> str:
     elif dataclasses.is_dataclass(kind):
         rule = f"a mapping of {', '.join(get_type_hints(kind))}"
     elif get_origin(kind) is tuple:
-        rule = "a list"
+        rule = {int: "a list of whole numbers", float: "a list of numbers"}.get(get_args(kind)[0], "a list")
     else:
         rule = {bool: "true or false", int: "a whole number", float: "a number", str: "text without zero bytes"}[kind]
     return f"must be {rule}" + ("" if kind is hint or len(choices) == 1 else " or null")

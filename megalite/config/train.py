@@ -112,7 +112,7 @@ class TrainConfig:
             self.global_batch_size == largest,
             f"--global-batch-size {self.global_batch_size}",
             f"must be the largest of --batch-size-schedule {self.batch_size_schedule}",
-            f"drop it, or give {largest}",
+            f"give {largest}, or drop it, also from the files of --config",
         )
 
 

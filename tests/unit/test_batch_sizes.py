@@ -69,7 +69,7 @@ def test_the_largest_is_the_global_batch_size() -> None:
     cfg = config("--batch-size-schedule|0:4 2:8 6:2")
     assert cfg.train.global_batch_size == 8
     assert parse(["--global-batch-size=8", "--batch-size-schedule=0:4 2:8 6:2"]).config == cfg
-    with pytest.raises(UserError, match="--global-batch-size 16: must be the largest of .* 0:4 2:8; drop it"):
+    with pytest.raises(UserError, match="--global-batch-size 16: must be the largest of .* 0:4 2:8; give 8, or drop"):
         config("--global-batch-size|16|--batch-size-schedule|0:4 2:8")
 
 

@@ -70,6 +70,26 @@ def test_the_script_from_text_to_an_evaluated_export(
     assert names[0] == ["-m", "megalite"]
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--nproc two", "--nproc two: must be a whole number above 0"),
+        ("--vocab-size 0", "--vocab-size 0: must be a whole number above 0"),
+        ("--recipe none.yaml", "--recipe none.yaml: no such file"),
+        ("--input *.txt --held-out none/b.txt", "--held-out none/b.txt: no such file"),
+        ("--input *.txt --held-out a.txt", "/venv: bin/python is missing there"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_made(tmp_path: Path, given: str, message: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    script = ["bash", str(ROOT / "examples" / "small_model.sh"), "--out", "o", *given.split()]
+    environment = {**os.environ, "VIRTUAL_ENV": str(tmp_path / "venv")}
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
 def test_without_input_the_text_is_this_environments_code(tmp_path: Path) -> None:
     corpus, tokenizer, text, held_out, train, *_ = commands(tmp_path, "--out", "o", "--nproc", "2")
     out = tmp_path / "o"

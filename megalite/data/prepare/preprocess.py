@@ -101,6 +101,9 @@ def preprocess(
     Raises:
         UserError: inputs, tokenizer or output that cannot be used, a bad record, no document at all.
     """
+    if os.path.basename(out_prefix) in ("", ".", ".."):
+        rule = "must end in a name, the beginning of the files' names"
+        raise UserError(f"--out {out_prefix!r}", rule, f"use {os.path.join(out_prefix, 'train')}, for example")
     files = [f"{out_prefix}.{end}" for end in ("bin", "idx", "json", "mask.bin")]
     old = next((file for file in files if os.path.exists(file)), None)
     if old is not None and not overwrite:

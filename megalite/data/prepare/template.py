@@ -27,9 +27,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.data.controls import Span
 from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_files import read_json, read_regular
+from megalite.data.tokenizer_files import read_json
 from megalite.errors import UserError
-from megalite.foreign import MAX_TEMPLATE
+from megalite.foreign import MAX_TEMPLATE, BadFile, read_regular
 
 TIME_LIMIT_S = 10.0
 """For all renderings of one conversation."""
@@ -100,9 +100,11 @@ def find_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate:
             rule = f"tokenizer {tokenizer.path} has no control token {missing[0]}"
             raise UserError(where, rule, "give a template that fits the tokenizer: --chat-template FILE")
     elif given is not None:
-        where, source = f"--chat-template {given}", _text(Path(given))
+        where = f"--chat-template {given}"
+        source = _text(Path(given), where)
     elif tokenizer.kind != "bytes" and (folder / "chat_template.jinja").exists():
-        where, source = str(folder / "chat_template.jinja"), _text(folder / "chat_template.jinja")
+        where = str(folder / "chat_template.jinja")
+        source = _text(Path(where), where)
     else:
         where, source = str(folder / "tokenizer_config.json"), _from_config(config, tokenizer)
     names = {id_: word for word, id_ in tokenizer.control_tokens.items()}
@@ -115,11 +117,15 @@ def find_template(given: str | None, tokenizer: Tokenizer) -> ChatTemplate:
     return template
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, where: str) -> str:
+    remedy = "give a file with a jinja template, or the word chatml"
     try:
-        return read_regular(path).decode()
+        return read_regular(path, MAX_TEMPLATE).decode()
+    except (BadFile, OSError) as e:
+        rule = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
+        raise UserError(where, rule, remedy) from None
     except UnicodeDecodeError as e:
-        raise UserError(str(path), f"is not UTF-8 text ({e})", "give a jinja template") from None
+        raise UserError(where, f"is not UTF-8 text ({e})", remedy) from None
 
 
 def _content(entry: Any) -> str | None:

@@ -118,6 +118,8 @@ def _train(
     except RuntimeError as e:
         if unreadable:
             raise unreadable[0] from None
+        if "[!sentences_.empty()]" in str(e):
+            raise UserError(f"--input {' '.join(inputs)}", "contains no text", "check the files and --key") from None
         remedy = "choose a vocabulary size that fits the text, or use more text"
         reason = re.sub(r"^\w+: \S+\(\d+\) \[.*\] ", "", str(e)).rstrip(".")  # without its C++ file, line and condition
         raise UserError(f"--vocab-size {vocab_size}", f"sentencepiece rejects it ({reason})", remedy) from e

@@ -162,6 +162,7 @@ def test_batch_size_schedule_in_tokens() -> None:
     ("argv", "message"),
     [
         ("--rampup-batch-size 16 8", "--rampup-batch-size 16 8: must be START INCREMENT SAMPLES"),
+        ("--rampup-batch-size a 8 300", "--rampup-batch-size a 8 300: must be a list of whole numbers"),
         ("--rampup-batch-size 16 7 300 --global-batch-size 48", "--global-batch-size 48 must be START plus"),
         ("--rampup-batch-size 1 1 300 --global-batch-size 1000000000000", "at most 10000 increments"),
         ("--step-batch-size-schedule 0:8,1x:16", "must be pairs START:SIZE in rising order"),

@@ -306,6 +306,9 @@ def test_where_the_template_comes_from(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(renamed)
     with pytest.raises(UserError, match=r"tokenizer.json has no control token <\|im_end\|>"):
         answers(chat_template="chatml")
+    for given, rule in (("none.jinja", r"cannot be read \(No such file"), (".", "is not a regular file")):
+        with pytest.raises(UserError, match=f"^--chat-template {given}: {rule}.*; give a file with a jinja template"):
+            answers(chat_template=given)
 
 
 def test_only_lines_of_json_are_conversations(tmp_path: Path) -> None:

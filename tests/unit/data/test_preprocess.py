@@ -292,6 +292,14 @@ def test_no_document_at_all_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("o*"))
 
 
+@pytest.mark.parametrize("end", ["/", "/.", "/.."])
+def test_a_prefix_without_a_name_would_write_hidden_files(tmp_path: Path, end: str) -> None:
+    (tmp_path / "d.txt").write_text("text")
+    with pytest.raises(UserError, match="must end in a name"):
+        preprocess([str(tmp_path / "d.txt")], "bytes", f"{tmp_path}{end}", workers=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["d.txt"]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_inputs_without_records_are_an_error_with_any_number_of_workers(tmp_path: Path, workers: int) -> None:
     (tmp_path / "e.jsonl").write_bytes(b"")

@@ -88,6 +88,9 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_refused(tmp_path: Path, size
     (tmp_path / "t.txt").write_text("some text\n")
     with pytest.raises(UserError, match=f"--vocab-size {size}: sentencepiece rejects it .Vocabulary size .*{message}"):
         train_tokenizer([str(tmp_path / "t.txt")], size, tmp_path / "out")
+    (tmp_path / "t.txt").write_text("\n")
+    with pytest.raises(UserError, match=r"--input [^ ]*t.txt: contains no text; check"):
+        train_tokenizer([str(tmp_path / "t.txt")], size, tmp_path / "out")
     assert not (tmp_path / "out" / "tokenizer.model").exists()
 
 
