@@ -14,7 +14,7 @@ from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.families import FAMILIES
 
-SEQ, BATCH, STEPS, VOCAB = 16, 8, 6, 90
+SEQ, BATCH, STEPS, VOCAB = 16, 8, 4, 90
 
 # A learning rate at which fp32 itself stays within 4e-7 of fp64 over six steps.
 OPTIM = OptimConfig(lr=3e-4, warmup_steps=2, clip_grad=1.0)

@@ -70,7 +70,7 @@ def test_same_loss_and_gradient_norm(pool: WorkerPool, model: str, layout: str) 
 
 def micro_batch_size(parallel: dict[str, Any]) -> int:
     """Return 1 where micro-batches fill a pipeline; else messages, not tokens, are what a row costs."""
-    return 1 if parallel.get("pp", 1) > 1 else 2
+    return 1 if parallel.get("pp", 1) > 1 else 4 if parallel.get("tp", 1) > 1 else 2
 
 
 def test_loss_falls() -> None:
