@@ -12,16 +12,18 @@ to `OUT.manifest.json`.
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import importlib
 import json
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megalite.errors import UserError, run_tool
 from megalite.log import logger, setup_logging
@@ -54,32 +56,25 @@ def python_corpus(
         UserError: a file cannot be written, or no text fits into max_mb.
     """
     limit = float("inf") if max_mb is None else max_mb * 1e6
-    paths = [Path(path) for path in (out, held_out) if path is not None]
-    for flag, path in zip(("--out", "--held-out"), paths):
+    paths = {"--out": Path(out)} | ({} if held_out is None else {"--held-out": Path(held_out)})
+    for flag, path in paths.items():
         if path.suffix != ".jsonl":
             raise UserError(f"{flag} {path}", "must be a .jsonl file", f"use {path}.jsonl")
     entries: list[str] = []
     seen: set[str] = set()
     sizes: list[list[int]] = [[] for _ in paths]
-    try:
-        temporary = [path.with_name(path.name + ".tmp") for path in paths]
-        with ExitStack() as open_files:
-            for path in paths:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            files = [open_files.enter_context(path.open("w", encoding="utf-8")) for path in temporary]
-            for name, text in _texts(packages):
-                content = text.encode()
-                digest = hashlib.sha256(content).hexdigest()
-                if digest in seen or sum(map(sum, sizes)) + len(content) > limit:
-                    continue
-                seen.add(digest)
-                entries.append(f"{name} {digest}")
-                where = len(paths) - 1 if _is_held_out(name) else 0
-                sizes[where].append(len(content))
-                files[where].write(json.dumps({"source": name, "text": text}, ensure_ascii=False) + "\n")
+    with _made_whole(paths) as files:
+        for name, text in _texts(packages):
+            content = text.encode()
+            digest = hashlib.sha256(content).hexdigest()
+            if digest in seen or sum(map(sum, sizes)) + len(content) > limit:
+                continue
+            seen.add(digest)
+            entries.append(f"{name} {digest}")
+            where = len(paths) - 1 if _is_held_out(name) else 0
+            sizes[where].append(len(content))
+            files[where].write(json.dumps({"source": name, "text": text}, ensure_ascii=False) + "\n")
         if not entries:
-            for path in temporary:
-                path.unlink()
             raise UserError(f"--max-mb {max_mb}", "every text is larger", "use at least --max-mb 1")
         manifest: dict[str, Any] = {
             "python": platform.python_version(),
@@ -91,12 +86,33 @@ def python_corpus(
             manifest |= {"held_out_texts": len(sizes[1]), "held_out_bytes": sum(sizes[1])}
         if packages:
             manifest["packages"] = {d.metadata["Name"]: d.version for d in distributions()}
-        paths[0].with_name(paths[0].name + ".manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-        for written, path in zip(temporary, paths):
-            written.replace(path)
-    except OSError as e:
-        raise UserError(f"--out {out}", f"cannot be written ({e.strerror})", "choose another path") from e
+        Path(f"{out}.manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     return manifest
+
+
+@contextmanager
+def _made_whole(paths: dict[str, Path]) -> Iterator[list[TextIO]]:
+    """Open a temporary file for each flag's path; at the end they become these files, after a failure none is left."""
+    unwritable, remedy = "cannot be written ({})", "choose another path"
+    with ExitStack() as left:
+        files, temporary = [], [path.with_name(path.name + ".tmp") for path in paths.values()]
+        for (flag, path), file in zip(paths.items(), temporary):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                files.append(left.enter_context(file.open("w", encoding="utf-8")))
+            except OSError as e:
+                raise UserError(f"{flag} {path}", unwritable.format(e.strerror), remedy) from e
+            left.callback(file.unlink, missing_ok=True)
+        try:
+            yield files
+            for opened, file, path in zip(files, temporary, paths.values()):
+                opened.close()
+                file.replace(path)
+        except OSError as e:
+            given = " and ".join(f"{flag} {path}" for flag, path in paths.items())
+            raise UserError(given, unwritable.format(e.strerror), remedy) from e
 
 
 def _is_held_out(name: str) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dis
 import gc
-import io
 import marshal
 import multiprocessing as mp
 import os
+import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -43,7 +45,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
     """Run `function(rank, *args)` on `world` new processes, which share a gloo process group.
 
     The function may use modules, functions and values that are defined in the notebook; each process works on its own
-    copy. What the ranks print is printed here when all are done, in the order of ranks.
+    copy. What the ranks print and log is printed here at the end, however they end, in the order of ranks.
 
     Args:
         world: number of processes.
@@ -55,12 +57,13 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         What each rank returned, in the order of ranks.
 
     Raises:
-        UserError: a rank raised one, or the function cannot travel.
+        UserError: a rank raised one, or the function or an argument cannot travel.
         RuntimeError: a rank failed, with its traceback, or the time is up. The other ranks are ended.
     """
     require(world >= 1, f"world {world}", "must be at least 1", "give the number of processes")
     names: Names = {}
     _collect("", function, names)
+    work = _packed(names, args)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,9 +72,10 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe()
-                job = (theirs, rank, world, os.path.join(folder, "store"), os.getcwd(), names, args)
-                processes.append(context.Process(target=_serve, args=job, daemon=True))
-                processes[-1].start()
+                job = (theirs, rank, world, folder, os.getcwd(), work)
+                process = context.Process(target=_serve, args=job, daemon=True)
+                process.start()
+                processes.append(process)
                 theirs.close()
                 ranks[ours] = rank
             results = _receive(ranks, time.monotonic() + timeout)
@@ -82,14 +86,28 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
             for process in processes:
                 process.kill()
                 process.join()
-    for _, said in results:
-        print(said, end="")
-    return [result for result, _ in results]
+            for rank in range(len(processes)):
+                _repeat(_files(folder, rank))
+    return results
 
 
-def _receive(ranks: dict[Connection, int], deadline: float) -> list[tuple[Any, str]]:
-    """Wait for every rank's (result, what it printed)."""
-    done: dict[int, tuple[Any, str]] = {}
+def _files(folder: str, rank: int) -> tuple[Path, Path]:
+    """Return where a rank writes its standard output and its standard error."""
+    return Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")
+
+
+def _repeat(files: tuple[Path, Path]) -> None:
+    """Print what a rank wrote; one that was ended early may not have begun."""
+    for file, stream in zip(files, (sys.stdout, sys.stderr)):
+        if file.exists():
+            # Progress bars return the carriage.
+            with file.open(encoding="utf-8", newline="") as written:
+                print(written.read(), end="", file=stream)
+
+
+def _receive(ranks: dict[Connection, int], deadline: float) -> list[Any]:
+    """Wait for every rank's result."""
+    done: dict[int, Any] = {}
     while len(done) < len(ranks):
         ready = wait([c for c, rank in ranks.items() if rank not in done], max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -98,40 +116,47 @@ def _receive(ranks: dict[Connection, int], deadline: float) -> list[tuple[Any, s
             assert isinstance(connection, Connection)
             rank = ranks[connection]
             try:
-                failure, result, said = connection.recv()
+                failure, result = connection.recv()
             except EOFError:
                 raise RuntimeError(f"rank {rank} died") from None
             if failure == "UserError":
                 raise UserError.from_message(result)
             if failure:
-                raise RuntimeError(f"rank {rank} failed\n{said}{result}")
-            done[rank] = result, said
+                raise RuntimeError(f"rank {rank} failed\n{result}")
+            done[rank] = result
     return [done[rank] for rank in range(len(done))]
 
 
-def _serve(
-    connection: Connection, rank: int, world: int, store: str, folder: str, names: Names, args: tuple[Any, ...]
-) -> None:
-    """Run the function on this rank, and stay until the other side has read the result."""
+def _serve(connection: Connection, rank: int, world: int, store: str, folder: str, work: bytes) -> None:
+    """Run the function on this rank, and stay until the other side has read the result.
+
+    Args:
+        store: folder of the ranks' files.
+        folder: where the notebook works.
+        work: from `_packed`.
+    """
     # What the imports left behind is not searched again in every process.
     gc.freeze()
-    said, logged = io.StringIO(), io.StringIO()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    try:
-        os.chdir(folder)
-        with redirect_stdout(said), redirect_stderr(logged):
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-            result = _restored(names)[""](rank, *args)
-            dist.destroy_process_group()
-        message = ("", result, said.getvalue())
-    except UserError as e:
-        message = ("UserError", str(e), "")
-    except BaseException:
-        message = ("failed", traceback.format_exc(), said.getvalue() + logged.getvalue())
+    # Line by line, so that the lines of a rank that dies are there.
+    out, err = (path.open("w", 1, "utf-8", "backslashreplace") for path in _files(store, rank))
+    with out, err:
+        try:
+            os.chdir(folder)
+            with redirect_stdout(out), redirect_stderr(err):
+                function, args = _unpacked(work)
+                rendezvous = f"file://{os.path.join(store, 'store')}"
+                dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world)
+                message = ("", function(rank, *args))
+                dist.destroy_process_group()
+        except UserError as e:
+            message = ("UserError", str(e))
+        except BaseException:
+            message = ("failed", traceback.format_exc())
     try:
         connection.send(message)
     except Exception:
-        connection.send(("failed", traceback.format_exc(), said.getvalue()))
+        connection.send(("failed", traceback.format_exc()))
     # Tensors travel as shared memory that this process must hold until it is mapped.
     connection.poll(None)
 
@@ -165,6 +190,37 @@ def _globals_of(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _globals_of(inner)
+
+
+def _packed(names: Names, args: tuple[Any, ...]) -> bytes:
+    """Pickle the described names and the arguments; `UserError` names what cannot be."""
+    try:
+        return pickle.dumps((names, args))
+    except Exception as e:
+        parts = {name: described for name, described in names.items() if name}
+        parts |= {f"argument {number}": arg for number, arg in enumerate(args, start=1)}
+        culprit = next((name for name, part in parts.items() if not _can_be_pickled(part)), "a default of the function")
+        rule = f"cannot be pickled ({type(e).__name__}: {e})"
+        raise UserError(f"{culprit} on other processes", rule, "make it inside the function") from None
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
+
+
+def _unpacked(work: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Make the function and its arguments anew."""
+    try:
+        names, args = pickle.loads(work)
+    except Exception as e:
+        # A class is pickled as its name, and the names of a notebook's `__main__` are not there.
+        given, rule = "a value or an argument", f"cannot be read on other processes ({type(e).__name__}: {e})"
+        raise UserError(given, rule, "define classes in a module, or inside the function") from None
+    return _restored(names)[""], args
 
 
 def _restored(names: Names) -> dict[str, Any]:

@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megalite.data.tokenizer import load_tokenizer, optional_import
+import torch
+
+from megalite.data.tokenizer import Tokenizer, optional_import
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext, init_process_group, world_size
 from megalite.dist.device import pick_device
 from megalite.dist.grid import Grid
-from megalite.errors import ToolParser, UserError, in_range
+from megalite.errors import ToolParser, UserError, in_range, require
 from megalite.log import logger
 from megalite.train.exit import leaving_together
 from megalite.train.inference import Weights, find_weights
 from megalite.train.scoring import Scorer, scoring_config
+
+# The other ranks wait in one operation while rank 0 downloads data or computes metrics.
+_PATIENCE = timedelta(days=1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,21 +45,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     layout = {"tp": args.tp, "pp": args.pp, "precision": args.precision}
     cfg = scoring_config(weights, world, **layout, rows=args.batch_size, max_length=args.max_length)
     device = pick_device(args.device, cfg.parallel.tp)
-    init_process_group(device)
-    ctx = ParallelContext.create(Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), device)
-    # A mistake in the tasks is found before the weights are read.
-    manager = agree(ctx, lambda: _tasks(args) if ctx.rank == 0 else None)
+    ctx = join(device, world, cfg.parallel.tp, cfg.parallel.pp)
+    # Mistakes are found before the weights are read.
+    prepared = agree(ctx, lambda: _prepared(args, weights) if ctx.rank == 0 else None)
     scorer = Scorer(cfg, ctx, weights)
-    if ctx.rank > 0:
+    if prepared is None:
         scorer.serve()
         return
     try:
-        _evaluate(args, weights, scorer, manager)
+        _evaluate(args, weights, scorer, *prepared)
     except UserError:
         # Between two requests; after any other failure the ranks end each other.
         scorer.close()
         raise
     scorer.close()
+
+
+def join(device: torch.device, world: int, tp: int, pp: int) -> ParallelContext:
+    """Join the process group and build the axes, with time limits that allow for what rank 0 does alone."""
+    init_process_group(device, _PATIENCE)
+    return ParallelContext.create(Grid.of(world, tp, pp), device, timeout=_PATIENCE)
 
 
 def _parser() -> ToolParser:
@@ -76,6 +88,34 @@ def _parser() -> ToolParser:
     return parser
 
 
+def _prepared(args: argparse.Namespace, weights: Weights) -> tuple[Tokenizer, Any]:
+    """Check what is read and written; return the tokenizer and the tasks."""
+    if args.json is not None:
+        _check_writable(args.json)
+    tokenizer = weights.load_tokenizer()
+    remedy = "use the tokenizer of the training"
+    require(
+        tokenizer.eos_id is not None,
+        f"tokenizer {tokenizer.path}",
+        "has no end of text, which separates documents",
+        remedy,
+    )
+    require(
+        not args.bos or tokenizer.bos_id is not None,
+        "--bos",
+        f"tokenizer {tokenizer.path} has no beginning of text",
+        remedy,
+    )
+    return tokenizer, _tasks(args)
+
+
+def _check_writable(path: Path) -> None:
+    given, remedy = f"--json {path}", "choose another path"
+    require(path.parent.is_dir(), given, "is in a folder that does not exist", "make it, or choose another path")
+    require(not path.is_dir(), given, "is a folder", remedy)
+    require(os.access(path if path.exists() else path.parent, os.W_OK), given, "cannot be written", remedy)
+
+
 def _tasks(args: argparse.Namespace) -> Any:
     """Return lm-eval's registry of tasks, in which all those asked for are."""
     optional_import("lm_eval", "lm-eval", "lm-eval")
@@ -88,17 +128,15 @@ def _tasks(args: argparse.Namespace) -> Any:
     return manager
 
 
-def _evaluate(args: argparse.Namespace, weights: Weights, scorer: Scorer, manager: Any) -> None:
+def _evaluate(args: argparse.Namespace, weights: Weights, scorer: Scorer, tokenizer: Tokenizer, manager: Any) -> None:
     import lm_eval
     from lm_eval.utils import make_table
 
-    from harness_lm import HarnessLM
+    from lm_eval_model import HarnessLM
 
-    if weights.tokenizer is None:
-        raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
     cfg, ctx = scorer.cfg, scorer.ctx
     length = args.max_length or weights.cfg.seq_len
-    lm = HarnessLM(scorer, load_tokenizer(weights.tokenizer), length, args.bos, args.seed)
+    lm = HarnessLM(scorer, tokenizer, length, args.bos, args.seed)
     layout = {"dp": ctx.dp.size, "pp": ctx.pp.size, "tp": ctx.tp.size, "precision": cfg.train.precision}
     start = "the tokenizer's beginning of text" if args.bos else "nothing (--bos for models trained with one)"
     logger.info(f"lm-eval {lm_eval.__version__}, {layout}, at most {length} tokens; contexts begin with {start}")

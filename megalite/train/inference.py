@@ -24,7 +24,7 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokenizer_files import holds_tokenizer, of_run
 from megalite.dist.context import ParallelContext
 from megalite.dist.seeding import RngStreams, derive
-from megalite.errors import UserError
+from megalite.errors import UserError, require
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
@@ -76,6 +76,7 @@ class Weights:
         path: the folder.
         cfg: shape of the model; of a Hugging Face folder, with a length for windows of text.
         tokenizer: folder or file of its tokenizer, if known.
+        tokenizer_sha256: that of the training's tokenizer; None where nothing recorded it.
         step: optimizer steps of the training; None for a Hugging Face folder.
         options: the options of the run by group; empty for a Hugging Face folder.
     """
@@ -83,6 +84,7 @@ class Weights:
     path: Path
     cfg: ModelConfig
     tokenizer: str | None
+    tokenizer_sha256: str | None
     step: int | None
     options: dict[str, Any]
 
@@ -93,6 +95,24 @@ class Weights:
             load_hf(self.path, self.cfg, states, ctx)
         else:
             load_checkpoint(self.path, states, ctx)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer.
+
+        Raises:
+            UserError: it is unknown, not that of the training, or has ids outside the model's vocabulary.
+        """
+        if self.tokenizer is None:
+            raise UserError(f"{self.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+        tokenizer = load_tokenizer(self.tokenizer)
+        what, remedy = f"tokenizer {tokenizer.path}", "use the tokenizer that the model was trained with"
+        if self.tokenizer_sha256 not in (None, tokenizer.sha256):
+            rule = f"the model was trained with the one of SHA-256 {self.tokenizer_sha256}"
+            raise UserError(f"{what} of SHA-256 {tokenizer.sha256}", rule, remedy)
+        most, vocab = tokenizer.vocab_size - 1, self.cfg.vocab
+        rule = f"must be within the model's vocabulary of {vocab}"
+        require(most < vocab, f"{what} with ids up to {most}", rule, remedy)
+        return tokenizer
 
 
 def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
@@ -106,12 +126,13 @@ def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
         cfg = hf_model_config(path)
         # Its length is the number of positions, which may be far beyond what a window of text needs.
         cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, _HF_WINDOW))
-        return Weights(path, cfg, tokenizer or (str(path) if holds_tokenizer(path) else None), None, {})
+        return Weights(path, cfg, tokenizer or (str(path) if holds_tokenizer(path) else None), None, None, {})
     checkpoint = resolve_checkpoint(path)
     manifest = read_manifest(checkpoint)
     meta = manifest.meta
     cfg = model_config(meta, checkpoint)
-    return Weights(checkpoint, cfg, tokenizer or of_run(meta), manifest.step, meta["config"])
+    name, sha256 = tokenizer or of_run(meta), meta.get("tokenizer_sha256")
+    return Weights(checkpoint, cfg, name, sha256, manifest.step, meta["config"])
 
 
 def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:

@@ -18,7 +18,7 @@ from megalite.config.train import TrainConfig
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.dist.dtypes import DTYPES
-from megalite.errors import require
+from megalite.errors import UserError, require
 from megalite.model.gpt import GPTStage
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, MicroBatch, Pass, forward_program
@@ -54,13 +54,13 @@ def scoring_config(
     own, trained = weights.options.get("parallel", {}), weights.options.get("train", {})
     tp, pp = tp or own.get("tp", 1), pp or own.get("pp", 1)
     # A multiple of tp, so that the sequence can be cut over it.
-    length = -(-(max_length or weights.cfg.seq_len) // tp) * tp
-    require(
-        length <= weights.cfg.positions or weights.cfg.position != "learned",
-        f"--max-length {length}",
-        f"must be at most {weights.cfg.positions}, the model's learned positions",
-        "lower it",
-    )
+    wanted, limit = max_length or weights.cfg.seq_len, weights.cfg.positions
+    length = -(-wanted // tp) * tp
+    if length > limit and weights.cfg.position == "learned":
+        at_most = f"at most {limit}, the model's learned positions"
+        require(wanted <= limit, f"--max-length {wanted}", f"must be {at_most}", "lower it")
+        rule = f"{wanted} tokens make {length}, a multiple of it, and there may be {at_most}"
+        raise UserError(f"--tp {tp}", rule, f"give --max-length {limit // tp * tp}, or another --tp")
     require(
         world % (tp * pp) == 0,
         f"{world} rank{'s' * (world > 1)} with --tp {tp} --pp {pp}",
@@ -142,8 +142,12 @@ class Scorer:
         for row, (ids, targets) in enumerate(rows):
             both[0, row, : len(ids)], both[1, row, : len(ids)] = torch.tensor(ids), torch.tensor(targets)
         both = both.to(self.ctx.device)
-        self._share(torch.tensor([kind, *both.shape[1:]], device=self.ctx.device))
-        return self._answer(kind, self._share(both))
+        try:
+            self._share(torch.tensor([kind, *both.shape[1:]], device=self.ctx.device))
+            return self._answer(kind, self._share(both))
+        except UserError as e:
+            # A caller closes after a UserError, but the others wait inside this request.
+            raise RuntimeError(f"a request failed on its way: {e}") from e
 
     def _share(self, x: torch.Tensor) -> torch.Tensor:
         collectives.broadcast(x, self.ctx.world).wait()

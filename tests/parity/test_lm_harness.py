@@ -111,7 +111,7 @@ def test_every_single_answer_is_that_of_lm_evals_own_model(made: Path, theirs: d
     sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
     from lm_eval.api.instance import Instance
 
-    from harness_lm import HarnessLM
+    from lm_eval_model import HarnessLM
     from megalite.data.tokenizer import load_tokenizer
     from megalite.dist.context import ParallelContext
     from megalite.train.inference import find_weights

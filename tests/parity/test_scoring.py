@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.checkpoint.hf.convert import import_hf
 from megalite.dist.context import ParallelContext
@@ -14,8 +18,10 @@ from megalite.dist.grid import Grid
 from megalite.errors import UserError
 from megalite.train.inference import find_weights, load_model
 from megalite.train.scoring import Scorer, scoring_config
+from tests.ranks import reserve_port
 from tests.unit.checkpoint import hf_models
 from tests.workers import WorkerPool
+from tools import lm_harness
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -92,3 +98,60 @@ def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:
         scoring_config(weights, 3, tp=2)
     with pytest.raises(UserError, match="--max-length 64: must be at most 32"):
         scoring_config(weights, 1, max_length=64)
+    # Not given: 32 tokens are rounded up to 33.
+    with pytest.raises(UserError, match="--tp 3: 32 tokens make 33, .* at most 32"):
+        scoring_config(weights, 3, tp=3)
+
+
+def test_a_mistake_within_a_request_does_not_look_like_one_between_two(tmp_path: Path) -> None:
+    """After it the other ranks wait inside the request: they cannot be asked to end."""
+    hf_models.make_model("llama", tmp_path / "hf")
+    weights = find_weights(tmp_path / "hf")
+    scorer = Scorer(scoring_config(weights, 1), ParallelContext.single(), weights)
+
+    def refuse(*_: object) -> None:
+        raise UserError("a hook", "does not like this", "remove it")
+
+    scorer._stage.register_forward_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="a hook: does not like this"):
+        scorer.score([([1, 2, 3], 2)])
+
+
+def joined(rank: int, port: int) -> list[float]:
+    """Join as a process that lm_harness.py runs in, and return the groups' time limits in seconds."""
+    dist.destroy_process_group()
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(place)
+    try:
+        ctx = lm_harness.join(CPU, 2, tp=2, pp=1)
+    finally:
+        for name in place:
+            del os.environ[name]
+    groups = [axis.group for axis in (ctx.world, ctx.tp)]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups if group is not None]
+
+
+def test_ranks_wait_for_rank_0_for_a_day(pool: WorkerPool) -> None:
+    """It downloads data and computes metrics between two requests."""
+    assert pool.run(2, joined, reserve_port()) == [[86400.0, 86400.0]] * 2
+
+
+def test_lm_harness_checks_before_it_reads_weights(tmp_path: Path) -> None:
+    hf_models.make_model("gpt2", tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "ckpt")
+    for file in (tmp_path / "ckpt").rglob("*.safetensors"):
+        file.unlink()
+    arguments = [str(tmp_path / "ckpt"), "--tokenizer", "bytes", "--tasks", "any", "--device", "cpu"]
+    with pytest.raises(UserError, match=r"--json .*: is in a folder that does not exist"):
+        lm_harness.main([*arguments, "--json", str(tmp_path / "none" / "found.json")])
+    with pytest.raises(UserError, match="tokenizer bytes with ids up to 257: .* vocabulary of 90"):
+        lm_harness.main(arguments)
+    manifest, commit = tmp_path / "ckpt" / "manifest.json", tmp_path / "ckpt" / "COMMIT"
+    before = manifest.read_bytes()
+    content = json.loads(before)
+    content["meta"]["tokenizer_sha256"] = "0" * 64
+    manifest.write_text(json.dumps(content))
+    old, new = (hashlib.sha256(data).hexdigest() for data in (before, manifest.read_bytes()))
+    commit.write_text(commit.read_text().replace(old, new))
+    with pytest.raises(UserError, match="tokenizer bytes of SHA-256 .*: the model was trained with the one of .* 0000"):
+        lm_harness.main(arguments)

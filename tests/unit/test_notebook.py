@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +11,11 @@ import pytest
 import megalite
 
 CELLS = """
+import os
+import sys
+import threading
+import warnings
+
 import torch
 import torch.distributed as dist
 
@@ -40,6 +47,22 @@ mine = Mine()
 def with_a_class(rank):
     return mine
 
+lock = threading.Lock()
+
+def with_a_lock(rank):
+    return lock
+
+def size(rank, things):
+    return len(things)
+
+def talks(rank):
+    print("printed", rank)
+    print("logged", rank, file=sys.stderr)
+    warnings.warn(f"warned {rank}")
+    dist.barrier()
+    if rank == 1:
+        end()
+
 def outer():
     x = 1
     return lambda rank: x
@@ -67,7 +90,38 @@ def test_failures_are_raised_here(cells: dict[str, Any]) -> None:
         megalite.run_ranks(1, cells["mistake"])
     with pytest.raises(megalite.UserError, match="mine .* is of class Mine"):
         megalite.run_ranks(1, cells["with_a_class"])
+    with pytest.raises(megalite.UserError, match="lock on other processes: cannot be pickled.*'_thread.lock'"):
+        megalite.run_ranks(1, cells["with_a_lock"])
+    with pytest.raises(megalite.UserError, match="argument 1 on other processes: cannot be pickled.*'_thread.lock'"):
+        megalite.run_ranks(1, cells["size"], [threading.Lock()])
     with pytest.raises(megalite.UserError, match="uses variables of an enclosing function"):
         megalite.run_ranks(1, cells["outer"]())
     with pytest.raises(megalite.UserError, match="world 0"):
         megalite.run_ranks(0, cells["total"], 1)
+
+
+def test_a_class_of_the_notebook_within_an_argument(cells: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be pickled here, but not be read there."""
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", cells["Mine"], raising=False)
+    with pytest.raises(megalite.UserError, match="cannot be read on other processes .*'Mine'.* define classes"):
+        megalite.run_ranks(1, cells["size"], [cells["mine"]])
+
+
+@pytest.mark.parametrize(
+    ("end", "failure"),
+    [("int()", None), ("megalite.configure(typo=2)", "unknown flag"), ("1 / 0", "division"), ("os._exit(3)", "1 died")],
+)
+def test_what_ranks_print_and_log_is_shown_however_they_end(
+    cells: dict[str, Any], capsys: pytest.CaptureFixture[str], end: str, failure: str | None
+) -> None:
+    exec(f"def end():\n    {end}", cells)
+    if failure is None:
+        megalite.run_ranks(2, cells["talks"])
+    else:
+        with pytest.raises((megalite.UserError, RuntimeError), match=failure):
+            megalite.run_ranks(2, cells["talks"])
+    out, err = capsys.readouterr()
+    assert out == "printed 0\nprinted 1\n"
+    for rank in range(2):
+        assert f"logged {rank}\n" in err
+        assert f"UserWarning: warned {rank}\n" in err

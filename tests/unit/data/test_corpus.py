@@ -68,3 +68,13 @@ def test_mistakes_are_told_and_leave_nothing(tmp_path: Path, out: str, max_mb: f
     with pytest.raises(UserError, match=message):
         python_corpus(tmp_path / out, max_mb)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").mkdir()
+    (tmp_path / "file").write_text("")
+    for out, held_out in (("c.jsonl", "held.jsonl"), ("c.jsonl", "file/h.jsonl"), ("file/c.jsonl", "h.jsonl")):
+        blamed = f"--out {tmp_path / out}" if "/" in out else f"--held-out {tmp_path / held_out}"
+        with pytest.raises(UserError, match=f"^{blamed}: cannot be written"):
+            python_corpus(tmp_path / out, 0.5, held_out=tmp_path / held_out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "held.jsonl"]

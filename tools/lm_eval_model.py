@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from megalite.data.tokenizer import Tokenizer
 from megalite.dist.seeding import derive
-from megalite.errors import UserError, require
+from megalite.errors import require
 from megalite.train.inference import choose_token
 from megalite.train.scoring import Scorer
 
@@ -31,23 +31,19 @@ class HarnessLM(TemplateLM):
 
     Args:
         scorer: the model.
-        tokenizer: its tokenizer, with an end of text.
+        tokenizer: its tokenizer, with an end of text, and for `bos` with a beginning.
         max_length: most tokens that the model sees.
         bos: begin every context with the tokenizer's beginning of text. Without, an empty context is the end of the
             text before, as in training.
         seed: of sampled text.
-
-    Raises:
-        UserError: the tokenizer lacks one of the two.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, max_length: int, bos: bool = False, seed: int = 0) -> None:
         super().__init__()
         self.scorer, self.max_length, self.bos, self._text = scorer, max_length, bos, tokenizer
         start = tokenizer.bos_id if bos else tokenizer.eos_id
-        what = "beginning of text (--bos)" if bos else "end of text, which separates documents"
-        if start is None or tokenizer.eos_id is None:
-            raise UserError(f"tokenizer {tokenizer.path}", f"has no {what}", "use the tokenizer of the training")
+        assert start is not None
+        assert tokenizer.eos_id is not None
         self._start, self._eos = start, tokenizer.eos_id
         device = scorer.ctx.device
         self._generator = torch.Generator(device).manual_seed(derive(seed, "generate") >> 65)
