@@ -49,6 +49,12 @@ _DEFAULTS = {
 }
 
 
+def with_model(kind: str, flags: Sequence[str]) -> list[str]:
+    """Return the flags, after those of a usual model for this kind of device unless they name one."""
+    named = any(flag.split("=")[0] in ("--preset", "--config") for flag in flags)
+    return [*([] if named else _DEFAULTS[kind].split()), "--device", kind, *flags]
+
+
 def calibrate(cfg: Config, machine: Machine) -> tuple[Device, Constants, dict[str, float]]:
     """Measure, and solve for the constants.
 
@@ -108,7 +114,7 @@ def main(words: Sequence[str], script: Sequence[str]) -> int:
         return LocalRanks(Place(count), [*script, *words]).run()
     setup_logging()
     kind = "cuda" if torch.cuda.device_count() else "cpu"
-    cfg = cli.parse([*_DEFAULTS[kind].split(), "--device", kind, *flags]).config
+    cfg = cli.parse(with_model(kind, flags)).config
     begun = time.perf_counter()
     device = pick_device(cfg.parallel.device)
     init_process_group(device)

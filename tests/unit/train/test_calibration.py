@@ -17,6 +17,16 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-heads 4 --seq-len 32 --vocab-size
 LARGE = "--hidden-size 1024 --num-heads 16 --seq-len 1024 --vocab-size 32000 --device cpu"
 
 
+def test_a_preset_is_measured_and_not_the_usual_model() -> None:
+    from megalite.train.calibration.run import with_model
+
+    for kind in ("cpu", "cuda"):
+        for flags in (["--preset", "llama-3.2-1b"], ["--preset=llama-3.2-1b"]):
+            model = cli.parse(with_model(kind, flags)).config.model
+            assert (model.hidden_size, model.num_heads, model.num_kv_heads) == (2048, 32, 8)
+        assert cli.parse(with_model(kind, ["--num-heads", "8"])).config.model.num_heads == 8
+
+
 def parts_with(steps: Any, device: Any, constants: Any) -> None:
     """Have steps measured as the time model predicts them with these constants."""
     from megalite.dist.grid import Grid
