@@ -37,8 +37,9 @@ def test_no_pickle_in_the_library() -> None:
         f"{path.relative_to(ROOT)}: {line}"
         for path in sorted((ROOT / "megalite").rglob("*.py"))
         for line in path.read_text().splitlines()
-        # Checkpoints of Megatron-LM are pickles; test_checkpoint_damage.py names the one file that reads them.
-        if pattern.search(line) and path.parent.name != "megatron"
+        # Checkpoints of Megatron-LM are pickles; test_checkpoint_damage.py names the one file that reads them. What a
+        # notebook sends to its own processes is one.
+        if pattern.search(line) and path.parent.name != "megatron" and path.name != "notebook.py"
     ]
     assert not found
 
