@@ -3,7 +3,7 @@
 # See docs/containers.md.
 ARG BASE=python:3.12-slim-bookworm
 FROM ${BASE}
-# A compiler for the native kernels; Triton also needs one at run time.
+# A compiler and Python's headers for the native kernels; Triton also needs a compiler at run time.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

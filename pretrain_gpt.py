@@ -5,38 +5,46 @@ Read it from top to bottom: parse the options, start the run on this rank, train
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+
+from megalite.config import cli
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.compat.help import show_help_if_asked
+
+if __name__ == "__main__":
+    show_help_if_asked(sys.argv[1:], dialect=DIALECT)  # before torch is imported, which takes a second
 
 from megalite.api import start
 from megalite.checkpoint.hf.start import hf_model_config
-from megalite.config import cli
 from megalite.data import Samples
-from megalite.dist.context import world_size
 from megalite.dist.grid import Grid
+from megalite.dist.rendezvous import world_size
 from megalite.errors import show
+from megalite.extras.plan.auto import settle_layout
+from megalite.extras.plan.forecast import Forecast
+from megalite.extras.plan.report import dry_run_report
 from megalite.log import env_rank
-from megalite.plan.dry_run import dry_run_report
 from megalite.train.exit import leaving_together
 from megalite.train.inputs import with_vocab_size
-from megalite.train.layout import settle_layout
 from megalite.train.loop import StepCallback, fit
 
 
 def main(
     train_data: Samples | None = None, valid_data: Samples | None = None, callbacks: Sequence[StepCallback] = ()
 ) -> None:
-    """Train as the command line says; a script of your own may add data and callbacks (see docs/extending.md)."""
-    parsed = cli.parse(read_model=hf_model_config, world=world_size(otherwise=0) or None)
+    """Train as the command line says; your own script can pass data and callbacks (see docs/extending.md)."""
+    show_help_if_asked(sys.argv[1:], dialect=DIALECT)
+    parsed = cli.parse(read_model=hf_model_config, world=world_size(otherwise=0) or None, dialect=DIALECT)
     cfg = settle_layout(parsed)
-    tp, pp = cfg.parallel.tp, cfg.parallel.pp
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.
-        grid = Grid.of(world_size(otherwise=parsed.world or tp * pp), tp, pp)
+        grid = Grid.from_config(cfg.parallel, world_size(otherwise=parsed.world or 0) or None)
         if env_rank() == 0:
             show(cli.to_yaml(cfg) if parsed.print_config else dry_run_report(with_vocab_size(cfg), grid))
         return
     with start(cfg, train_data, valid_data) as run:
-        fit(run, callbacks)
+        fit(run, [Forecast(run), *callbacks])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """The optional compiled parts; all other package metadata is in pyproject.toml.
 
-They are built without torch's and Python's headers: an ordinary `pip install .` has them, and one wheel serves every
-torch and every Python. Without a compiler or nvcc the install continues and reports what is
-missing; `python -m megalite.ops` shows which kernels are available.
+They are built without torch's headers: an ordinary `pip install .` has them, and a wheel serves every torch of its
+Python. Without a compiler, headers of Python or pybind11, or nvcc the install continues and reports what is missing;
+`python -m megalite.ops` shows which kernels are available.
 
 MEGALITE_CUDA = auto (default: build if nvcc is found) | 0 (never) | 1 (fail without nvcc).
 MEGALITE_CUDA_ARCHS = "80;90;100;120" (default, less those that this nvcc does not know): architectures of the CUDA
@@ -15,20 +15,23 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 try:
-    from setuptools.command.bdist_wheel import bdist_wheel
-except ImportError:  # setuptools before 70.1, which can still build in place
-    bdist_wheel = None
+    import pybind11
+except ImportError:  # not in a build environment that pip made
+    pybind11 = None
 
 ROOT = Path(__file__).parent.resolve()
 # Never -ffast-math: gcc < 13 would set flush-to-zero for the whole process. No contraction: the same bits on every CPU.
 CXX_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
-CXX_FLAGS += ["-ffp-contract=off"]
+CXX_FLAGS += ["-ffp-contract=off", "-DNDEBUG"]
+if sys.platform == "darwin":
+    CXX_FLAGS += ["-undefined", "dynamic_lookup"]
 # The CUDA runtime is linked in: the library may not depend on which one torch brings.
 NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-lineinfo", "-Xfatbin", "-compress-all"]
 NVCC_FLAGS += ["-cudart", "static"]
@@ -68,8 +71,8 @@ def extensions() -> list[Extension]:
         )
     cpu_sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cpu").glob("*.cpp"))
     found = [
-        Extension("megalite.data._blend", ["csrc/data/blend.cpp"], optional=True),
-        Extension("megalite.ops._native_cpp", cpu_sources, optional=True),
+        Extension("megalite.data._blend_rule", ["csrc/data/blend.cpp"], optional=True),
+        Extension("megalite.ops._cpu_kernels", cpu_sources, optional=True),
     ]
     if cuda == "0" or nvcc is None:
         say(f"CUDA kernels skipped: {'MEGALITE_CUDA=0' if cuda == '0' else 'no nvcc'}")
@@ -79,19 +82,38 @@ def extensions() -> list[Extension]:
     return found
 
 
+def cxx() -> list[str]:
+    """Return the command that compiles modules of this Python."""
+    if pybind11 is None:
+        raise FileNotFoundError("requires pybind11; `pip install pybind11`")
+    includes = [f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_path("include"))]
+    return [os.environ.get("CXX", "g++"), *CXX_FLAGS, *includes]
+
+
+def cuda_compiler() -> list[str]:
+    """Return the command that compiles the CUDA library."""
+    nvcc = find_nvcc()
+    assert nvcc is not None
+    archs = find_archs(nvcc)
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    return [nvcc, *NVCC_FLAGS, *codes]
+
+
 class BuildNative(build_ext):
-    """Calls the compilers directly: no source needs Python's headers."""
+    """Calls the compilers directly: setuptools knows no nvcc."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so"
+        # A library that Python does not import has no Python in its name.
+        return fullname.replace(".", "/") + ".so" if fullname.endswith("_cuda") else super().get_ext_filename(fullname)
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         # An interrupted compiler must not leave half a library where the package looks for it.
         part = target.with_suffix(".part")
-        command = self.nvcc() if ext.name.endswith("_cuda") else [os.environ.get("CXX", "g++"), *CXX_FLAGS]
         try:
+            command = cuda_compiler() if ext.name.endswith("_cuda") else cxx()
             subprocess.run([*command, "-shared", *ext.sources, "-o", part], check=True, cwd=ROOT)
         except (OSError, subprocess.CalledProcessError) as e:
             if not ext.optional:
@@ -100,25 +122,5 @@ class BuildNative(build_ext):
         else:
             part.replace(target)
 
-    def nvcc(self) -> list[str]:
-        nvcc = find_nvcc()
-        assert nvcc is not None
-        archs = find_archs(nvcc)
-        codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-        codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-        return [nvcc, *NVCC_FLAGS, *codes]
 
-
-commands = {"build_ext": BuildNative}
-if bdist_wheel is not None:
-
-    class StableWheel(bdist_wheel):
-        """The libraries bind to no torch and no Python: one wheel for all of them."""
-
-        def get_tag(self) -> tuple[str, str, str]:
-            platform = super().get_tag()[2]
-            return "py3", "none", platform
-
-    commands["bdist_wheel"] = StableWheel
-
-setup(ext_modules=extensions(), cmdclass=commands)
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildNative})

@@ -22,9 +22,9 @@ from typing import Any
 from megalite.config import cli
 from megalite.dist.grid import Grid
 from megalite.errors import UserError, run_tool
-from megalite.plan.device import machine, read_device
-from megalite.plan.time import step_time
-from megalite.train.metrics import read_metrics
+from megalite.extras.plan.device import machine, read_device
+from megalite.extras.plan.time.step import step_time
+from megalite.extras.view.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
@@ -52,7 +52,7 @@ WARMUP, STEPS = 2, 7
 def predict(words: list[str], calibration: Path) -> dict[str, float]:
     """Predict the seconds of a step, by cause."""
     cfg = cli.parse(words).config
-    grid = Grid.of(RANKS, cfg.parallel.tp, cfg.parallel.pp)
+    grid = Grid.from_config(cfg.parallel, RANKS)
     cluster, _ = machine(read_device("cpu"), RANKS, str(calibration))
     return step_time(cfg, grid, cluster).terms
 
@@ -102,7 +102,7 @@ def main() -> int:
         calibration = args.calibration or Path(folder) / "calibration.json"
         if args.calibration is None:
             print("calibrating", flush=True)
-            run(["tools/plan.py", "calibrate", "--nproc", str(RANKS), "--out", str(calibration), *RUN])
+            run(["-m", "megalite", "plan", "calibrate", "--nproc", str(RANKS), "--out", str(calibration), *RUN])
         print(f"{'layout':<30}{'predicted':>10}{'measured':>10}{'error':>9}")
         model, layouts = (OTHER, OTHER_LAYOUTS) if args.other else (RUN, LAYOUTS)
         result = compare(model, layouts, calibration, Path(folder))

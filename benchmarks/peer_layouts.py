@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
+from peer_megatron import megatron_core, megatron_missing
 from peer_models import (
     MODEL_FLAGS,
     SEED,
@@ -34,7 +35,7 @@ def megalite(*flags: str) -> Maker:
     def make(tp: int, pp: int, vp: int) -> Step:
         cfg = cli.parse([*MODEL_FLAGS, "--tp", str(tp), "--pp", str(pp), "--vp", str(vp), *flags]).config
         world = dist.get_world_size() if dist.is_initialized() else 1
-        engine = build_engine(cfg, ParallelContext.create(Grid.of(world, tp, pp), torch.device("cpu")))
+        engine = build_engine(cfg, ParallelContext.create(Grid.of(world, tp=tp, pp=pp), torch.device("cpu")))
         engine.optimizer.init_parameters(SEED)
         count = 0
 
@@ -67,13 +68,22 @@ ZERO3: dict[str, Maker] = {
 
 # Layout -> ((world, tp, pp, vp), {peer: its maker}); megalite comes last and all others are compared with it.
 LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Maker]]] = {
-    "single": ((1, 1, 1, 1), {"torch": plain_torch, "transformers": hf_transformers, "megalite": megalite()}),
+    "single": (
+        (1, 1, 1, 1),
+        {
+            "torch": plain_torch,
+            "transformers": hf_transformers,
+            "Megatron-Core": megatron_core,
+            "megalite": megalite(),
+        },
+    ),
     "dp2": ((2, 1, 1, 1), {"DDP": plain_torch, "transformers + DDP": hf_transformers, "megalite": megalite()}),
     "tp2": (
         (2, 2, 1, 1),
         {
             "DTensor": dtensor(shard_plainly),
             "DTensor, sequence": dtensor(shard_sequence),
+            "Megatron-Core, no sequence": megatron_core,
             "megalite, no sequence": megalite("--no-sequence-parallel"),
             "megalite": megalite(),
         },
@@ -83,6 +93,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Maker]]] = {
         {
             "pipelining 1F1B": torch_pipeline("Schedule1F1B"),
             "pipelining zero bubble": torch_pipeline("ScheduleInterleavedZeroBubble"),
+            "Megatron-Core 1F1B": megatron_core,
             "megalite": megalite(),
         },
     ),
@@ -112,4 +123,6 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Maker]]] = {
 
 def missing(peer: str) -> str | None:
     """Return why a peer cannot run here, None if it can."""
+    if peer.startswith("Megatron-Core"):
+        return megatron_missing()
     return deepspeed_missing() if peer.startswith("DeepSpeed") else None

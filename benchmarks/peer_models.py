@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from megalite.batch import Positions
 from megalite.config import cli
 from megalite.config.model import ModelConfig
 from megalite.model.layers import Rotary
@@ -127,7 +128,8 @@ class PlainLlama(nn.Module):
         if layers.stop == LAYERS:
             self.norm = nn.RMSNorm(HIDDEN, cfg.norm_eps)
             self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
-        cos, sin = Rotary(cfg.rotary_dim, cfg.rope_theta, cfg.rope_scaling)(SEQ, torch.device("cpu"))
+        rotary = Rotary(cfg.rotary_dim, cfg.rope_theta, cfg.rope_scaling)
+        cos, sin = rotary(Positions.of_samples(SEQ), torch.device("cpu"))
         self.register_buffer("cos", torch.cat((cos, cos), -1), persistent=False)
         self.register_buffer("sin", torch.cat((sin, sin), -1), persistent=False)
         self.load_state_dict({name: weights[name] for name in self.state_dict()})
@@ -299,7 +301,7 @@ def torch_pipeline(schedule_name: str, sharder: Sharder | None = None) -> Callab
         count = pp * vp
         v_shape = "ZBV" in schedule_name
         mine = [c * pp + (pp - 1 - rank if v_shape and c % 2 else rank) for c in range(vp)]
-        weights, ranges = initial_weights(cfg), split_layers(LAYERS, count)
+        weights, ranges = initial_weights(cfg), split_layers([1.0] * LAYERS, count)
         stages = []
         for index in mine:
             part: nn.Module = PlainLlama(cfg, weights, ranges[index])

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""One tiny Llama in plain torch, transformers, DDP, FSDP2, DeepSpeed, DTensor, torch's pipelining, and megalite.
+"""One tiny Llama in plain torch, transformers, DDP, FSDP2, DeepSpeed, DTensor, torch's pipelining, Megatron-Core and
+megalite.
 
 Every peer of a layout has its own processes, started as its users would, and they take turns, one step each, in an
 order that rotates: whatever else the machine does falls on all of them alike. Every step is timed from a barrier to the
@@ -10,7 +11,7 @@ neighbors, then their median.
 
 One thread and one core per process when there are several (ranks share cores in turn where there are fewer), all cores
 when there is one. Peers of a layout do the same work: the run fails at the first step whose losses differ by more than
-1e-5 of their size. DeepSpeed is skipped, with the reason printed, where it cannot be imported.
+1e-5 of their size. DeepSpeed and Megatron-Core are skipped, with the reason printed, where they cannot be imported.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "deepspeed": metadata.version("deepspeed") if find_spec("deepspeed") else None,
+        "megatron_core": metadata.version("megatron-core") if find_spec("megatron") else None,
         "megalite": megalite.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -220,8 +222,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"{m['date']}, {m['cores']} cores of {m['cpu']}, load average {m['load_average']:.1f} at the start, torch "
-        f"{m['torch']}, transformers {m['transformers']}, DeepSpeed {m['deepspeed'] or 'not installed'}, megalite "
-        f"{m['megalite']}; medians of {report['rounds']} rounds.",
+        f"{m['torch']}, transformers {m['transformers']}, DeepSpeed {m['deepspeed'] or 'not installed'}, Megatron-Core "
+        f"{m['megatron_core'] or 'not installed'}, megalite {m['megalite']}; medians of {report['rounds']} rounds.",
     ]
     return "\n".join(lines)
 

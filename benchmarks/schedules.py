@@ -21,10 +21,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megalite.batch import ForwardPass, MicroBatch
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.errors import UserError, run_tool
-from megalite.pipeline.executor import Executor, MicroBatch, Pass, Stage, WeightGradQueue
+from megalite.pipeline.executor import Executor, Stage, WeightGradQueue
 from megalite.pipeline.p2p import Channel, Message
 from megalite.pipeline.schedule import Costs, Schedule, build_schedule
 from megalite.pipeline.simulate import simulate
@@ -56,7 +57,7 @@ class SleepingStage:
         self.deferring = False
         self.anchor = torch.zeros((), requires_grad=True)  # makes the first stage's output part of a graph
 
-    def __call__(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:
         return _Sleep.apply(x, self.anchor, self)
 
     @contextmanager
@@ -83,7 +84,7 @@ def _worker(rank: int, store: str, pp: int, jobs: list[tuple[Schedule, Costs]], 
             s: SleepingStage(s == 0, s == last, costs) for s in schedule.placement.stages_of(rank)
         }
         executor = Executor(stages, activations, gradients)
-        batch = [MicroBatch(tokens, tokens)] * schedule.num_microbatches
+        batch = [MicroBatch.of_samples(tokens, tokens)] * schedule.num_microbatches
         times = []
         for _ in range(steps):
             dist.barrier()

@@ -25,8 +25,9 @@ from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.dist.device import pick_device
 from megalite.errors import run_tool
-from megalite.plan.flops import flops_per_token, peak_flops
-from megalite.train.build import Engine, build_engine
+from megalite.model.flops import flops_per_token, peak_flops
+from megalite.train.build import build_engine
+from megalite.train.engine import Engine
 from megalite.train.step import train_step
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -27,7 +27,7 @@ use_environment() {
     want=$(cat pyproject.toml constraints.txt setup.py csrc/*/* | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
         say "installing megalite[$extras] and its dependencies (a minute or two the first time)"
-        # CUDA kernels only if there is a GPU to run them.
+        # What the build needs besides a compiler (pybind11) pip fetches for it. CUDA kernels only with a GPU to run them.
         command -v nvidia-smi >/dev/null || export MEGALITE_CUDA=${MEGALITE_CUDA:-0}
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" ||
             fail "megalite could not be installed: see pip's message above; check the network or the package index"

@@ -30,18 +30,18 @@ if [ ${#input[@]} -eq 0 ]; then
     input=("$out/text.jsonl")
 fi
 say "training a tokenizer of 4,096 pieces on it"
-"$PYTHON" tools/train_tokenizer.py --input "${input[@]}" --vocab-size 4096 --out "$out/tokenizer" --overwrite
+"$PYTHON" -m megalite tokenizer --input "${input[@]}" --vocab-size 4096 --out "$out/tokenizer" --overwrite
 say "turning the text into tokens: $out/data/text.bin and .idx"
-"$PYTHON" tools/preprocess_data.py --input "${input[@]}" --tokenizer "$out/tokenizer" --out "$out/data/text" --workers 2 --overwrite
+"$PYTHON" -m megalite preprocess --input "${input[@]}" --tokenizer "$out/tokenizer" --out "$out/data/text" --workers 2 --overwrite
 say "training $steps steps on 4 processes: --tp 2 --pp 2 (metrics in $out/metrics.jsonl)"
 OMP_NUM_THREADS=1 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 4 pretrain_gpt.py \
     --config examples/recipes/quickstart.yaml --tp 2 --pp 2 --device cpu --train-steps "$steps" \
     --data "$out/data/text" --tokenizer "$out/tokenizer" --run-dir "$out"
 say "drawing the loss curve: $out/loss.png"
-"$PYTHON" tools/plot.py "$out" --out "$out/loss.png"
+"$PYTHON" -m megalite plot "$out" --out "$out/loss.png"
 say "exporting to Hugging Face format: $out/hf"
 rm -rf "$out/hf"
-"$PYTHON" tools/convert_hf.py export --checkpoint "$out/checkpoints/latest" --tokenizer "$out/tokenizer" --out "$out/hf"
+"$PYTHON" -m megalite convert export --checkpoint "$out/checkpoints/latest" --tokenizer "$out/tokenizer" --out "$out/hf"
 say "text written by the model, loaded by transformers from $out/hf"
 "$PYTHON" examples/generate_with_transformers.py "$out/hf" --prompt "def "
 say "done: everything is in $out"

@@ -60,25 +60,25 @@ if [ ${#input[@]} -eq 0 ]; then
 fi
 if absent "$out/tokenizer/tokenizer.model"; then
     say "training a tokenizer of $vocab pieces on its first 50 MB"
-    "$PYTHON" tools/train_tokenizer.py --input "${input[@]}" --vocab-size "$vocab" --max-mb 50 --out "$out/tokenizer"
+    "$PYTHON" -m megalite tokenizer --input "${input[@]}" --vocab-size "$vocab" --max-mb 50 --out "$out/tokenizer"
 fi
 for part in text held_out; do
     if absent "$out/data/$part.idx"; then
         say "turning text into tokens: $out/data/$part.bin and .idx"
         files=("${input[@]}"); [ $part = text ] || files=("${held_out[@]}")
-        "$PYTHON" tools/preprocess_data.py --input "${files[@]}" --tokenizer "$out/tokenizer" --out "$out/data/$part" --overwrite
+        "$PYTHON" -m megalite preprocess --input "${files[@]}" --tokenizer "$out/tokenizer" --out "$out/data/$part" --overwrite
     fi
 done
 say "training: $recipe $*"
 "$PYTHON" -m megalite train --nproc "$nproc" --config "$recipe" --data "$out/data/text" --valid-data "$out/data/held_out" \
     --tokenizer "$out/tokenizer" --run-dir "$out" "$@"
 say "drawing the loss curve: $out/loss.png"
-"$PYTHON" tools/plot.py "$out" --out "$out/loss.png"
+"$PYTHON" -m megalite plot "$out" --out "$out/loss.png"
 say "exporting to Hugging Face format: $out/hf"
 rm -rf "$out/hf"
-"$PYTHON" tools/convert_hf.py export --checkpoint "$out/checkpoints/latest" --tokenizer "$out/tokenizer" --out "$out/hf"
+"$PYTHON" -m megalite convert export --checkpoint "$out/checkpoints/latest" --tokenizer "$out/tokenizer" --out "$out/hf"
 say "its loss on held-out text, with the export loaded from $out/hf"
-"$PYTHON" tools/evaluate.py "$out/hf" --text "${held_out[@]}" | tee "$out/held_out.json"
+"$PYTHON" -m megalite evaluate "$out/hf" --text "${held_out[@]}" | tee "$out/held_out.json"
 say "text written by it"
-"$PYTHON" tools/generate.py "$out/hf" --prompt "def "
+"$PYTHON" -m megalite generate "$out/hf" --prompt "def "
 say "done: everything is in $out"

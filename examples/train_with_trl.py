@@ -1,6 +1,6 @@
 """Continue training an exported model with TRL: a few steps of SFT, then of DPO, on built-in conversations.
 
-    python tools/convert_hf.py export --checkpoint runs/run --out model
+    megalite convert export --checkpoint runs/run --out model
     accelerate launch examples/train_with_trl.py --model model --out aligned
 
 Replace the two lists with your data; docs/alignment.md has the rest. Requires `pip install trl`.
@@ -46,7 +46,7 @@ def preferences() -> Dataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of tools/convert_hf.py export")
+    parser.add_argument("--model", required=True, help="folder of megalite convert export")
     parser.add_argument("--out", required=True, help="folder for the two trained models, sft and dpo")
     parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args()

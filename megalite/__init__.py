@@ -10,9 +10,11 @@ if TYPE_CHECKING:
     from megalite.api import configure, start
     from megalite.data.rows import Rows
     from megalite.errors import UserError
-    from megalite.notebook import run_ranks
-    from megalite.train.inference import generate, load_model
-    from megalite.train.loop import evaluate, fit, steps
+    from megalite.extras.inference.generate import generate
+    from megalite.extras.inference.load import load_model
+    from megalite.extras.notebook.ranks import run_ranks
+    from megalite.train.evaluate import evaluate
+    from megalite.train.loop import fit, steps
     from megalite.train.run import save
 
 __version__ = "0.1.0"
@@ -34,9 +36,11 @@ _PLACES = {
     **dict.fromkeys(("configure", "start"), "megalite.api"),
     "Rows": "megalite.data.rows",
     "UserError": "megalite.errors",
-    **dict.fromkeys(("generate", "load_model"), "megalite.train.inference"),
-    **dict.fromkeys(("evaluate", "fit", "steps"), "megalite.train.loop"),
-    "run_ranks": "megalite.notebook",
+    "generate": "megalite.extras.inference.generate",
+    "load_model": "megalite.extras.inference.load",
+    "evaluate": "megalite.train.evaluate",
+    **dict.fromkeys(("fit", "steps"), "megalite.train.loop"),
+    "run_ranks": "megalite.extras.notebook.ranks",
     "save": "megalite.train.run",
 }
 

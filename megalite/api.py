@@ -1,4 +1,4 @@
-"""Runs from Python: `configure` options, `start` a run, and train it with `fit` or step by step with `steps`.
+"""Run from Python: `configure` options, `start` a run, and train it with `fit` or step by step with `steps`.
 
 pretrain_gpt.py is built on the same functions; docs/api.md shows them in a notebook.
 """
@@ -13,23 +13,21 @@ import torch
 import torch.distributed as dist
 
 from megalite.checkpoint.hf.start import hf_model_config
+from megalite.child import allow_many_files
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.data import Samples
-from megalite.diagnose.memory import diagnosing_memory
-from megalite.dist.context import (
-    ParallelContext,
-    group_timeout,
-    init_process_group,
-    shutdown,
-    world_size,
-)
+from megalite.dist.context import ParallelContext
 from megalite.dist.device import only_deterministic_kernels, pick_device
 from megalite.dist.grid import Grid
+from megalite.dist.rendezvous import group_timeout, init_process_group, shutdown, world_size
 from megalite.errors import require
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.diagnose.memory import diagnosing_memory
+from megalite.extras.plan.auto import settle_layout
 from megalite.log import env_rank, setup_logging
-from megalite.train.layout import settle_layout
-from megalite.train.run import Run, open_run
+from megalite.train.run import Run
+from megalite.train.start import open_run
 
 
 def configure(**options: Any) -> Config:
@@ -37,7 +35,7 @@ def configure(**options: Any) -> Config:
 
     Args:
         options: `preset="llama-3.2-1b", tp=2, data=["0.7", "A", "0.3", "B"], shuffle=False`; None: not given. As on the
-            command line, a model also comes from `init_from_hf=DIR`, and options from YAML files with `config=FILE`.
+            command line, `init_from_hf=DIR` also gives a model, and `config=FILE` options from a YAML file.
 
     Raises:
         UserError: an option is unknown, the values do not fit together, or nothing fits with `layout="auto"`.
@@ -49,7 +47,7 @@ def configure(**options: Any) -> Config:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             words += [f"--{flag}={item}" for item in (value if isinstance(value, list | tuple) else [value])]
-    parsed = cli.parse(words, read_model=hf_model_config, world=world_size())
+    parsed = cli.parse(words, read_model=hf_model_config, world=world_size(), dialect=DIALECT)
     only_prints = "print_config" if parsed.print_config else "dry_run" if parsed.dry_run else ""
     require(not only_prints, f"{only_prints}=True", "prints and trains nothing", "drop it")
     return settle_layout(parsed)
@@ -58,44 +56,45 @@ def configure(**options: Any) -> Config:
 def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | None = None) -> Run:
     """Open a run on this process, or on all of them under torchrun, and resume it if it has a checkpoint.
 
-    Use it in a `with` statement, or call `close` at the end: the watchdog, the writer of checkpoints and the process
-    group end there. A process group that already exists is used, and left alone.
+    Use it in a `with` statement, or call `close` at the end, which stops the watchdog, the checkpoint writer and the
+    process group. A process group that already exists is used and not destroyed.
 
     Args:
-        cfg: from `configure`.
-        train_data: samples of your own, in place of `--data`.
-        valid_data: samples of your own for evaluation, with `train_data`.
+        cfg: options from `configure`.
+        train_data: your own samples, instead of `--data`.
+        valid_data: your own samples for evaluation, with `train_data`.
 
     Raises:
-        UserError: a request cannot be met; raised on every rank.
+        UserError: the run cannot be started with these options; raised on every rank.
     """
-    with ExitStack() as around:
-        around.enter_context(_log_and_group())
+    with ExitStack() as exit_stack:
+        exit_stack.enter_context(_log_and_group())
         if cfg.train.deterministic:
-            around.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            exit_stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             only_deterministic_kernels()
-        grid = Grid.of(world_size(), cfg.parallel.tp, cfg.parallel.pp)
+        grid = Grid.from_config(cfg.parallel, world_size())
         device = pick_device(cfg.parallel.device, cfg.parallel.tp, cfg.parallel.zero)
         timeout = group_timeout(cfg.run.watchdog_timeout)
         init_process_group(device, timeout)
         rank = dist.get_rank() if grid.world > 1 else env_rank()
-        memory = around.enter_context(diagnosing_memory(cfg, grid, device, rank))
+        memory = exit_stack.enter_context(diagnosing_memory(cfg, grid, device, rank))
         run = open_run(cfg, ParallelContext.create(grid, device, timeout=timeout), train_data, valid_data)
         memory.cfg = run.engine.cfg
-        run.around = around.pop_all()
+        run.exit_stack = exit_stack.pop_all()
         return run
 
 
 @contextmanager
 def _log_and_group() -> Iterator[None]:
-    """End what a run began around itself: the log's file, and the process group unless it was there before.
+    """Set up logging, and at the end close the log file and the process group, unless the group existed before.
 
-    After a failure both stay: its message is still to be logged, and leaving a process group could wait for peers that
-    are gone.
+    After a failure both stay open: the error is still to be logged, and closing a process group could wait for peers
+    that are gone.
     """
     own_group = not dist.is_initialized()
     rank = env_rank() if own_group else dist.get_rank()
     setup_logging(rank)
+    allow_many_files()
     yield
     setup_logging(rank)
     if own_group:

@@ -1,4 +1,4 @@
-"""Processes that serve a run beside it, and memory that they share with it. Standard library only, Linux or not.
+"""Processes that serve a run beside it, and memory shared with them. Standard library only, not just for Linux.
 
 The children (the writer of checkpoints, the watchdog) import this file too: they start in a fraction of a second.
 """
@@ -11,6 +11,9 @@ import errno
 import importlib
 import json
 import os
+import re
+import resource
+import select
 import signal
 import subprocess
 import sys
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
-# Name under which a process shows that it waits for the disk.
+# Name that a process takes while it waits for the disk.
 FLUSHING = "flushing"
 # The run decides when its children end: what a terminal or a launcher sends to a whole group is not meant for them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -31,28 +34,45 @@ def start_child(
     """Start a Python process that runs `main(**settings)` of a module of this package.
 
     Args:
-        module: its full name.
-        settings: JSON content.
+        module: full name of the module.
+        settings: keyword arguments of its `main`, as JSON content.
         descriptors: file descriptors that the child inherits, under the same numbers.
-        isolated: without site-packages, user settings and environment variables: it starts in some 20 ms.
+        isolated: ignore site-packages, user settings and environment variables, to start in some 20 ms.
     """
     # By path, so that it runs whatever the current folder is and whether megalite is installed or not.
     root = str(Path(__file__).resolve().parents[1])
     code = f"import sys; sys.path.insert(0, {root!r}); from megalite import child; child._serve(*sys.argv[1:])"
     flags = ["-I", "-S"] if isolated else []
     command = [sys.executable, *flags, "-c", code, module, json.dumps(settings)]
-    # The child inherits the mask, in which signals wait until it ignores them: none ends it while it starts.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    # The child inherits the mask, which holds signals back until it ignores them: none ends it while it starts.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         return subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+
+def readable(descriptor: int, seconds: float | None) -> bool:
+    """Wait until a descriptor has something to read or is closed at its other end; None waits without limit.
+
+    Unlike `select.select` it takes descriptors of 1,024 and above, which a process with many open files has.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else 1000 * seconds))
+
+
+def allow_many_files() -> None:
+    """Raise this process's limit of open files, usually 1,024, as far as allowed."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than its own limit says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def signal_when_parent_dies(number: int) -> None:
     """Have the kernel send this process a signal when its parent dies, however that happens (Linux only).
 
-    More exactly when the thread dies that started it, so `number` must do no harm when that one ends early.
+    More exactly, when the thread that started it dies, so the signal must do no harm if that thread ends early.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -60,7 +80,7 @@ def signal_when_parent_dies(number: int) -> None:
 
 
 def _serve(module: str, settings: str) -> None:
-    # One that is stopped would otherwise stay, with all its memory: awake it sees that its rank is gone.
+    # A stopped child would otherwise stay, with all its memory; woken up, it sees that its rank is gone.
     signal_when_parent_dies(signal.SIGCONT)
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -81,7 +101,7 @@ def shared_memory(name: str, size: int) -> int:
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(f"megalite-{name}")
     else:
-        import tempfile  # takes longer to import than all the rest
+        import tempfile  # takes longer to import than everything else here
 
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
@@ -90,7 +110,7 @@ def shared_memory(name: str, size: int) -> int:
 
 
 def scratch_file(folder: Path, size: int) -> int:
-    """Allocate a file without a name, which nothing is left of when the process ends.
+    """Allocate an unnamed file, of which nothing is left when the process ends.
 
     Args:
         folder: on the disk to use; made if missing.
@@ -113,13 +133,13 @@ def scratch_file(folder: Path, size: int) -> int:
     try:
         descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError as e:
-        # Some network file systems cannot.
+        # Some network file systems have no O_TMPFILE.
         if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
         descriptor, name = tempfile.mkstemp(prefix="megalite-", dir=folder)
         os.unlink(name)
     try:
-        # A store into a mapped file without a block to go to would kill the process.
+        # A store to a mapped page without a disk block would kill the process.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as e:
         os.close(descriptor)
@@ -130,19 +150,19 @@ def scratch_file(folder: Path, size: int) -> int:
 @contextlib.contextmanager
 def shown_as(name: str) -> Iterator[None]:
     """Give this process a name of at most 15 characters for a while: `ps` and its watchdog see it (Linux only)."""
-    own, before = Path("/proc/self/comm"), ""
+    comm, previous_name = Path("/proc/self/comm"), ""
     with contextlib.suppress(OSError):
-        before = own.read_text().strip()
-        own.write_text(name)
+        previous_name = comm.read_text().strip()
+        comm.write_text(name)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            own.write_text(before)
+            comm.write_text(previous_name)
 
 
 def name_of(pid: int) -> str:
-    """Return the name that a process shows; "" where it is gone, and where there is no /proc."""
+    """Return the name that a process shows; "" if it is gone or there is no /proc."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
@@ -150,10 +170,9 @@ def name_of(pid: int) -> str:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Read what /proc says of a process: fields 3 (state) and following of proc_pid_stat(5).
+    """Return what /proc says about a process: fields 3 (state) and following of proc_pid_stat(5).
 
-    Returns:
-        No fields where the process is gone, and where there is no /proc.
+    Empty if the process is gone or there is no /proc.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -161,3 +180,46 @@ def stat_of(pid: int) -> list[str]:
         return []
     # The command, in parentheses, may itself hold spaces and parentheses.
     return text.rpartition(")")[2].split()
+
+
+def children(pid: int) -> list[int]:
+    """List all descendants of a process."""
+    descendants: list[int] = []
+    threads: list[str] = []
+    with contextlib.suppress(OSError):  # the process or one of its threads may exit meanwhile
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                descendants += [child, *children(child)]
+    return descendants
+
+
+def usage(pids: list[int]) -> tuple[int, int]:
+    """Sum processor ticks, and bytes read and written, over processes."""
+    ticks = moved = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if fields := stat_of(pid):
+                ticks += int(fields[11]) + int(fields[12])
+            moved += sum(int(n) for n in re.findall(r"[rw]char: (\d+)", Path(f"/proc/{pid}/io").read_text()))
+    return ticks, moved
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter that ps shows: R, S, D, T, Z; "" if the process is gone or there is no /proc."""
+    return next(iter(stat_of(pid)), "")
+
+
+def waits_for_disk(pid: int) -> bool:
+    """Whether a process waits in the kernel for a device (state D), or in a flush, as its name then shows.
+
+    A flush on some network file systems is not in state D.
+    """
+    state = process_state(pid)
+    return state == "D" or (state in ("R", "S") and name_of(pid) == FLUSHING)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process."""
+    return process_state(pid) in ("T", "t")

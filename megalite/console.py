@@ -1,4 +1,4 @@
-"""Write to a terminal or pipe that perhaps nobody reads: Ctrl-S, `| less`, a stuck log collector. Standard library."""
+"""Write to a terminal or pipe that nobody may be reading: Ctrl-S, `| less`, a stuck log collector. Standard library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import select
 import stat
 
-_MOST_AT_ONCE = select.PIPE_BUF
+_MAX_WRITE = select.PIPE_BUF
 
 
 def may_block(descriptor: int) -> bool:
@@ -16,9 +16,9 @@ def may_block(descriptor: int) -> bool:
 
 
 def write_or_drop(descriptor: int, data: bytes, patience_s: float = 0.0) -> bool:
-    """Write all of `data`, or drop the rest once nobody has read for `patience_s` seconds.
+    """Write all of `data`, or drop what remains once nobody has read for `patience_s` seconds.
 
-    Lines of several processes do not mix: each piece is whole lines and one write, as far as a pipe takes them so.
+    Lines of several processes do not mix: each write holds complete lines, as far as a pipe takes them atomically.
 
     Returns:
         Whether everything was written.
@@ -27,28 +27,28 @@ def write_or_drop(descriptor: int, data: bytes, patience_s: float = 0.0) -> bool
         while data:
             data = data[os.write(descriptor, data) :]
         return True
-    own = _without_blocking(descriptor)
-    target = descriptor if own is None else own
+    reopened = _reopen_nonblocking(descriptor)
+    target = descriptor if reopened is None else reopened
     try:
         poll = select.poll()
         poll.register(target, select.POLLOUT)
         while data:
             if not poll.poll(1000 * patience_s):
                 return False
-            piece = data[:_MOST_AT_ONCE]
-            piece = piece[: piece.rfind(b"\n") + 1] or piece
+            chunk = data[:_MAX_WRITE]
+            chunk = chunk[: chunk.rfind(b"\n") + 1] or chunk
             try:
-                data = data[os.write(target, piece) :]
+                data = data[os.write(target, chunk) :]
             except BlockingIOError:
-                # Another process took the room; what a pipe has room for changes only when somebody reads.
+                # Another process filled the pipe, which has room again only after somebody reads.
                 return False
         return True
     finally:
-        if own is not None:
-            os.close(own)
+        if reopened is not None:
+            os.close(reopened)
 
 
-def _without_blocking(descriptor: int) -> int | None:
+def _reopen_nonblocking(descriptor: int) -> int | None:
     """Open the same pipe or terminal once more: the flag of `descriptor` itself is shared with other processes."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)

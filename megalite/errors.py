@@ -1,4 +1,4 @@
-"""The exception for user mistakes, the parser that raises it, and what turns it into one `error:` line and code 2."""
+"""The exception for user mistakes, the parser that raises it, and the main function that prints it as one line."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-# Control characters (C0 without tab, DEL, C1), what breaks or turns a line around, and halves of surrogate pairs.
+from megalite.child import allow_many_files
+
+# Control characters (C0 without tab, DEL, C1), line separators, text direction marks, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 # Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
+# An error quotes values and names, and a file may hold one of any length.
+_MAX_FIELD = 1000
 
-# An error quotes values and names; a file may hold one of any length.
-_LONGEST_PART = 1000
 
-
-def _shortened(part: str) -> str:
-    half = _LONGEST_PART // 2
-    return part if len(part) <= _LONGEST_PART else f"{part[:half]} ... {part[-half:]}"
+def _shorten(field: str) -> str:
+    half = _MAX_FIELD // 2
+    return field if len(field) <= _MAX_FIELD else f"{field[:half]} ... {field[-half:]}"
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return text that may come from anywhere (names, file contents, library errors) as one harmless line.
+    r"""Return text of any origin (names, file contents, library errors) as one harmless line.
 
     Characters that a terminal or a log would act on are escaped as in Python, an ESC as \x1b. Those in `keep` stay.
     """
@@ -40,19 +41,19 @@ class UserError(Exception):
     """A user mistake in configuration, data, checkpoint or layout (exit code 2).
 
     Args:
-        given: what was given, with its value ("--tp 3").
+        given: the option or file, with its value ("--tp 3").
         rule: the rule it breaks ("num_heads 8 must be divisible by tp").
         remedy: what to change ("use --tp 2 or --tp 4").
     """
 
     def __init__(self, given: str, rule: str, remedy: str) -> None:
         # Always one line: messages quote file contents and library errors, which may contain newlines.
-        given, rule, remedy = (_shortened(part) for part in (given, rule, remedy))
+        given, rule, remedy = (_shorten(field) for field in (given, rule, remedy))
         super().__init__(printable(" ".join(f"{given}: {rule}; {remedy}".split())))
 
     @classmethod
     def from_message(cls, message: str) -> UserError:
-        """Make the error from a complete message: another rank's, or several mistakes, a line each."""
+        """Make the error from a complete message: another rank's, or several mistakes, one per line."""
         error = cls.__new__(cls)
         Exception.__init__(error, printable(message, keep="\n"))
         return error
@@ -63,7 +64,7 @@ class LocalUserError(UserError):
 
 
 class ToolError(RuntimeError):
-    """What ended a tool though nothing was wrong with what was asked (exit code 1); the message says all, in a line."""
+    """A failure of a tool that is no mistake of the user (exit code 1); the message is complete, in one line."""
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -76,13 +77,13 @@ class ToolParser(argparse.ArgumentParser):
 def run_tool(main: Callable[[], int | None]) -> None:
     """Run a command-line tool's `main` and end the process.
 
-    A `UserError` prints one `error:` line and exits with 2, a `ToolError` and a full or failing disk likewise with 1,
-    Ctrl-C with 130. A crash (SIGBUS, SIGSEGV) prints the stack.
-    A reader that has closed the pipe (`| head`) ends it quietly.
+    A `UserError` prints one `error:` line and exits with 2, a `ToolError` or a full or failing disk likewise with 1,
+    Ctrl-C with 130. A crash (SIGBUS, SIGSEGV) prints the stack. A closed pipe (`| head`) ends the process quietly.
     """
     code: int | str | None
     if not faulthandler.is_enabled():
         faulthandler.enable(file=2)
+    allow_many_files()
     try:
         try:
             code = main() or 0
@@ -103,7 +104,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
             raise
         where = f"{e.filename}: " if e.filename else ""
         print(
-            f"error: {printable(where)}{e.strerror}: nothing was finished; make room or choose another place",
+            f"error: {printable(where)}{e.strerror}: nothing was finished; free some space or choose another disk",
             file=sys.stderr,
         )
         sys.exit(1)
@@ -113,7 +114,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
 
 
 def show(text: str) -> None:
-    """Print text that a reader may cut short (`| head`), which ends the process quietly with 1."""
+    """Print text; a reader that closes the pipe (`| head`) ends the process quietly with 1."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -132,17 +133,17 @@ def require(ok: bool, given: str, rule: str, remedy: str) -> None:
         raise UserError(given, rule, remedy)
 
 
-def in_range(owner: Any, names: str, low: float, high: float, *, above: bool = False) -> None:
+def in_range(options: Any, names: str, low: float, high: float, *, above: bool = False) -> None:
     """Check low <= value < high (`above`: low < value) for the options in `names`; None is skipped.
 
-    Where no natural limit is known, `high` is far beyond any use: a slip of the finger must not take all memory.
+    Where there is no natural limit, `high` is far beyond any use: a typo must not take all memory.
     """
     for name in names.split():
-        value, flag = getattr(owner, name), "--" + name.replace("_", "-")
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
         top = "finite" if high == math.inf else f"below {high}"
         rule = f"must be {'more than' if above else 'at least'} {low} and {top}"
         ok = value is None or (low < value if above else low <= value) and value < high
-        require(ok, f"{flag} {value}", rule, f"give a {flag} in that range")
+        require(ok, f"{flag} {value}", rule, "use a value in that range")
 
 
 def step_range(flag: str, given: str | None) -> range:

@@ -12,27 +12,26 @@ from megalite.errors import LocalUserError, UserError, printable
 
 logger = logging.getLogger("megalite")
 
-
-# A paused terminal holds the run up this long, once.
+# How long a paused terminal may hold up the run, once.
 _PATIENCE_S = 1.0
 
 
-def env_int(name: str, otherwise: int, low: int = 0, high: int = 10**7) -> int:
-    """Return a whole number of the environment, as torchrun or Slurm sets it.
+def env_int(name: str, default: int, low: int = 0, high: int = 10**7) -> int:
+    """Return an integer of the environment, as torchrun or Slurm sets it.
 
     Args:
-        name: of the variable.
-        otherwise: where it is not set.
-        low, high: the range, both included.
+        name: name of the variable.
+        default: its value where it is not set.
+        low, high: range of values, both ends included.
 
     Raises:
-        LocalUserError: it is no number of that range.
+        LocalUserError: it is not an integer in that range.
     """
     text = os.environ.get(name)
     if text is None:
-        return otherwise
+        return default
     if not (text.isascii() and text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
-        rule = f"must be a whole number from {low} to {high}"
+        rule = f"must be an integer from {low} to {high}"
         raise LocalUserError(f"{name} {text[:40]!r}", rule, f"start the ranks with megalite train, or unset {name}")
     return int(text)
 
@@ -48,7 +47,7 @@ def env_rank() -> int:
 
 
 class _Console(logging.StreamHandler):
-    """Standard error. Lines that nobody reads are dropped, after waiting once: the run must not stop for them."""
+    """Standard error. After one wait, lines that nobody reads are dropped: the run must not stop for them."""
 
     dropped = 0
 
@@ -94,7 +93,7 @@ class RankFile(logging.Handler):
             self.dropped += 1
             if not self._reported:
                 self._reported = True
-                logger.warning(f"{self.path} cannot be written ({e.strerror}): lines missing there are counted")
+                logger.warning(f"{self.path} cannot be written ({e.strerror}): lines dropped there are counted")
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -103,15 +102,15 @@ class RankFile(logging.Handler):
         super().close()
 
 
-class _OneLine(logging.Formatter):
-    """One line a record, whatever names and contents of files its message quotes."""
+class _LineFormatter(logging.Formatter):
+    """Format a record as one line, whatever file names and contents its message quotes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
 
 
 def warn_on_rank_0(text: str) -> None:
-    """Log a warning of which every rank would repeat the same."""
+    """Log a warning on rank 0 alone, where every rank would log the same."""
     if env_rank() == 0:
         logger.warning(text)
 
@@ -126,7 +125,7 @@ def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None
     """
     rank = env_rank() if rank is None else rank
     try:
-        to_file = RankFile(log_file) if log_file is not None else None
+        file_handler = RankFile(log_file) if log_file is not None else None
     except OSError as e:
         rule = f"cannot be written ({e.strerror})"
         raise UserError(f"log file {log_file}", rule, "choose another --run-dir") from None
@@ -136,10 +135,10 @@ def setup_logging(rank: int | None = None, log_file: Path | None = None) -> None
     prefix = "" if rank == 0 else f"[rank {rank}] "
     console = _Console(sys.stderr)
     console.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    console.setFormatter(_OneLine(prefix + "%(message)s"))
+    console.setFormatter(_LineFormatter(prefix + "%(message)s"))
     logger.addHandler(console)
-    if to_file is not None:
-        to_file.setFormatter(_OneLine(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s"))
-        logger.addHandler(to_file)
+    if file_handler is not None:
+        file_handler.setFormatter(_LineFormatter(f"%(asctime)s [rank {rank}] %(levelname)s %(message)s"))
+        logger.addHandler(file_handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

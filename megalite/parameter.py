@@ -1,4 +1,4 @@
-"""The parameter of a model on a rank: a tensor with its declaration and the way of its gradient."""
+"""A local shard of a parameter, and the buffer that its gradient accumulates in."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from megalite.sharding import Shard
 
 
 class ShardedParameter(torch.nn.Parameter):
-    """A local parameter that knows what it is a shard of, and where its gradient goes.
+    """A local parameter with its shard, and the fp32 buffer of its gradient.
 
     Attributes:
-        shard: the declaration and this rank's cut of it.
-        main_grad: fp32 gradient, a view into a bucket; set by the gradient buffer, which may make memory at a use.
-        has_grad: whether `main_grad` holds a contribution that the next one is added to. If not, it holds anything, and
-            the next contribution overwrites it.
-        before_grad, after_grad: called before each use of `main_grad`, and after each contribution; set by the gradient
-            buffer.
-        uses: contributions to the gradient in one micro-batch (2 for an embedding that is also the output layer).
-        adds_to_main_grad: all that uses it adds its gradient to `main_grad` itself and calls `grad_added`. Otherwise
-            autograd may leave it in `.grad`, from where the buffer moves it: fused norms add it themselves, unless
-            they are compiled or what they scale by is computed from it.
+        shard: the global parameter and this rank's shard of it.
+        main_grad: fp32 gradient, a view into a bucket, which may allocate its memory on access.
+        has_grad: whether `main_grad` holds contributions. If not, its content is undefined, and the next contribution
+            overwrites it.
+        before_grad, after_grad: callbacks of the bucket, before each access to `main_grad` and after each contribution.
+        uses: contributions to the gradient per micro-batch (2 for an embedding that is also the output layer).
+        adds_to_main_grad: whether all layers that use it add to `main_grad` themselves and call `grad_added`. Otherwise
+            autograd may leave the gradient in `.grad`, and the bucket moves it. (Fused norms add to `main_grad`, unless
+            they are compiled, or the weight that they apply is computed from the parameter.)
     """
 
     shard: Shard
@@ -37,8 +36,8 @@ class ShardedParameter(torch.nn.Parameter):
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> ShardedParameter:
         param = super().__new__(cls, data, requires_grad)
         if not isinstance(param, cls):
-            # torch leaves a tensor of another class, such as a fake one, as it is: it becomes both.
-            param.__class__ = _also(cls, type(param))
+            # torch keeps the class of a tensor subclass, such as a fake tensor: use a class that derives from both.
+            param.__class__ = _joint_class(cls, type(param))
         return param
 
     @property
@@ -52,13 +51,13 @@ class ShardedParameter(torch.nn.Parameter):
         self._main_grad = view
 
     def grad_added(self) -> None:
-        """Note that a contribution is in `main_grad`."""
+        """Report that a contribution has been added to `main_grad`."""
         self.has_grad = True
         if self.after_grad is not None:
             self.after_grad()
 
     def add_grad(self, grad: torch.Tensor) -> None:
-        """Contribute `grad`, of the parameter's shape and any float type, to `main_grad`."""
+        """Add a contribution to `main_grad`: `grad` has the parameter's shape and any float dtype."""
         (self.main_grad.add_ if self.has_grad else self.main_grad.copy_)(grad)
         self.grad_added()
 
@@ -66,12 +65,12 @@ class ShardedParameter(torch.nn.Parameter):
     def empty(
         cls, shard: Shard, dtype: torch.dtype, device: torch.device, adds_to_main_grad: bool = False
     ) -> ShardedParameter:
-        """An uninitialised parameter of the shard's local shape."""
+        """Make an uninitialized parameter of the shard's local shape."""
         param = cls(torch.empty(shard.shape, dtype=dtype, device=device))
         param.shard, param.uses, param.adds_to_main_grad = shard, 1, adds_to_main_grad
         return param
 
 
 @lru_cache
-def _also(cls: type[ShardedParameter], kind: type[torch.Tensor]) -> type[ShardedParameter]:
+def _joint_class(cls: type[ShardedParameter], kind: type[torch.Tensor]) -> type[ShardedParameter]:
     return type(f"{kind.__name__}{cls.__name__}", (kind, cls), {})

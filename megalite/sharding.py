@@ -1,15 +1,15 @@
-"""Where a parameter lives, who else holds it, which replica speaks for it, and over which axes its gradient is summed.
+"""How a parameter is sharded, which replica owns it, and over which axes its gradient is summed.
 
-One declaration per parameter (`ParamSpec`); init, slicing, optimizer groups, checkpoints, Hugging Face conversion and
-the parameter count all read it. A parameter has a *global* tensor, whose name and shape do not depend on the layout,
-and on each rank a *local* one (`Shard`). `Shard.slices` says which box of the one is which box of the other; everything
-else about slicing follows from that list.
+Each parameter is declared once (`ParamSpec`); initialization, slicing, optimizer groups, checkpoints, Hugging Face
+conversion and the parameter count all read that declaration. A parameter has a *global* tensor, whose name and shape do
+not depend on the layout, and a *local* tensor on each rank (`Shard`). `Shard.slices` maps boxes of one to boxes of the
+other; everything else about slicing follows from it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -19,12 +19,12 @@ import numpy as np
 
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
-from megalite.slices import Slice, box_index, contiguous_parts, flat_index, flat_range, unravel
+from megalite.slices import Index, Slice, box_index, contiguous_boxes, flat_index, flat_range, unravel
 
 if TYPE_CHECKING:  # plans read declarations alone, and start without torch
     import torch
 
-# Rows are drawn in blocks of about this many elements: a slice costs the memory of a block, not of the tensor.
+# Elements per block of random values: initializing a slice takes the memory of a block, not of the tensor.
 _INIT_BLOCK = 1 << 22
 
 
@@ -33,31 +33,33 @@ class ParamSpec:
     """Declaration of one parameter.
 
     Attributes:
-        name: global name, Hugging Face leaf names ("layers.3.self_attn.qkv_proj.weight").
+        name: global name with Hugging Face leaf names ("layers.3.self_attn.qkv_proj.weight").
         shape: global shape, without vocabulary padding.
-        cut: (mesh axis, tensor dimension) pairs: (("tp", 0),), experts (("ep", 0), ("tp", 1)). Every rank of any other
-            axis holds all of it.
-        parts: sizes of the packed parts along the dimension of the last cut (q|k|v, gate|up), each cut by itself;
-            () = one part.
-        padded: that dimension (the vocabulary) is padded in memory to a multiple of the layout's choosing, with zeros.
+        sharded_dims: (mesh axis, tensor dimension) pairs: (("tp", 0),), experts (("ep", 0), ("tp", 1)). The parameter
+            is replicated over all other axes.
+        parts: sizes of the parts packed along the last sharded dimension (q|k|v, gate|up), each sharded separately;
+            (): one part.
+        padded: whether the last sharded dimension (the vocabulary) is padded with zeros to `Layout.multiple`.
         init: "normal" (times `std`), "zeros" or "ones".
         std: standard deviation of "normal".
         weight_decay: whether decoupled weight decay applies.
-        decoupled_lr: whether it has the learning rate of `--decoupled-lr` (embedding and output layer).
+        decoupled_lr: whether `--decoupled-lr` sets the learning rate (embedding and output layer).
+        matrix: whether each part is a matrix of a block, which matrix-wise update rules apply to.
         tied_to: name of the parameter that this one is a copy of (same values, gradients summed).
-        partial: axes whose ranks hold all of it but see only part of its gradient; "sequence" stands for those that
-            cut the sequence.
+        partial: axes over which the parameter is replicated but its gradient is partial; "sequence" stands for the axes
+            that shard the sequence.
     """
 
     name: str
     shape: tuple[int, ...]
-    cut: tuple[tuple[str, int], ...] = ()
+    sharded_dims: tuple[tuple[str, int], ...] = ()
     parts: tuple[int, ...] = ()
     padded: bool = False
     init: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
     weight_decay: bool = True
     decoupled_lr: bool = False
+    matrix: bool = False
     tied_to: str | None = None
     partial: tuple[str, ...] = ()
 
@@ -71,11 +73,11 @@ class Layout:
     """What all parameters of one rank have in common.
 
     Attributes:
-        grid, rank: the grid of ranks and this one. Parameters of a layer live on one coordinate of "pp".
-        multiple: a padded dimension is a multiple of this times the number of ranks it is cut over.
-        batch: axes that see different samples: gradients are summed over them.
-        sequence: axes over which activations between layers are cut along the sequence (tp with sequence parallelism).
-        tied: names of parameters that have a copy on another pipeline stage.
+        grid, rank: grid of ranks, and this rank. The parameters of a layer live on one coordinate of "pp".
+        multiple: padded dimensions are multiples of this times the number of ranks that they are sharded over.
+        batch: axes whose ranks see different samples: gradients are summed over them.
+        sequence: axes that shard activations between layers along the sequence (tp with sequence parallelism).
+        tied: names of parameters with a copy on another pipeline stage.
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -88,7 +90,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a parameter, who else holds it, and where its gradient is summed."""
+    """What one rank holds of a parameter, which ranks hold copies, and over which axes its gradient is summed."""
 
     spec: ParamSpec
     layout: Layout = field(default_factory=Layout)
@@ -96,53 +98,53 @@ class Shard:
     @property
     def copies(self) -> tuple[str, ...]:
         """Axes over which the parameter is replicated."""
-        cut = {axis for axis, _ in self.spec.cut}
-        return tuple(name for name in self.layout.grid.names if name not in cut and name != "pp")
+        sharded = {axis for axis, _ in self.spec.sharded_dims}
+        return tuple(name for name in self.layout.grid.names if name not in sharded and name != "pp")
 
     @property
     def reduce(self) -> tuple[str, ...]:
-        """Axes over which the gradient is summed: the batch's, those of partial gradients, "ends" for tied copies."""
+        """Axes over which the gradient is summed: batch axes, axes of partial gradients, "ends" for tied copies."""
         layout, grid = self.layout, self.layout.grid
         partial = [axis for name in self.spec.partial for axis in (layout.sequence if name == "sequence" else (name,))]
         tied = ("ends",) if self.spec.name in layout.tied else ()
         return (*layout.batch, *(axis for axis in partial if grid[axis] > 1 and axis in self.copies), *tied)
 
     def is_first(self, *axes: str) -> bool:
-        """Whether this rank is the first of those along `axes` that hold the same."""
+        """Whether this rank is the first along `axes` among those that hold the same shard."""
         return self.layout.grid.is_first(self.layout.rank, *(axis for axis in axes if axis in self.copies))
 
-    def is_primary(self, shared: tuple[str, ...] = ()) -> bool:
-        """Whether this replica speaks for the parameter: it counts in norms and is written to checkpoints.
+    def is_owner(self, shared: tuple[str, ...] = ()) -> bool:
+        """Whether this replica owns the parameter: counts it in norms and writes it to checkpoints.
 
         Args:
-            shared: axes whose ranks each own a part of what they hold (ZeRO), and each speak for that part.
+            shared: axes whose ranks each own a share (ZeRO).
         """
         return self.spec.tied_to is None and self.is_first(*(axis for axis in self.copies if axis not in shared))
 
     @cached_property
     def _extents(self) -> list[tuple[int, list[tuple[int, int, int]]]]:
-        """Of every dimension: local extent, and the (local start, global start, length) intervals it holds."""
+        """For every dimension: local extent, and intervals (local start, global start, length)."""
         spec, layout = self.spec, self.layout
         coords = layout.grid.coords(layout.rank)
-        packed = spec.cut[-1][1] if spec.cut else None
+        packed = spec.sharded_dims[-1][1] if spec.sharded_dims else None
         out = []
         for dim, extent in enumerate(spec.shape):
             size, rank = 1, 0
-            for axis, at in spec.cut:
+            for axis, at in spec.sharded_dims:
                 if at == dim:
                     size, rank = size * layout.grid[axis], rank * layout.grid[axis] + coords.get(axis, 0)
             parts = spec.parts if dim == packed and spec.parts else (extent,)
             padded = spec.padded and dim == packed
             local = start = 0
-            held = []
+            intervals = []
             for part in parts:
                 rows = -(-part // (layout.multiple * size)) * layout.multiple if padded else part // size
                 assert padded or rows * size == part, f"{spec.name}: part of {part} is not divisible by {size} ranks"
                 low, high = rank * rows, min((rank + 1) * rows, part)
                 if high > low:
-                    held.append((local, start + low, high - low))
+                    intervals.append((local, start + low, high - low))
                 local, start = local + rows, start + part
-            out.append((local, held))
+            out.append((local, intervals))
         return out
 
     @property
@@ -152,86 +154,112 @@ class Shard:
 
     @cached_property
     def slices(self) -> list[Slice]:
-        """Boxes of the global tensor that lie in the local one, `at` the local element of each one's first."""
+        """Boxes of the global tensor in this shard; `at` is the position of each in the flattened local tensor."""
         out = []
-        for intervals in product(*(held for _, held in self._extents)):
-            local, offset, shape = zip(*intervals)
+        for box in product(*(intervals for _, intervals in self._extents)):
+            local, offset, shape = zip(*box)
             out.append(Slice(offset, shape, flat_index(self.shape, local)))
         return out
 
-    def local(self, piece: Slice) -> Slice:
-        """The box of the local tensor that holds one of `slices`."""
-        return Slice(unravel(self.shape, piece.at), piece.shape)
+    def local(self, box: Slice) -> Slice:
+        """Return the box of the local tensor that holds one of `slices`."""
+        return Slice(unravel(self.shape, box.at), box.shape)
 
     def flat_slices(self, start: int, stop: int) -> list[Slice]:
-        """Boxes of the global tensor that elements [start, stop) of the flattened local one hold, as ZeRO cuts it.
+        """Return the boxes of the global tensor in elements [start, stop) of the flattened local tensor (a ZeRO share).
 
-        Each is contiguous in the flat tensor from `at` on; padding is in none.
+        Each is contiguous in the flattened tensor, from `at` on; padding is left out.
         """
         out = []
-        for box in flat_range(self.shape, start, stop):
-            for piece in self.slices:
-                local = self.local(piece)
-                met = box.meet(local)
-                for part in contiguous_parts(self.shape, *met) if met else ():
-                    offset = tuple(l - p + g for l, p, g in zip(part.offset, local.offset, piece.offset))
-                    out.append(Slice(offset, part.shape, part.at))
+        for flat_box in flat_range(self.shape, start, stop):
+            for box in self.slices:
+                local = self.local(box)
+                common = flat_box.intersect(local)
+                for run in contiguous_boxes(self.shape, *common) if common else ():
+                    offset = tuple(r - l + g for r, l, g in zip(run.offset, local.offset, box.offset))
+                    out.append(Slice(offset, run.shape, run.at))
         return out
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
-        """The local tensor cut out of the global one (padding zero)."""
+        """Return the local tensor of a global one, with zeros as padding."""
         import torch
 
         out = torch.zeros(self.shape, dtype=full.dtype)
-        for piece in self.slices:
-            out[self.local(piece).index] = full[piece.index]
+        for box in self.slices:
+            out[self.local(box).index] = full[box.index]
         return out
 
-    def initial(self, seed: int) -> torch.Tensor:
-        """The local initial value, fp32: a function of (seed, global name), cut to this rank's pieces."""
+    def initial(self, seed: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Make the initial value of the local tensor, fp32: this rank's slices of a function of (seed, global name).
+
+        Args:
+            seed: seed of the run.
+            start, stop: range of the flattened local tensor (a ZeRO share); little more than that is drawn.
+
+        Returns:
+            The local tensor; with `stop`, only that range, flat.
+        """
         import torch
 
-        if self.spec.init != "normal":
-            value = 1.0 if self.spec.init == "ones" else 0.0
-            return self.take(torch.full(self.spec.shape, value))
-        out = torch.zeros(self.shape)
-        for box, values in _normal_blocks(self.spec, seed, self.slices):
-            for piece in self.slices:
-                if met := box.meet(piece):
-                    low, shape = met
-                    local = tuple(l - g + p for l, g, p in zip(low, piece.offset, self.local(piece).offset))
-                    first = tuple(l - b for l, b in zip(low, box.offset))
-                    out[box_index(local, shape)] = values[box_index(first, shape)]
-        return out
+        width = math.prod(self.shape[1:])
+        first, last = (0, self.shape[0]) if stop is None else (start // width, -(-stop // width))
+        rows = Slice((first, *(0 for _ in self.shape[1:])), (last - first, *self.shape[1:]))
+        out = torch.zeros(rows.shape)
+        for block, values in self._initial_blocks(seed, targets := list(self._within(rows))):
+            for local, box in targets:
+                if common := block.intersect(box):
+                    low, shape = common
+                    target = tuple(l - g + p for l, g, p in zip(low, box.offset, local))
+                    out[box_index(target, shape)] = values[box_index([l - b for l, b in zip(low, block.offset)], shape)]
+        return out if stop is None else out.view(-1)[start - first * width : stop - first * width]
+
+    def _within(self, rows: Slice) -> Iterator[tuple[Index, Slice]]:
+        """Yield (position in `rows`, box of the global tensor) of each slice in these rows of the local tensor."""
+        for box in self.slices:
+            local = self.local(box)
+            if common := rows.intersect(local):
+                low, shape = common
+                offset = tuple(l - p + g for l, p, g in zip(low, local.offset, box.offset))
+                yield tuple(l - r for l, r in zip(low, rows.offset)), Slice(offset, shape)
+
+    def _initial_blocks(self, seed: int, wanted: Sequence[tuple[Index, Slice]]) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """Yield (block, values) for the blocks of the global tensor that overlap with one of the wanted boxes."""
+        import torch
+
+        if self.spec.init == "normal":
+            yield from _normal_blocks(self.spec, seed, [box for _, box in wanted])
+        else:
+            values = torch.full((), 1.0 if self.spec.init == "ones" else 0.0).expand(self.spec.shape)
+            yield Slice((0,) * values.ndim, self.spec.shape), values
 
 
 def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor]]:
-    """Draw every block of rows that some box needs, each from a generator of its own."""
+    """Draw the blocks of rows that overlap with a wanted box, each from its own generator."""
     import torch
 
     rows_per_block = max(1, _INIT_BLOCK // math.prod(spec.shape[1:]))
     name = spec.tied_to or spec.name
     for row in range(0, spec.shape[0], rows_per_block):
         shape = (min(rows_per_block, spec.shape[0] - row), *spec.shape[1:])
-        box = Slice((row, *(0 for _ in spec.shape[1:])), shape)
-        if any(box.meet(piece) for piece in wanted):
+        block = Slice((row, *(0 for _ in spec.shape[1:])), shape)
+        if any(block.intersect(box) for box in wanted):
             values = philox(seed, "init", name, row // rows_per_block).standard_normal(shape, dtype=np.float32)
-            yield box, torch.from_numpy(values).mul_(spec.std)
+            yield block, torch.from_numpy(values).mul_(spec.std)
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """What this rank holds of one logical tensor of the optimizer's state: the contract with checkpoints.
+    """What this rank holds of one logical tensor of the optimizer state: the interface to checkpoints.
 
     Attributes:
         name: global parameter name (for a tied copy: the name it is tied to).
-        role: "master", "exp_avg" or "exp_avg_sq"; of compressed gradients "residual" and "powersgd".
+        role: "master", or a state of the update rule ("exp_avg"); for compressed gradients "residual" and "powersgd".
         shape: global shape, without vocabulary padding.
-        flat: fp32 1-D view; write into it to load.
-        slices: boxes of the logical tensor in `flat`; empty when nothing of it lies here.
-        primary: true on exactly one rank per element; only that one writes it to a checkpoint.
-        part: (i, n): this is summand i of n, each saved as a tensor of its own; loaded into another number of them,
-            each becomes an equal part of their sum. None: the tensor itself.
+        flat: flat fp32 view; loading writes to it.
+        slices: boxes of the logical tensor in `flat`; empty if this rank holds nothing of it.
+        is_owner: whether this rank writes it to checkpoints; true on exactly one rank per element.
+        summand: (i, n): `flat` holds summand i of n, each saved as a tensor of its own; loaded into another number of
+            summands, each gets an equal fraction of their sum. None: `flat` holds the tensor itself.
     """
 
     name: str
@@ -239,15 +267,15 @@ class StateTensor:
     shape: tuple[int, ...]
     flat: torch.Tensor
     slices: list[Slice]
-    primary: bool
-    part: tuple[int, int] | None = None
+    is_owner: bool
+    summand: tuple[int, int] | None = None
 
     @property
     def kind(self) -> str:
-        """What a checkpoint files it under: its role, with the number of the summand."""
-        return self.role if self.part is None else f"{self.role}_{self.part[0]}"
+        """Name of the tensor in checkpoints, besides `name`: the role, with the number of the summand."""
+        return self.role if self.summand is None else f"{self.role}_{self.summand[0]}"
 
 
 def count_parameters(specs: Mapping[str, ParamSpec]) -> int:
-    """Number of distinct parameters: tied copies count once."""
+    """Return the number of distinct parameters; tied copies count once."""
     return sum(s.numel for s in specs.values() if s.tied_to is None)

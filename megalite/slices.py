@@ -12,12 +12,12 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Slice:
-    """A box of a tensor in any number of dimensions, and where its elements lie.
+    """A box of a tensor in any number of dimensions, and the position of its elements in their storage.
 
     Attributes:
         offset: first element in the (global) tensor.
         shape: extents of the box.
-        at: where its first element lies in what holds it: an element of a flat tensor, a byte of a file.
+        at: position of its first element in its storage: an element of a flat tensor, or a byte of a file.
     """
 
     offset: Index
@@ -34,7 +34,7 @@ class Slice:
         """Subscript of the box in its tensor."""
         return box_index(self.offset, self.shape)
 
-    def meet(self, other: Slice) -> tuple[Index, Index] | None:
+    def intersect(self, other: Slice) -> tuple[Index, Index] | None:
         """(offset, shape) of the elements in both boxes; None where there are none."""
         low = tuple(map(max, self.offset, other.offset))
         high = tuple(min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape))
@@ -88,8 +88,8 @@ def flat_range(shape: Index, start: int, stop: int) -> Iterator[Slice]:
         start += end
 
 
-def contiguous_parts(shape: Index, offset: Index, extent: Index) -> Iterator[Slice]:
-    """Cut the box `extent` at `offset` into boxes that are contiguous in the flattened tensor of `shape`."""
+def contiguous_boxes(shape: Index, offset: Index, extent: Index) -> Iterator[Slice]:
+    """Split the box `extent` at `offset` into boxes that are contiguous in the flattened tensor of `shape`."""
     depth = _run_dim(shape, extent)
     for lead in product(*(range(o, o + n) for o, n in zip(offset[:depth], extent[:depth]))):
         begin = (*lead, *offset[depth:])
@@ -97,7 +97,7 @@ def contiguous_parts(shape: Index, offset: Index, extent: Index) -> Iterator[Sli
 
 
 def contiguous_runs(shape: Index, offset: Index, extent: Index) -> tuple[Iterator[int], int]:
-    """As `contiguous_parts`: where each part starts in the flattened tensor, in order, and how long all of them are."""
+    """As `contiguous_boxes`: first element of each box in the flattened tensor, in order, and their common length."""
     depth, first = _run_dim(shape, extent), flat_index(shape, offset)
     strides = [math.prod(shape[d + 1 :]) for d in range(depth)]
     *outer, inner = [range(0, n * stride, stride) for n, stride in zip(extent, strides)] or [range(1)]

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.batch import Documents, Mask
 from megalite.ops import Ops
-from megalite.ops.attention import Documents, Mask
 from megalite.ops.cross_entropy import combine_stats
 
 # Relative L2 error against float64. bf16: rounding of inputs' products to 8 bits (2^-9) a few times over.

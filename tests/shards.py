@@ -8,4 +8,4 @@ from megalite.sharding import Layout, ParamSpec, Shard
 
 def tp_shard(spec: ParamSpec, rank: int = 0, tp: int = 1, multiple: int = 1) -> Shard:
     """The shard of `rank` of `tp` tensor-parallel ranks."""
-    return Shard(spec, Layout(Grid.of(tp, tp), rank, multiple))
+    return Shard(spec, Layout(Grid.of(tp, tp=tp), rank, multiple))

@@ -1,10 +1,7 @@
-#!/usr/bin/env python
-"""Is this cluster fit for a run? torchrun --nproc-per-node 8 tools/cluster_check.py --help"""
+#!/usr/bin/env python3
+"""The same as `megalite check`, in a checkout."""
 
-import os
-
-from megalite.diagnose.cluster import main
-from megalite.errors import run_tool
+from megalite.__main__ import run
 
 if __name__ == "__main__":
-    run_tool(lambda: main(os.environ))
+    run("check")

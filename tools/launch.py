@@ -1,8 +1,7 @@
-#!/usr/bin/env python
-"""torchrun on every host of a hostfile: python tools/launch.py --help"""
+#!/usr/bin/env python3
+"""The same as `megalite launch`, in a checkout."""
 
-from megalite.errors import run_tool
-from megalite.launch.cli import main
+from megalite.__main__ import run
 
 if __name__ == "__main__":
-    run_tool(main)
+    run("launch")

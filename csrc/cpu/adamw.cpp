@@ -1,8 +1,8 @@
 // Flat AdamW on CPU: one pass over memory. Contract: megalite/ops/adamw.py.
 
 #include "../common/adamw_math.h"
-#include "../common/entry.h"
 #include "convert.h"
+#include "kernels.h"
 #include "parallel.h"
 
 namespace megalite {
@@ -60,15 +60,14 @@ Kernel pick(bool bf16_grad, bool has_out, bool bf16_out) {
 }
 
 }  // namespace
-}  // namespace megalite
 
-// out and multiplier may be null.
-MEGALITE_ENTRY(void, adamw_, float* param, const void* grad, float* exp_avg, float* exp_avg_sq, void* out,
-               const float* multiplier, int64_t n, int64_t bf16_grad, int64_t bf16_out, double lr, double beta1,
-               double beta2, double eps, double weight_decay, int64_t step, int64_t threads) {
-  using namespace megalite;
+void adamw_(float* param, const void* grad, float* exp_avg, float* exp_avg_sq, void* out, const float* multiplier,
+            int64_t n, bool bf16_grad, bool bf16_out, double lr, double beta1, double beta2, double eps,
+            double weight_decay, int64_t step, int64_t threads) {
   const Kernel kernel = pick(bf16_grad, out != nullptr, bf16_out);
   const AdamWScalars scalars(lr, beta1, beta2, eps, weight_decay, step);
   const Buffers buffers{param, exp_avg, exp_avg_sq, grad, out, multiplier ? *multiplier : 1.0f};
   parallel_for(n, kGrain, threads, [&](int64_t begin, int64_t end) { kernel(buffers, scalars, begin, end); });
 }
+
+}  // namespace megalite

@@ -91,23 +91,21 @@ MEGALITE_CLONES void gradient_f32(const Rows& r, int64_t begin, int64_t end) { g
 MEGALITE_CLONES void gradient_bf16(const Rows& r, int64_t begin, int64_t end) { gradient<BF16>(r, begin, end); }
 
 }  // namespace
-}  // namespace megalite
 
-// Rows lie `stride` elements apart; their first `valid` columns are real.
-MEGALITE_ENTRY(void, cross_entropy_stats, const void* logits, const int64_t* target, float* stats, int64_t rows,
-               int64_t stride, int64_t valid, int64_t vocab_start, int64_t bf16, int64_t threads) {
-  using namespace megalite;
+void cross_entropy_stats(const void* logits, const int64_t* target, float* stats, int64_t rows, int64_t stride,
+                         int64_t valid, int64_t vocab_start, bool bf16, int64_t threads) {
   // Only read.
   const Rows r{const_cast<void*>(logits), target, stats, nullptr, nullptr, stride, valid, valid, vocab_start};
   const auto kernel = bf16 ? stats_bf16 : stats_f32;
   for_rows(rows, valid, threads, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
 }
 
-MEGALITE_ENTRY(void, cross_entropy_grad_, void* logits, const int64_t* target, const float* lse, const float* scale,
-               int64_t rows, int64_t stride, int64_t valid, int64_t width, int64_t vocab_start, int64_t bf16,
-               int64_t threads) {
-  using namespace megalite;
+void cross_entropy_grad_(void* logits, const int64_t* target, const float* lse, const float* scale, int64_t rows,
+                         int64_t stride, int64_t valid, int64_t width, int64_t vocab_start, bool bf16,
+                         int64_t threads) {
   const Rows r{logits, target, nullptr, lse, scale, stride, valid, width, vocab_start};
   const auto kernel = bf16 ? gradient_bf16 : gradient_f32;
   for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });
 }
+
+}  // namespace megalite

@@ -118,21 +118,18 @@ constexpr void (*kBackward[2][3])(const Backward&, int64_t, int64_t) = {
     {backward_silu_bf16, backward_gelu_bf16, backward_tanh_bf16}};
 
 }  // namespace
-}  // namespace megalite
 
-// `width` is that of one half.
-MEGALITE_ENTRY(void, glu, const void* gate_up, void* out, int64_t rows, int64_t width, int64_t kind, int64_t bf16,
-               int64_t threads) {
-  using namespace megalite;
+void glu(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t kind, bool bf16, int64_t threads) {
   const Forward f{gate_up, out, width};
   const auto kernel = kForward[bf16][kind];
   for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(f, begin, end); });
 }
 
-MEGALITE_ENTRY(void, glu_backward, const void* dy, const void* gate_up, void* grad, int64_t rows, int64_t width,
-               int64_t kind, int64_t bf16, int64_t threads) {
-  using namespace megalite;
+void glu_backward(const void* dy, const void* gate_up, void* grad, int64_t rows, int64_t width, int64_t kind,
+                  bool bf16, int64_t threads) {
   const Backward b{dy, gate_up, grad, width};
   const auto kernel = kBackward[bf16][kind];
   for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(b, begin, end); });
 }
+
+}  // namespace megalite

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include "../common/entry.h"
 #include "convert.h"
+#include "kernels.h"
 #include "parallel.h"
 
 namespace megalite {
@@ -46,10 +46,8 @@ MEGALITE_CLONES void blocks_bf16(const void* x, int64_t n, double* sums, int64_t
 }
 
 }  // namespace
-}  // namespace megalite
 
-MEGALITE_ENTRY(void, l2_norm, const void* x, float* norm, int64_t n, int64_t bf16, int64_t threads) {
-  using namespace megalite;
+void l2_norm(const void* x, float* norm, int64_t n, bool bf16, int64_t threads) {
   std::vector<double> sums((n + kBlock - 1) / kBlock);
   const auto kernel = bf16 ? blocks_bf16 : blocks_f32;
   parallel_for(static_cast<int64_t>(sums.size()), 8, threads,
@@ -58,3 +56,5 @@ MEGALITE_ENTRY(void, l2_norm, const void* x, float* norm, int64_t n, int64_t bf1
   for (double sum : sums) total += sum;
   *norm = static_cast<float>(std::sqrt(total));
 }
+
+}  // namespace megalite

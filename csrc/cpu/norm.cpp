@@ -111,12 +111,9 @@ void sum_blocks(std::vector<float>& blocks, int64_t width, void* out, bool bf16)
 }
 
 }  // namespace
-}  // namespace megalite
 
-// residual (with total) may be null.
-MEGALITE_ENTRY(void, norm, const void* x, const void* residual, const void* weight, void* y, void* total, float* rstd,
-               int64_t rows, int64_t width, int64_t bf16, int64_t bf16_weight, double eps, int64_t threads) {
-  using namespace megalite;
+void norm(const void* x, const void* residual, const void* weight, void* y, void* total, float* rstd, int64_t rows,
+          int64_t width, bool bf16, bool bf16_weight, double eps, int64_t threads) {
   const Wide wide_weight(weight, width, bf16_weight);
   const Forward f{x, residual, wide_weight.data(), y, total, rstd, width, static_cast<float>(eps)};
   const bool add = residual != nullptr;
@@ -124,11 +121,8 @@ MEGALITE_ENTRY(void, norm, const void* x, const void* residual, const void* weig
   for_rows(rows, width, threads, [&](int64_t begin, int64_t end) { kernel(f, begin, end); });
 }
 
-// dtotal may be null.
-MEGALITE_ENTRY(void, norm_backward, const void* dy, const void* dtotal, const void* x, const void* weight,
-               const float* rstd, void* dx, void* dweight, int64_t rows, int64_t width, int64_t bf16,
-               int64_t bf16_weight, int64_t threads) {
-  using namespace megalite;
+void norm_backward(const void* dy, const void* dtotal, const void* x, const void* weight, const float* rstd, void* dx,
+                   void* dweight, int64_t rows, int64_t width, bool bf16, bool bf16_weight, int64_t threads) {
   const Wide wide_weight(weight, width, bf16_weight);
   // At most 64 blocks, of at least 16 rows.
   const int64_t block_rows = std::max<int64_t>(16, (rows + 63) / 64);
@@ -140,3 +134,5 @@ MEGALITE_ENTRY(void, norm_backward, const void* dy, const void* dtotal, const vo
   for_rows(blocks, block_rows * width, threads, [&](int64_t begin, int64_t end) { kernel(b, begin, end); });
   sum_blocks(sums, width, dweight, bf16_weight);
 }
+
+}  // namespace megalite

@@ -7,15 +7,6 @@
 namespace megalite {
 namespace {
 
-// Heads [S, B, heads, width] of unit stride along the width.
-struct Heads {
-  char* data;
-  int64_t s, b, h;  // strides in elements
-
-  Heads(const void* start, int64_t s, int64_t b, int64_t h)
-      : data(static_cast<char*>(const_cast<void*>(start))), s(s), b(b), h(h) {}
-};
-
 struct Rotation {
   Heads from, to;
   const float* cos;
@@ -55,8 +46,8 @@ inline __attribute__((always_inline)) void tokens(const Rotation& r, int64_t beg
     const int64_t s = token / r.batch, b = token % r.batch;
     const float* cos = r.cos + s * r.half;
     const float* sin = r.sin + s * r.half;
-    const T* from = reinterpret_cast<const T*>(r.from.data) + s * r.from.s + b * r.from.b;
-    T* to = reinterpret_cast<T*>(r.to.data) + s * r.to.s + b * r.to.b;
+    const T* from = static_cast<const T*>(r.from.data) + s * r.from.s + b * r.from.b;
+    T* to = static_cast<T*>(r.to.data) + s * r.to.s + b * r.to.b;
     for (int64_t head = 0; head < r.heads; ++head, from += r.from.h, to += r.to.h) {
       if (here) {
         rotate_here(to, to + r.half, cos, sin, r.sign, r.half);
@@ -78,31 +69,26 @@ void run(const Rotation& r, int64_t seq, bool bf16, int64_t threads) {
 }
 
 }  // namespace
-}  // namespace megalite
 
-// Rotates heads of [seq, batch, heads, width] from x to y, which is packed; in place where they are the same. Strides
-// are in elements, and 1 along the width. cos and sin are [seq, half]; sign -1 turns back.
-MEGALITE_ENTRY(void, rope, const void* x, int64_t stride_s, int64_t stride_b, int64_t stride_h, void* y,
-               const float* cos, const float* sin, int64_t seq, int64_t batch, int64_t heads, int64_t width,
-               int64_t half, int64_t sign, int64_t bf16, int64_t threads) {
-  using namespace megalite;
-  const Heads from(x, stride_s, stride_b, stride_h), packed(y, batch * heads * width, heads * width, width);
-  const Rotation r{from, x == y ? from : packed, cos, sin, batch, heads, width, half, static_cast<float>(sign)};
+void rope(const Heads& x, void* y, const float* cos, const float* sin, int64_t seq, int64_t batch, int64_t heads,
+          int64_t width, int64_t half, int64_t sign, bool bf16, int64_t threads) {
+  const Heads packed{y, batch * heads * width, heads * width, width};
+  const Rotation r{x, x.data == y ? x : packed, cos, sin, batch, heads, width, half, static_cast<float>(sign)};
   run(r, seq, bf16, threads);
 }
 
-// Turns dq and dk back and packs them with dv into out [seq, batch, num_heads + 2 num_kv_heads, width].
-MEGALITE_ENTRY(void, rope_pack, const void* dq, int64_t q_s, int64_t q_b, int64_t q_h, const void* dk, int64_t k_s,
-               int64_t k_b, int64_t k_h, const void* dv, int64_t v_s, int64_t v_b, int64_t v_h, void* out,
-               const float* cos, const float* sin, int64_t seq, int64_t batch, int64_t num_heads,
-               int64_t num_kv_heads, int64_t width, int64_t half, int64_t bf16, int64_t threads) {
-  using namespace megalite;
+void rope_pack(const Heads& dq, const Heads& dk, const Heads& dv, void* out, const float* cos, const float* sin,
+               int64_t seq, int64_t batch, int64_t num_heads, int64_t num_kv_heads, int64_t width, int64_t half,
+               bool bf16, int64_t threads) {
   const int64_t heads = num_heads + 2 * num_kv_heads, size = bf16 ? sizeof(BF16) : sizeof(float);
-  Heads to(out, batch * heads * width, heads * width, width);
-  run({{dq, q_s, q_b, q_h}, to, cos, sin, batch, num_heads, width, half, -1.0f}, seq, bf16, threads);
-  to.data += num_heads * width * size;
-  run({{dk, k_s, k_b, k_h}, to, cos, sin, batch, num_kv_heads, width, half, -1.0f}, seq, bf16, threads);
-  to.data += num_kv_heads * width * size;
+  Heads to{out, batch * heads * width, heads * width, width};
+  const auto skip = [&](int64_t count) { to.data = static_cast<char*>(to.data) + count * width * size; };
+  run({dq, to, cos, sin, batch, num_heads, width, half, -1.0f}, seq, bf16, threads);
+  skip(num_heads);
+  run({dk, to, cos, sin, batch, num_kv_heads, width, half, -1.0f}, seq, bf16, threads);
+  skip(num_kv_heads);
   // No rotation at all: what is left to copy is the whole head.
-  run({{dv, v_s, v_b, v_h}, to, cos, sin, batch, num_kv_heads, width, 0, 1.0f}, seq, bf16, threads);
+  run({dv, to, cos, sin, batch, num_kv_heads, width, 0, 1.0f}, seq, bf16, threads);
 }
+
+}  // namespace megalite

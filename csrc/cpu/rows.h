@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../common/entry.h"
 #include "convert.h"
+#include "kernels.h"
 #include "parallel.h"
 
 namespace megalite {

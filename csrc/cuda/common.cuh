@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "../common/adamw_math.h"
-#include "../common/entry.h"
+#include "entry.h"
 
 namespace megalite {
 

@@ -11,4 +11,4 @@ if [ -n "${DRY:-}" ]; then flags+=(--print-only); fi
 if [ -n "${INTERFACE:-}" ]; then
   flags+=(--env "NCCL_SOCKET_IFNAME==$INTERFACE" --env "GLOO_SOCKET_IFNAME=$INTERFACE")
 fi
-exec python tools/launch.py "${flags[@]}" -- pretrain_gpt.py --preset llama-3-8b --tp 8 --save-every 500 "$@"
+exec megalite launch "${flags[@]}" -- pretrain_gpt.py --preset llama-3-8b --tp 8 --save-every 500 "$@"

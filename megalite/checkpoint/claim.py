@@ -24,10 +24,10 @@ class Claim:
         self.root, self._keep_last = root, keep_last
         self._lock = RunLock(root, run_id)
         self._resumed_from, self._base = "", -1
-        self._own: set[str] = set()
+        self._written: set[str] = set()
 
     def acquire(self) -> None:
-        """Make the folder if missing, lock it, and delete what an interrupted save has left.
+        """Make the folder if missing, lock it, and delete what an interrupted save left.
 
         Raises:
             UserError: the folder is in use or cannot be written.
@@ -41,13 +41,13 @@ class Claim:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            left = folder.clean_up(self.root)
+            remains = folder.clean_up(self.root)
         except OSError as e:
             self._lock.release()
             rule = f"must be a directory that this user can write to ({e.strerror or e})"
             raise UserError(f"checkpoints folder {self.root}", rule, "choose another --run-dir") from None
-        if left:
-            logger.info(f"deleted the remains of an interrupted save: {', '.join(left)}")
+        if remains:
+            logger.info(f"deleted the remains of an interrupted save: {', '.join(remains)}")
 
     def taken_by(self) -> str:
         """Describe the job that has taken the folder meanwhile; "" if it is still this run's."""
@@ -60,24 +60,24 @@ class Claim:
     def continues(self, path: Path) -> None:
         """Note the checkpoint that the run continues, if it is in this folder."""
         # The checkpoint may lie elsewhere and be linked here; `latest` is a link to one that lies here.
-        for place in (path.parent.resolve() / path.name, path.resolve()):
+        for candidate in (path.parent.resolve() / path.name, path.resolve()):
             steps = {p.name: step for step, p in folder.step_folders(self.root)}
-            if place.parent == self.root.resolve() and place.name in steps:
-                self._resumed_from, self._base = place.name, steps[place.name]
+            if candidate.parent == self.root.resolve() and candidate.name in steps:
+                self._resumed_from, self._base = candidate.name, steps[candidate.name]
                 return
 
     def add(self, name: str) -> None:
         """Note a checkpoint that the run has written."""
-        self._own.add(name)
+        self._written.add(name)
 
     def __contains__(self, name: str) -> bool:
         """Whether the run has written this checkpoint."""
-        return name in self._own
+        return name in self._written
 
     def at_commit(self) -> dict[str, Any]:
-        """Describe what a commit does with the other checkpoints, as a part of the writer's job."""
-        # A history that this run does not continue: all later checkpoints; in a new run, all.
-        others = [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._own]
+        """Describe what a commit does with the other checkpoints, as entries of the writer's job."""
+        # Checkpoints that this run does not continue: all later ones, or, in a new run, all.
+        others = [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._written]
         return {
             "aside": others,
             "keep_last": self._keep_last,

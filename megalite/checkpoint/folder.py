@@ -43,8 +43,8 @@ def step_folders(root: Path) -> list[tuple[int, Path]]:
     """List (step, folder) of all names of full checkpoints, newest step first; file times are not used."""
     if not root.is_dir():
         return []
-    found = [(_STEP.fullmatch(p.name), p) for p in root.iterdir()]
-    return sorted(((int(m[1]), p) for m, p in found if m), reverse=True)
+    matches = [(_STEP.fullmatch(p.name), p) for p in root.iterdir()]
+    return sorted(((int(m[1]), p) for m, p in matches if m), reverse=True)
 
 
 def refuse_megatron(path: Path, given: str) -> None:
@@ -74,7 +74,7 @@ def commit(root: Path, temporary: Path, name: str, manifest: Manifest, aside: Se
         root: the run's checkpoints folder.
         temporary: the folder that holds the shards.
         name: final name; an existing folder of that name is set aside.
-        aside: other folders to set aside, which this run does not continue.
+        aside: other folders to set aside, because this run does not continue them.
 
     Returns:
         The folders that were set aside, each as "old -> new".
@@ -111,7 +111,7 @@ def tidy(root: Path, name: str, keep_last: int, keep: Sequence[str]) -> list[str
 def commit_in_place(folder: Path, manifest: Manifest) -> None:
     """Write manifest and COMMIT beside finished shards."""
     data = manifest.to_json()
-    # A manifest that could not be loaded is not committed.
+    # Never commit a manifest that cannot be loaded.
     Manifest.from_json(data, "manifest of this save")
     write_file(folder / "manifest.json", [data])
     write_file(folder / "COMMIT", [commit_text(data)])
@@ -129,19 +129,19 @@ def set_aside(root: Path, name: str) -> str:
 
 def point_latest(root: Path, name: str) -> None:
     """Point the link `latest` at a checkpoint, for people and scripts; resuming reads the folders themselves."""
-    hint = root / f"{TEMPORARY}latest"
-    hint.unlink(missing_ok=True)
-    hint.symlink_to(name)
+    link = root / f"{TEMPORARY}latest"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
     try:
-        os.replace(hint, root / "latest")
+        os.replace(link, root / "latest")
     except OSError:
-        hint.unlink()
+        link.unlink()
         raise
 
 
 def prune(path: Path) -> None:
-    """Delete a checkpoint; of one that was moved elsewhere and linked here, the link."""
-    # A partly deleted folder must not look like a checkpoint.
+    """Delete a checkpoint, or the link to one that was moved elsewhere."""
+    # A folder that is partly deleted must not look like a checkpoint.
     doomed = path.with_name(f"{TEMPORARY}prune_{path.name}_{secrets.token_hex(4)}")
     os.rename(path, doomed)
     _delete(doomed)
@@ -158,16 +158,16 @@ def clean_up(root: Path) -> list[str]:
     """Delete the remains of interrupted saves; return their names.
 
     A writer briefly outlives its killed rank, and may be about to commit or prune: a rename decides which of the two is
-    first. If it is this one, the writer finds nothing under the names it knows; otherwise nothing is left to delete.
+    first. If this process is, the writer finds nothing under the names it knows; else nothing is left to delete.
     """
-    left = []
+    removed = []
     for path in sorted(p for p in root.iterdir() if p.name.startswith(TEMPORARY)):
         dead = root / f"{TEMPORARY}dead_{secrets.token_hex(8)}"
         try:
             os.rename(path, dead)
         except FileNotFoundError:
             continue
-        left.append(path.name)
+        removed.append(path.name)
         try:
             while os.path.lexists(dead):
                 # The writer may be deleting the same files.
@@ -175,11 +175,11 @@ def clean_up(root: Path) -> list[str]:
                     _delete(dead)
         except OSError as e:
             logger.warning(f"{dead} cannot be deleted ({e.strerror}): delete it by hand")
-    return left
+    return removed
 
 
 def read_fragment(path: Path) -> dict[str, Any] | None:
-    """Read a rank's part of the manifest; return None until it exists."""
+    """Read a rank's fragment of the manifest; return None until it exists."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -41,14 +41,14 @@ def find_latest(root: str | Path) -> Path | None:
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest of a run directory or checkpoints folder."""
+    """Return the checkpoint that a path stands for: itself, or the newest of a run directory or checkpoints folder."""
     path = Path(path)
     if (path / "manifest.json").exists() or (path / "COMMIT").exists():
         return path
     for root in (path, checkpoints_folder(path)):
-        found = find_latest(root)
-        if found is not None:
-            return found
+        latest = find_latest(root)
+        if latest is not None:
+            return latest
     refuse_megatron(path, f"checkpoint {path}")
     raise BadCheckpoint(
         f"checkpoint {path}", "holds no manifest.json and no step_* folders", "pass the folder of a checkpoint"
@@ -82,13 +82,13 @@ def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) ->
 
 
 def _committed(root: Path) -> list[Path]:
-    found = []
+    committed = []
     for _, path in step_folders(root):
         if (path / "COMMIT").exists():
-            found.append(path)
+            committed.append(path)
         else:
             logger.warning(f"skipping uncommitted checkpoint {path}")
-    return found
+    return committed
 
 
 def read_meta(path: str | Path) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def model_config(meta: dict[str, Any], path: Path) -> ModelConfig:
 def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
     """Verify a checkpoint, each rank a share of the blocks; raise `UserError` on every rank if one finds damage."""
 
-    def mine() -> ReadStats:
+    def verify_share() -> ReadStats:
         reader = ShardReader(path, read_manifest(path))
         try:
             reader.verify(ctx.rank, ctx.world.size)
@@ -125,7 +125,7 @@ def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
             reader.close()
         return reader.stats
 
-    return agree(ctx, mine)
+    return agree(ctx, verify_share)
 
 
 def load_checkpoint(
@@ -133,7 +133,7 @@ def load_checkpoint(
 ) -> tuple[dict[str, Any], ReadStats]:
     """Fill the states of all ranks from a checkpoint of any layout; every rank calls this.
 
-    Moments that the checkpoint does not hold (weights imported or saved alone) become zero, with a warning.
+    Moments that the checkpoint does not hold (it has weights alone) become zero, with a warning.
 
     Args:
         path: the checkpoint's folder.
@@ -146,13 +146,13 @@ def load_checkpoint(
         The checkpoint's meta, and the number of bytes that this rank read.
 
     Raises:
-        UserError: damaged, or of another model; raised on every rank, before any state is changed.
+        UserError: the checkpoint is damaged or of another model; raised on every rank, before any state changes.
     """
     path = Path(path)
     stats = verify_together(path, ctx) if verify else ReadStats()
     manifest = agree(ctx, lambda: read_manifest(path))
-    sources = agree(ctx, lambda: _match(path, manifest, states, moments))
-    _all_used(path, manifest, states, ctx)
+    sources = agree(ctx, lambda: _sources(path, manifest, states, moments))
+    _check_all_used(path, manifest, states, ctx)
     reader = ShardReader(path, manifest, stats)
 
     def fill() -> None:
@@ -173,17 +173,17 @@ def load_checkpoint(
 
 
 def _fill(reader: ShardReader, source: list[TensorEntry], box: Slice, state: StateTensor) -> None:
-    """Read a box of a state: from its tensor, or as an equal part of the sum of several."""
+    """Read a box of a state: from its tensor, or as an equal fraction of the sum of several."""
     out = state.flat.detach()[box.at : box.at + box.numel].view(box.shape)
     if len(source) == 1:
         reader.read(source[0], box, out)
     elif source:
-        assert state.part is not None
+        assert state.summand is not None
         term = torch.empty(box.shape)
         for entry in source:
             reader.read(entry, box, term)
             out.add_(term.to(out.device))
-        out.div_(state.part[1])
+        out.div_(state.summand[1])
 
 
 def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
@@ -194,11 +194,11 @@ def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
     raise BadCheckpoint(str(path), "holds no weights")
 
 
-def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor], moments: bool) -> list[list[TensorEntry]]:
+def _sources(path: Path, manifest: Manifest, states: Sequence[StateTensor], moments: bool) -> list[list[TensorEntry]]:
     """Find the saved tensor of each state: several to be summed, or none where it was not saved or is not wanted."""
     sources: list[list[TensorEntry]] = []
     for state in states:
-        if state.part is not None:
+        if state.summand is not None:
             sources.append(_summands(manifest, state) if moments else [])
             continue
         if state.role == "master":
@@ -221,23 +221,23 @@ def _match(path: Path, manifest: Manifest, states: Sequence[StateTensor], moment
 
 
 def _summands(manifest: Manifest, state: StateTensor) -> list[TensorEntry]:
-    """Find this summand where there are as many of them as before, otherwise all."""
-    assert state.part is not None
-    found: list[TensorEntry] = []
-    # Numbered without a gap; one that does not fit (another rank of PowerSGD) is as good as none.
-    while entry := manifest.tensors.get(f"{state.role}_{len(found)}", {}).get(state.name):
+    """Find the same summand if their number has not changed, otherwise all of them."""
+    assert state.summand is not None
+    summands: list[TensorEntry] = []
+    # Numbered without a gap; those of another shape (another rank of PowerSGD) count as missing.
+    while entry := manifest.tensors.get(f"{state.role}_{len(summands)}", {}).get(state.name):
         if entry.shape != state.shape:
             return []
-        found.append(entry)
-    i, n = state.part
-    return found[i : i + 1] if len(found) == n else found
+        summands.append(entry)
+    i, n = state.summand
+    return summands[i : i + 1] if len(summands) == n else summands
 
 
-def _all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
-    """Refuse a checkpoint with tensors that no rank needs: it is of a larger model."""
+def _check_all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
+    """Refuse a checkpoint with tensors that no rank needs: it holds a larger model."""
     names = sorted(weights_of(manifest, path))
-    mine = {state.name for state in states}
-    used = torch.tensor([float(name in mine) for name in names], device=ctx.device)
+    own_names = {state.name for state in states}
+    used = torch.tensor([float(name in own_names) for name in names], device=ctx.device)
     all_reduce(used, ctx.world, dist.ReduceOp.MAX).wait()
     unused = [name for name, flag in zip(names, used.tolist()) if not flag]
     if unused:

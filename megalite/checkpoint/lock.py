@@ -1,8 +1,8 @@
 """One job per run directory: a file names its owner. Clocks are not used.
 
-What a lock proves: its owner is gone where its pid is not running in the PID namespace and boot that the lock names,
-and these are ours; or where the lock is of this machine before it was booted again. Of anything else (another host,
-another container, a machine of the same name) nothing can be known, and a person decides.
+The owner of a lock is certainly gone if its pid is not running in the PID namespace and boot that the lock names, and
+these are ours, or if the lock is from an earlier boot of this machine. In any other case (another host or container, a
+machine of the same name) nothing can be known, and a person decides.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 from megalite.checkpoint.safetensors_io import write_file
 from megalite.child import stat_of
 from megalite.errors import UserError
-from megalite.foreign import BadFile, parse_json
 from megalite.log import logger
+from megalite.untrusted import BadFile, parse_json
 
 
 class RunLock:
     """Own a folder, from `acquire` to `release` or the end of the process.
 
-    The lock file holds run ID, host, a random token, the pid, and what distinguishes this process from another one with
-    the same pid: start time, PID namespace, boot and machine.
+    The lock file holds run ID, host, a random token, the pid, and what tells this process from another with the same
+    pid: start time, PID namespace, boot and machine.
 
     Args:
         folder: the folder to own; must exist.
@@ -37,19 +37,19 @@ class RunLock:
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self.path = folder / "lock"
-        self._mine = {
+        self._identity = {
             "run_id": run_id,
             "host": socket.gethostname(),
             "token": secrets.token_hex(8),
             **_place(),
             **_process(os.getpid()),
         }
-        self._held = False
+        self._acquired = False
 
     @property
     def text(self) -> str:
         """Content of the lock file while this process owns the folder."""
-        return json.dumps(self._mine)
+        return json.dumps(self._identity)
 
     def acquire(self) -> None:
         """Take the lock.
@@ -61,10 +61,10 @@ class RunLock:
         while True:
             with contextlib.suppress(FileExistsError):
                 self._create(self.path)
-                self._held = True
+                self._acquired = True
                 return
             if self._take_over():
-                self._held = True
+                self._acquired = True
                 return
 
     def confirm(self) -> str:
@@ -86,9 +86,9 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock, unless another job has taken the folder."""
-        if not self._held:
+        if not self._acquired:
             return
-        self._held = False
+        self._acquired = False
         try:
             if not taken_by(self.path, self.text):
                 self.path.unlink(missing_ok=True)
@@ -97,21 +97,21 @@ class RunLock:
 
     def _create(self, path: Path) -> None:
         """Create the file with its content in one step."""
-        part = self._write_part()
+        temporary = self._write_temporary()
         try:
-            os.link(part, path)
+            os.link(temporary, path)
         except OSError as e:
             if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
             # A file system without hard links: the name is taken in one step, the content follows.
             write_file(path, [self.text.encode()])
         finally:
-            part.unlink()
+            temporary.unlink()
 
-    def _write_part(self) -> Path:
-        part = self.path.with_name(f"lock_{self._mine['token']}")
-        write_file(part, [self.text.encode()])
-        return part
+    def _write_temporary(self) -> Path:
+        path = self.path.with_name(f"lock_{self._identity['token']}")
+        write_file(path, [self.text.encode()])
+        return path
 
     def _take_over(self) -> bool:
         """Replace the lock of a dead process of this host; return False if it changed meanwhile."""
@@ -120,7 +120,7 @@ class RunLock:
         except FileNotFoundError:
             return False
         try:
-            # One of several that find a dead owner is first; the others then see another file under the name.
+            # Of several processes that find a dead owner one is first; the others then see another file.
             fcntl.flock(fd, fcntl.LOCK_EX)
             if not _same_file(fd, self.path):
                 return False
@@ -132,22 +132,22 @@ class RunLock:
                     f"use another --run-dir, wait for that job, or, if it is certainly gone, delete {self.path}",
                 )
             logger.warning(f"taking over {self.path} of {_describe(owner)}, which is no longer running")
-            os.replace(self._write_part(), self.path)
+            os.replace(self._write_temporary(), self.path)
             return True
         finally:
             os.close(fd)
 
     def _alive(self, owner: dict[str, Any]) -> bool:
-        """Return whether the owner may still be running; where that cannot be known, it may."""
-        mine = self._mine
-        if owner["host"] != mine["host"]:
+        """Return whether the owner may still be running; true if that cannot be known."""
+        own = self._identity
+        if owner["host"] != own["host"]:
             return True
-        if owner["boot"] != mine["boot"]:
-            return not mine["machine"] or owner["machine"] != mine["machine"]
-        if owner["namespace"] != mine["namespace"]:
+        if owner["boot"] != own["boot"]:
+            return not own["machine"] or owner["machine"] != own["machine"]
+        if owner["namespace"] != own["namespace"]:
             return True
-        if not (owner["started"] and mine["started"]):
-            # Without /proc, there or here, a later process of the same pid cannot be distinguished from the owner.
+        if not (owner["started"] and own["started"]):
+            # Without /proc on either side, a later process of the same pid cannot be told from the owner.
             return _exists(owner["pid"])
         return _process(owner["pid"]) == {k: owner[k] for k in ("pid", "started")}
 
@@ -159,10 +159,10 @@ def taken_by(path: Path, text: str) -> str | None:
         The other owner; "" if it is this one; None if there is no lock.
     """
     try:
-        found = path.read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
-    return "" if found == text.encode() else _describe(_parse(found))
+    return "" if content == text.encode() else _describe(_parse(content))
 
 
 def _place() -> dict[str, str]:
@@ -195,7 +195,7 @@ def _exists(pid: int) -> bool:
 
 def _parse(data: bytes) -> dict[str, Any] | None:
     try:
-        # A lock of an earlier version has no machine and no namespace: it proves nothing.
+        # Locks of earlier versions have neither machine nor namespace, and prove nothing.
         owner = {"machine": "", "namespace": "unknown", **parse_json(data)}
         strings = ("run_id", "host", "machine", "boot", "namespace", "started")
         ok = isinstance(owner["pid"], int) and all(isinstance(owner[k], str) for k in strings)
@@ -212,8 +212,8 @@ def _describe(owner: dict[str, Any] | None) -> str:
 
 def _same_file(fd: int, path: Path) -> bool:
     try:
-        there = os.stat(path)
+        named = os.stat(path)
     except FileNotFoundError:
         return False
-    here = os.fstat(fd)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    opened = os.fstat(fd)
+    return (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino)

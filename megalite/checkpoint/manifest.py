@@ -16,16 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.meta import MAX_COUNT, BadMeta, check_meta
-from megalite.checkpoint.safetensors_io import (
-    BLOCK,
-    MAX_BYTES,
-    BadCheckpoint,
-    num_bytes,
-    open_inside,
-    read_exactly,
-)
-from megalite.foreign import BadFile, parse_json
+from megalite.checkpoint.safetensors_io import BLOCK, MAX_BYTES, BadCheckpoint, num_bytes, open_inside, read_exactly
 from megalite.slices import Slice
+from megalite.untrusted import BadFile, parse_json
 
 _MAX_DIMS = 8
 FORMAT, VERSION = "megalite-checkpoint", 1
@@ -34,13 +27,13 @@ _MAX_PER_FILE = 4 << 20
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
 _QUOTED_FILE = re.compile(rb'"([A-Za-z0-9_.-]+\.safetensors)"')
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,1000}")
-# Types that a state is read from.
+# Types that states may be stored in.
 _TYPES = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A logical tensor and the boxes that tile it exactly: (number of the file, box at a byte of it) pairs."""
+    """A logical tensor, and the boxes that tile it exactly: (number of the file, box at a byte of it) pairs."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -107,21 +100,20 @@ class Manifest:
             raise BadCheckpoint(where, str(e)) from None
         try:
             return cls._parse(content)
-        except (_Rule, BadMeta, KeyError, TypeError, ValueError, AttributeError) as e:
-            what = (
-                str(e) if isinstance(e, _Rule | BadMeta) else f"an entry is missing or of the wrong type ({e!r:.200})"
-            )
-            raise BadCheckpoint(where, what) from None
+        except (_BrokenRule, BadMeta) as e:
+            raise BadCheckpoint(where, str(e)) from None
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise BadCheckpoint(where, f"an entry is missing or of the wrong type ({e!r:.200})") from None
 
     @classmethod
     def _parse(cls, content: Any) -> Manifest:
         _require(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
         _require(content["version"] == VERSION, f"has format version {content['version']!r:.20}, not {VERSION}")
-        step = _whole(content["step"], "step", high=MAX_COUNT)
+        step = _integer(content["step"], "step", high=MAX_COUNT)
         manifest = cls(
             _name(content["run_id"]),
             step,
-            {_name(k): _whole(v, "topology") for k, v in content["topology"].items()},
+            {_name(k): _integer(v, "topology") for k, v in content["topology"].items()},
             check_meta(content["meta"], step),
             tuple(_parse_file(f) for f in content["files"]),
             {
@@ -163,16 +155,16 @@ def tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
 
 
-class _Rule(Exception):
+class _BrokenRule(Exception):
     """A manifest breaks a rule."""
 
 
 def _require(ok: bool, rule: str) -> None:
     if not ok:
-        raise _Rule(rule)
+        raise _BrokenRule(rule)
 
 
-def _whole(value: Any, what: str, low: int = 0, high: int = MAX_BYTES) -> int:
+def _integer(value: Any, what: str, low: int = 0, high: int = MAX_BYTES) -> int:
     _require(
         type(value) is int and low <= value <= high, f"{what}: {value!r:.40} is not an integer from {low} to {high}"
     )
@@ -188,17 +180,17 @@ def _extents(value: Any, what: str, low: int) -> tuple[int, ...]:
     _require(
         isinstance(value, list) and 1 <= len(value) <= _MAX_DIMS, f"{what}: 1 to {_MAX_DIMS} dimensions are allowed"
     )
-    return tuple(_whole(n, what, low) for n in value)
+    return tuple(_integer(n, what, low) for n in value)
 
 
 def _parse_file(entry: Mapping[str, Any]) -> FileEntry:
     name = entry["name"]
     _require(isinstance(name, str) and bool(_FILE.fullmatch(name)), f"file name {name!r:.80} is not NAME.safetensors")
-    size = _whole(entry["size"], f"file {name}: size", 8)
-    header = _whole(entry["header"], f"file {name}: header", 8, size)
+    size = _integer(entry["size"], f"file {name}: size", 8)
+    header = _integer(entry["header"], f"file {name}: header", 8, size)
     crcs = entry["crc32"]
     _require(isinstance(crcs, list) and len(crcs) == -(-size // BLOCK), f"file {name}: wrong number of checksums")
-    return FileEntry(name, size, header, tuple(_whole(c, f"file {name}: crc32", 0, 2**32 - 1) for c in crcs))
+    return FileEntry(name, size, header, tuple(_integer(c, f"file {name}: crc32", 0, 2**32 - 1) for c in crcs))
 
 
 def _parse_tensor(name: str, entry: Mapping[str, Any]) -> TensorEntry:
@@ -209,12 +201,12 @@ def _parse_tensor(name: str, entry: Mapping[str, Any]) -> TensorEntry:
     _require(num_bytes(dtype, shape) <= MAX_BYTES, f"{what}: is too large")
     boxes = []
     for file, begin, offset, extent in entry["boxes"]:
-        box = Slice(_extents(offset, what, 0), _extents(extent, what, 1), _whole(begin, what))
+        box = Slice(_extents(offset, what, 0), _extents(extent, what, 1), _integer(begin, what))
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             o + n <= m for o, n, m in zip(box.offset, box.shape, shape)
         )
         _require(inside, f"{what}: box {box.offset} + {box.shape} is outside {shape}")
-        boxes.append((_whole(file, what), box))
+        boxes.append((_integer(file, what), box))
     return TensorEntry(dtype, shape, tuple(boxes))
 
 
@@ -233,22 +225,22 @@ def _disjoint(boxes: Sequence[tuple[tuple[int, int], ...]]) -> bool:
     """
     if boxes and len(boxes[0]) == 1:
         boxes = [((0, 1), *box) for box in boxes]
-    # At one row, ends come before starts.
+    # In one row, ends sort before starts.
     events = sorted(
         event
-        for (start, length), *rest in boxes
-        for event in ((start, 1, tuple(rest)), (start + length, 0, tuple(rest)))
+        for (start, length), *section in boxes
+        for event in ((start, 1, tuple(section)), (start + length, 0, tuple(section)))
     )
     active: list[tuple[tuple[int, int], ...]] = []
-    for _, starts, rest in events:
-        at = bisect.bisect_left(active, rest)
+    for _, starts, section in events:
+        at = bisect.bisect_left(active, section)
         if not starts:
             active.pop(at)
             continue
-        near = active[max(0, at - 1) : at + 1] if len(rest) == 1 else active
-        if any(all(a < b + m and b < a + n for (a, n), (b, m) in zip(rest, other)) for other in near):
+        near = active[max(0, at - 1) : at + 1] if len(section) == 1 else active
+        if any(all(a < b + m and b < a + n for (a, n), (b, m) in zip(section, other)) for other in near):
             return False
-        active.insert(at, rest)
+        active.insert(at, section)
     return True
 
 
@@ -263,23 +255,22 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         BadCheckpoint: no COMMIT, another manifest than the committed one, or one that breaks a rule.
     """
-    # Sizes first, so that no unreasonable file is read into memory, nor parsed, which takes ten times as much.
-    found = {e.name.encode(): _allowed(e) for e in os.scandir(folder)} if folder.is_dir() else {}
+    # Sizes first, so that no oversized file is read into memory, nor parsed, which takes ten times as much.
+    allowances = {e.name.encode(): _allowance(e) for e in os.scandir(folder)} if folder.is_dir() else {}
     commit = _read_small(folder, "COMMIT", 1024)
-    data = _read_small(folder, "manifest.json", _MAX_PER_FILE + sum(found.values()))
+    data = _read_small(folder, "manifest.json", _MAX_PER_FILE + sum(allowances.values()))
     named = set(_QUOTED_FILE.findall(data))
-    limit = _MAX_PER_FILE + sum(allowed for name, allowed in found.items() if name in named)
+    limit = _MAX_PER_FILE + sum(allowance for name, allowance in allowances.items() if name in named)
     if len(data) > limit:
         raise _too_large(folder / "manifest.json", len(data), limit)
     if commit != commit_text(data):
-        raise BadCheckpoint(
-            str(folder / "manifest.json"), "its SHA-256 differs from the one in COMMIT: one of the two was changed"
-        )
+        rule = "its SHA-256 differs from the one in COMMIT: one of the two was changed"
+        raise BadCheckpoint(str(folder / "manifest.json"), rule)
     return Manifest.from_json(data, str(folder / "manifest.json"))
 
 
-def _allowed(entry: os.DirEntry[str]) -> int:
-    """Return how much longer a manifest may be for a shard: its entries are about as long as the shard's header."""
+def _allowance(entry: os.DirEntry[str]) -> int:
+    """Return the bytes that a shard adds to the limit of the manifest: its entries are about as long as its header."""
     if not (_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
         return 0
     return min(entry.stat(follow_symlinks=False).st_size, _MAX_PER_FILE)

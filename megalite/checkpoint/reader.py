@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,19 +28,21 @@ from megalite.slices import Slice, box_index, contiguous_runs
 
 # Reads go through a buffer of at most this many bytes.
 _STAGE = 16 << 20
+# A checkpoint has a shard for each rank that wrote it, and a process may usually open 1,024 files.
+_MAX_OPEN = 64
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the elements of a tensor are in a safetensors file: from byte `at` on."""
+    """A tensor of a safetensors file, whose elements begin at byte `at`."""
 
     dtype: str
     shape: tuple[int, ...]
     at: int
 
 
-class Staging:
-    """A buffer for what is read, the same memory each time."""
+class StagingBuffer:
+    """A buffer for reads, which reuses its memory."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -50,15 +54,15 @@ class Staging:
         return self._memory[:size]
 
 
-def read_parts(
-    fd: int, path: Path, stored: StoredTensor, offset: tuple[int, ...], shape: tuple[int, ...], staging: Staging
+def read_rows(
+    fd: int, path: Path, stored: StoredTensor, offset: tuple[int, ...], shape: tuple[int, ...], staging: StagingBuffer
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Read the part of a tensor that has `shape` at `offset`, as many rows at a time as fit in the buffer.
+    """Read the box of a tensor that has `shape` at `offset`, as many rows at a time as fit in the buffer.
 
-    It is read, not mapped: a file that is cut meanwhile is an error that names it, not the end of the process.
+    Files are read, not mapped: truncating one is an error that names it, and does not kill the process.
 
     Yields:
-        Number of the first row, counted from the offset, and the rows; they are valid until the next ones.
+        Number of the first row, counted from the offset, and the rows, valid until the next ones.
 
     Raises:
         BadCheckpoint: the file ends too early or cannot be read.
@@ -77,7 +81,7 @@ def read_parts(
 
 @dataclass
 class ReadStats:
-    """Count the bytes that this rank read to fill its states, and those it read to verify checksums."""
+    """Bytes that this rank read: to fill its states, and to verify checksums."""
 
     loaded: int = 0
     verified: int = 0
@@ -90,83 +94,95 @@ class ShardReader:
     path: Path
     manifest: Manifest
     stats: ReadStats = field(default_factory=ReadStats)
-    _open: dict[int, int] = field(default_factory=dict)
-    _staging: Staging = field(default_factory=lambda: Staging())
+    _open: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    _staging: StagingBuffer = field(default_factory=StagingBuffer)
 
     def descriptor(self, number: int) -> int:
-        """Return the file descriptor of shard `number`; open it and check its size at first use."""
+        """Return the file descriptor of shard `number`, open at least until the next call; check its size.
+
+        The last `_MAX_OPEN` shards stay open.
+        """
         if number not in self._open:
+            if len(self._open) == _MAX_OPEN:
+                os.close(self._open.popitem(last=False)[1])
             entry = self.manifest.files[number]
             fd = open_inside(self.path, entry.name)
             self._open[number] = fd
             size = os.fstat(fd).st_size
             if size != entry.size:
                 raise BadCheckpoint(str(self.path / entry.name), f"has {size} bytes, but {entry.size} in the manifest")
+        self._open.move_to_end(number)
         return self._open[number]
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Check every `world`-th block from `rank` on, and that the headers agree with the manifest.
+        """Check this rank's share of all blocks, and that the headers agree with the manifest.
+
+        The share is contiguous, so that a rank opens few shards however many there are.
 
         Raises:
             BadCheckpoint: damage; names the file and the bytes.
         """
         buffer = bytearray(min(BLOCK, max((f.size for f in self.manifest.files), default=1)))
-        turn = 0
+        total = sum(len(entry.crc32) for entry in self.manifest.files)
+        begin, end = total * rank // world, total * (rank + 1) // world
+        first, headers = 0, []
         for number, entry in enumerate(self.manifest.files):
-            fd = self.descriptor(number)
-            for block, crc in enumerate(entry.crc32):
-                turn += 1
-                if (turn - 1) % world != rank:
-                    continue
-                begin = block * BLOCK
-                view = memoryview(buffer)[: min(BLOCK, entry.size - begin)]
-                read_exactly(fd, view, begin, self.path / entry.name)
-                self.stats.verified += len(view)
-                if zlib.crc32(view) != crc:
-                    where = f"bytes {begin} to {begin + len(view)}"
-                    raise BadCheckpoint(str(self.path / entry.name), f"{where} differ from what was written (CRC32)")
-            if number % world == rank:
-                self._check_header(number, fd)
+            blocks = range(max(begin - first, 0), min(end - first, len(entry.crc32)))
+            for block in blocks:
+                self._verify_block(number, block, buffer)
+            if 0 in blocks:
+                headers.append(number)
+            first += len(entry.crc32)
+        self._check_headers(headers)
 
-    def _check_header(self, number: int, fd: int) -> None:
+    def _verify_block(self, number: int, block: int, buffer: bytearray) -> None:
         entry = self.manifest.files[number]
-        path = self.path / entry.name
-        data = bytearray(entry.header)
-        read_exactly(fd, memoryview(data), 0, path)
-        expected = {
-            box_key(kind, name, box.offset): header_entry(t.dtype, box.shape, box.at - entry.header)
-            for kind, tensors in self.manifest.tensors.items()
-            for name, t in tensors.items()
-            for file, box in t.boxes
-            if file == number
-        }
-        if parse_header(data) != expected:
-            raise BadCheckpoint(str(path), "its header does not list the boxes of the manifest")
+        begin = block * BLOCK
+        view = memoryview(buffer)[: min(BLOCK, entry.size - begin)]
+        read_exactly(self.descriptor(number), view, begin, self.path / entry.name)
+        self.stats.verified += len(view)
+        if zlib.crc32(view) != entry.crc32[block]:
+            where = f"bytes {begin} to {begin + len(view)}"
+            raise BadCheckpoint(str(self.path / entry.name), f"{where} differ from what was written (CRC32)")
+
+    def _check_headers(self, numbers: Sequence[int]) -> None:
+        expected: dict[int, dict[str, Any]] = {number: {} for number in numbers}
+        for kind, tensors in self.manifest.tensors.items():
+            for name, t in tensors.items():
+                for file, box in t.boxes:
+                    if file in expected:
+                        entry = header_entry(t.dtype, box.shape, box.at - self.manifest.files[file].header)
+                        expected[file][box_key(kind, name, box.offset)] = entry
+        for number in numbers:
+            path = self.path / self.manifest.files[number].name
+            data = bytearray(self.manifest.files[number].header)
+            read_exactly(self.descriptor(number), memoryview(data), 0, path)
+            if parse_header(data) != expected[number]:
+                raise BadCheckpoint(str(path), "its header does not list the boxes of the manifest")
 
     def extra_files(self) -> list[str]:
         """List the files in the folder that are not part of the checkpoint."""
         known = {"manifest.json", "COMMIT", *(f.name for f in self.manifest.files)}
         return sorted(e.name for e in os.scandir(self.path) if e.name not in known)
 
-    def read(self, tensor: TensorEntry, wanted: Slice, out: torch.Tensor) -> None:
-        """Fill `out` (shape of `wanted`, any type and device) with the elements of a logical tensor in `wanted`."""
+    def read(self, tensor: TensorEntry, region: Slice, out: torch.Tensor) -> None:
+        """Fill `out` (shape of `region`, any type and device) with the elements of a logical tensor in `region`."""
         for file, box in tensor.boxes:
-            if met := box.meet(wanted):
-                offset, shape = met
-                for begin, part in self._read(file, box, tensor.dtype, offset, shape):
-                    target = tuple(o - w for o, w in zip(begin, wanted.offset))
-                    out[box_index(target, part.shape)].copy_(part)
+            if overlap := box.intersect(region):
+                offset, shape = overlap
+                for begin, rows in self._read(file, box, tensor.dtype, offset, shape):
+                    target = tuple(o - w for o, w in zip(begin, region.offset))
+                    out[box_index(target, rows.shape)].copy_(rows)
 
     def _read(
         self, file: int, box: Slice, dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield (offset, elements) of the part of a box that has `shape` at `offset`: as many rows at a time as fit in
-        the buffer, which is reused."""
+        """Yield (offset, elements) of the region of a box that has `shape` at `offset`, some rows at a time."""
         fd, path = self.descriptor(file), self.path / self.manifest.files[file].name
         local = tuple(o - b for o, b in zip(offset, box.offset))
-        for row, part in read_parts(fd, path, StoredTensor(dtype, box.shape, box.at), local, shape, self._staging):
-            self.stats.loaded += part.nbytes
-            yield (offset[0] + row, *offset[1:]), part
+        for row, rows in read_rows(fd, path, StoredTensor(dtype, box.shape, box.at), local, shape, self._staging):
+            self.stats.loaded += rows.nbytes
+            yield (offset[0] + row, *offset[1:]), rows
 
     def close(self) -> None:
         """Close the shards."""

@@ -1,7 +1,7 @@
-"""What is checked before a save: copies are equal.
+"""The check before a save: copies are equal.
 
-Copies are weights over dp, over tp those that are not cut, and the two ends of a tied embedding. A flipped bit in one
-copy, or copies that drift apart, do not show in the loss; a save would make them permanent.
+Copies are weights over dp, those that are not sharded over tp, and the two ends of a tied embedding. A flipped bit in
+one copy, or copies that drift apart, do not show in the loss; a save would make them permanent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalite.dist.collectives import all_gather, gather_texts
 from megalite.dist.context import Axis, ParallelContext
 
 Copies = Sequence[tuple[Axis, Sequence[tuple[str, torch.Tensor]]]]
-"""Names and weights that the ranks on an axis hold the same of, by axis."""
+"""(axis, names and weights that all its ranks hold copies of) pairs."""
 
 
 @torch.no_grad()
@@ -28,31 +28,31 @@ def check_replicas(copies: Copies, ctx: ParallelContext) -> None:
         SaveError: copies differ; raised on every rank, naming the parameter and the ranks.
     """
     # All comparisons run on every rank, whatever the first finds: they are collectives.
-    found = [_differing(held, axis, ctx) for axis, held in copies]
-    problem = next(filter(None, found), "")
+    differences = [_difference(weights, axis, ctx) for axis, weights in copies]
+    problem = next(filter(None, differences), "")
     if problems := [text for text in gather_texts(problem, ctx.world, ctx.device) if text]:
         raise SaveError(
             f"nothing saved: {problems[0]}; resume from the last checkpoint, on other hardware if it recurs"
         )
 
 
-def _differing(held: Sequence[tuple[str, torch.Tensor]], axis: Axis, ctx: ParallelContext) -> str:
+def _difference(weights: Sequence[tuple[str, torch.Tensor]], axis: Axis, ctx: ParallelContext) -> str:
     """Describe the first difference over an axis; return "" when there is none."""
     bits = {4: torch.int32, 2: torch.int16}
-    # Shares that are offloaded are on the host.
-    sums = torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64).to(ctx.device) for _, x in held])
+    # Offloaded shares are in host memory.
+    sums = torch.stack([x.view(bits[x.element_size()]).sum(dtype=torch.int64).to(ctx.device) for _, x in weights])
     gathered = torch.empty(axis.size * len(sums), dtype=torch.int64, device=ctx.device)
     all_gather(gathered, sums, axis).wait()
     table = gathered.view(axis.size, -1).cpu()
-    for column, (name, _) in zip(table.t(), held):
+    for column, (name, _) in zip(table.t(), weights):
         if (column != column[0]).any():
             values, counts = column.unique(return_counts=True)
             if int(counts.max()) <= axis.size // 2:
                 ranks = ", ".join(map(str, axis.ranks))
                 return f"the copies of {name} on ranks {ranks} differ ({axis.name}); which is wrong cannot be known"
-            # The value of most ranks counts as the right one.
-            usual = values[counts.argmax()]
-            bad = [axis.ranks[i] for i in range(axis.size) if column[i] != usual]
+            # The value of the majority counts as the right one.
+            majority = values[counts.argmax()]
+            bad = [axis.ranks[i] for i in range(axis.size) if column[i] != majority]
             others = [rank for rank in axis.ranks if rank not in bad]
             return f"{name} of rank {bad} differs from its copies on rank {others} ({axis.name})"
     return ""

@@ -6,6 +6,7 @@ Source: https://github.com/huggingface/safetensors (format). Does not import tor
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 from megalite.child import FLUSHING, shown_as
 from megalite.errors import UserError
-from megalite.foreign import BadFile, parse_json
+from megalite.untrusted import BadFile, parse_json
 
 # Checksums are per block, so that damage can be located and ranks can share the checking.
 BLOCK = 8 << 20
@@ -65,14 +66,14 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[by
 
 
 def write_file(
-    path: Path, parts: Iterable[bytes | memoryview], between: Callable[[], None] = lambda: None
+    path: Path, buffers: Iterable[bytes | memoryview], after_block: Callable[[], None] = lambda: None
 ) -> tuple[int, list[int]]:
     """Write a new file and flush it to the disk.
 
     Args:
         path: must not exist.
-        parts: its bytes, in order.
-        between: called after every block; may raise to stop.
+        buffers: content of the file, in order.
+        after_block: called after every block; may raise to stop.
 
     Returns:
         Size, and the CRC32 of each block, computed before the block is written.
@@ -80,19 +81,19 @@ def write_file(
     crcs, crc, filled, size = [], 0, 0, 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
-        for part in parts:
-            rest = memoryview(part)
-            while len(rest):
-                piece, rest = rest[: BLOCK - filled], rest[BLOCK - filled :]
-                crc = zlib.crc32(piece, crc)
-                filled += len(piece)
-                size += len(piece)
-                while len(piece):
-                    piece = piece[os.write(fd, piece) :]
+        for buffer in buffers:
+            remaining = memoryview(buffer)
+            while len(remaining):
+                chunk, remaining = remaining[: BLOCK - filled], remaining[BLOCK - filled :]
+                crc = zlib.crc32(chunk, crc)
+                filled += len(chunk)
+                size += len(chunk)
+                while len(chunk):
+                    chunk = chunk[os.write(fd, chunk) :]
                 if filled == BLOCK:
                     crcs.append(crc)
                     crc = filled = 0
-                    between()
+                    after_block()
         if filled:
             crcs.append(crc)
         _flush(fd)
@@ -102,7 +103,7 @@ def write_file(
 
 
 def _flush(fd: int) -> None:
-    # It may take minutes, without processor time or I/O of this process by which it could be told from a hang.
+    # It may take minutes without processor time or I/O of this process, as a hang does: the name tells them apart.
     with shown_as(FLUSHING):
         os.fsync(fd)
 
@@ -127,6 +128,8 @@ def open_inside(folder: Path, name: str) -> int:
     try:
         fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):  # says nothing about the file
+            raise UserError(str(folder / name), "cannot be opened: too many open files", "raise `ulimit -n`") from None
         rule = (
             "is a link, which could lead anywhere"
             if (folder / name).is_symlink()

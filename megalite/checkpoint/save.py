@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megalite.checkpoint import folder
 from megalite.checkpoint.claim import Claim
-from megalite.checkpoint.snapshot import WriterProcess, boxes_of
+from megalite.checkpoint.snapshot import Source, WriterProcess, boxes_of
 from megalite.checkpoint.writer import ABANDONED
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
@@ -27,7 +27,7 @@ from megalite.sharding import StateTensor
 # How long a process that exits waits for its writer to complete a save in progress.
 _CLOSE_S = 8.0
 
-# How a save begins on a rank: the first of these that happens on any rank counts for all.
+# Outcomes of the beginning of a save, worst first: the worst of all ranks counts.
 _OUTCOMES = ("taken", "not-finite", "failed", "ok")
 
 
@@ -40,8 +40,8 @@ class _Save:
     """A save in progress: begun, passed to the writer, answered by it, then committed or failed.
 
     Attributes:
-        name: of the checkpoint's folder.
-        temporary: folder it is written in.
+        name: name of the checkpoint's folder.
+        temporary: folder in which it is written.
         started: `time.perf_counter` at its beginning.
         stalled: seconds that training waited.
         reported: whether `poll` has reported the writer's answer.
@@ -63,7 +63,7 @@ class Checkpointer:
         run_id: recorded in the manifest, and shown to a second job that finds the folder in use.
         keep_last: number of full checkpoints to keep; older ones are deleted after a commit.
         on_error: "stop" raises when a save fails, "warn" logs a warning and continues.
-        scratch: where the snapshot of a save is, in a file without a name; None: in host memory.
+        scratch: folder for an unnamed file that holds the snapshot of a save; None: host memory.
 
     Raises:
         UserError: the folder is in use or cannot be written (on every rank).
@@ -126,9 +126,7 @@ class Checkpointer:
             return self.root / full
         return self._save(folder.model_name(step), step, boxes_of(states, "model"), meta, background)
 
-    def _save(
-        self, name: str, step: int, boxes: list[dict[str, Any]], meta: dict[str, Any], background: bool
-    ) -> Path | None:
+    def _save(self, name: str, step: int, boxes: list[Source], meta: dict[str, Any], background: bool) -> Path | None:
         self.finish()
         # Content that is not JSON is an error here, not in the writer.
         json.dumps(meta, allow_nan=False)
@@ -143,11 +141,11 @@ class Checkpointer:
         path = self.root / name
         return path if background or self.finish() else None
 
-    def _begin(self, name: str, boxes: list[dict[str, Any]]) -> str | None:
+    def _begin(self, name: str, boxes: list[Source]) -> str | None:
         """Take the snapshot on every rank, and make the folder on rank 0.
 
         Returns:
-            The random ID of the save, by which all ranks recognize its parts; None if that failed and `on_error` is
+            The random ID of the save, by which all ranks recognize its files; None if that failed and `on_error` is
             "warn".
 
         Raises:
@@ -171,13 +169,13 @@ class Checkpointer:
         self._fail(problem)
         return None
 
-    def _prepare(self, name: str, boxes: list[dict[str, Any]]) -> tuple[str, str]:
-        """Do this rank's part of `_begin`; return one of `_OUTCOMES`, and the ID of the save or a description."""
+    def _prepare(self, name: str, boxes: list[Source]) -> tuple[str, str]:
+        """Begin the save on this rank; return one of `_OUTCOMES`, and the ID of the save or a description."""
         save_id, rank = secrets.token_hex(8), self.ctx.rank
         temporary = self._temporary(name, save_id)
         try:
             if bad := self._writer.snapshot.take(boxes):
-                return "not-finite", f"{bad['kind']} of {bad['name']} on rank {rank} is not finite"
+                return "not-finite", f"{bad.kind} of {bad.name} on rank {rank} is not finite"
             if rank == 0:
                 if other := self._claim.taken_by():
                     return "taken", other
@@ -210,7 +208,7 @@ class Checkpointer:
         return job
 
     def _temporary(self, name: str, save_id: str) -> Path:
-        """Name the folder of this save alone; a writer that outlived an earlier run may be saving the same step."""
+        """Name a folder for this save alone: a writer that outlived an earlier run may be saving the same step."""
         return self.root / f"{folder.TEMPORARY}{name}_{save_id}"
 
     def poll(self) -> Path | None:
@@ -269,8 +267,8 @@ class Checkpointer:
 
     def _log_commit(self, save: _Save) -> Path:
         path = self.root / save.name
-        whole = time.perf_counter() - save.started
-        logger.info(f"saved {path} in {whole:.2f} s, training paused for {save.stalled:.2f} s")
+        seconds = time.perf_counter() - save.started
+        logger.info(f"saved {path} in {seconds:.2f} s, training paused for {save.stalled:.2f} s")
         for moved in self._writer.answer("moved"):
             logger.warning(f"set aside, because this run does not continue it: {moved}")
         for problem in self._writer.answer("problems"):

@@ -1,11 +1,10 @@
-"""What a rank saves: the snapshot of it in shared memory, and the process that writes the snapshot."""
+"""The snapshot of a rank's state in shared memory, and the process that writes it."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
-import select
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -16,37 +15,39 @@ import numpy as np
 import torch
 
 from megalite.checkpoint import writer
-from megalite.checkpoint.safetensors_io import num_bytes
-from megalite.checkpoint.writer import receive, send
-from megalite.child import scratch_file, shared_memory, start_child
+from megalite.checkpoint.writer import SavedBox, receive, send
+from megalite.child import readable, scratch_file, shared_memory, start_child
 from megalite.dist.dtypes import STORED
 from megalite.log import logger
 from megalite.sharding import StateTensor
 from megalite.slices import Slice
 
-# Elements that are copied and then summed: source and copy of a block stay in the processor's cache for that.
+# Elements that are copied and then summed at a time, so that they stay in the processor's cache.
 _BLOCK = 1 << 17
 # Where torch has several threads, it uses them for larger sums, and waits for them longer than the sum takes.
 _BLOCK_OF_ONE_THREAD = (1 << 15) - 64
 
+Source = tuple[SavedBox, torch.Tensor]
+"""A box to write, and its elements, 1-D."""
+
 
 def copy_and_sum(target: torch.Tensor, source: torch.Tensor) -> list[torch.Tensor]:
-    """Copy a 1-D tensor into another, and return sums of its parts: where an element is not finite, a sum is not.
+    """Copy a 1-D tensor into another, and return sums of its blocks: if an element is not finite, its sum is not.
 
-    Elements that are merely large may also add up to infinity.
+    Large finite elements may also add up to infinity.
     """
     if not source.is_cpu:
         target.copy_(source, non_blocking=True)
         return [source.sum()]
     size = _BLOCK if torch.get_num_threads() == 1 else _BLOCK_OF_ONE_THREAD
     sums = []
-    for to, part in zip(target.split(size), source.split(size)):
-        if to.dtype == part.dtype:
-            # Copies blocks of this size in half the time of torch.
-            np.copyto(to.numpy(), part.numpy())
+    for to, block in zip(target.split(size), source.split(size)):
+        if to.dtype == block.dtype:
+            # NumPy copies blocks of this size in half the time of torch.
+            np.copyto(to.numpy(), block.numpy())
         else:
-            to.copy_(part)
-        sums.append(part.sum())
+            to.copy_(block)
+        sums.append(block.sum())
     return sums
 
 
@@ -54,13 +55,13 @@ class Snapshot:
     """Hold a copy of the state in memory that another process can map; the memory is reused by later saves.
 
     Args:
-        device: of the state.
-        folder: where a scratch file serves as that memory, if memory is what the state was offloaded to save.
+        device: device of the state.
+        folder: folder for a scratch file in place of memory, for states offloaded to disk; None: memory.
 
     Attributes:
         descriptor: file descriptor of the memory; -1 before the first `take`.
-        num_bytes: of the last snapshot.
-        allocations: how often the memory was allocated anew.
+        num_bytes: size of the last snapshot.
+        allocations: number of times that the memory was allocated.
     """
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
@@ -75,26 +76,25 @@ class Snapshot:
         return len(self._tensor)
 
     @torch.no_grad()
-    def take(self, boxes: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    def take(self, boxes: Sequence[Source]) -> SavedBox | None:
         """Copy the sources of the boxes, one after the other; return the first box that is not finite, if any.
 
         Raises:
             OSError: there is no room for the copy.
         """
-        self.num_bytes = sum(num_bytes(b["dtype"], b["shape"]) for b in boxes)
+        self.num_bytes = sum(box.num_bytes for box, _ in boxes)
         if self.num_bytes > self.capacity:
             self._allocate(self.num_bytes)
         at, sums = 0, list[torch.Tensor]()
-        for box in boxes:
-            count = num_bytes(box["dtype"], box["shape"])
-            sums += copy_and_sum(self._tensor[at : at + count].view(STORED[box["dtype"]]), box["source"])
-            at += count
+        for box, source in boxes:
+            sums += copy_and_sum(self._tensor[at : at + box.num_bytes].view(STORED[box.dtype]), source)
+            at += box.num_bytes
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
-        # Part of the state may be offloaded.
+        # Some of the state may be offloaded to the host.
         for group in ([s for s in sums if s.is_cpu], [s for s in sums if not s.is_cpu]):
             if group and not torch.stack(group).isfinite().all():
-                return next((b for b in boxes if not b["source"].isfinite().all()), None)
+                return next((box for box, source in boxes if not source.isfinite().all()), None)
         return None
 
     def _allocate(self, size: int) -> None:
@@ -108,10 +108,10 @@ class Snapshot:
         if self._on_gpu and self._folder is None:
             # Page-locked, so that the copy from the GPU runs at full speed.
             cuda = torch.cuda.cudart()
-            refused = cuda.cudaHostRegister(self._tensor.data_ptr(), size, 0)
-            self._locked = refused == cuda.cudaError.success
+            status = cuda.cudaHostRegister(self._tensor.data_ptr(), size, 0)
+            self._locked = status == cuda.cudaError.success
             if not self._locked:
-                logger.warning(f"{size:,} bytes for a save cannot be page-locked ({refused}): copies will be slower")
+                logger.warning(f"{size:,} bytes for a save cannot be page-locked ({status}): copies will be slower")
                 # CUDA keeps the error, and would report it for the next kernel.
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)
@@ -146,12 +146,12 @@ class WriterProcess:
         # The allocation that the writer has mapped; it keeps the mapping from one job to the next.
         self._mapped = 0
 
-    def start_job(self, job: dict[str, Any], boxes: Sequence[dict[str, Any]]) -> None:
+    def start_job(self, job: dict[str, Any], boxes: Sequence[Source]) -> None:
         """Send `job` and the copy of the boxes that was taken to the writer."""
         job |= {
             "num_bytes": self.snapshot.num_bytes,
             "capacity": self.snapshot.capacity,
-            "boxes": [{k: v for k, v in b.items() if k != "source"} for b in boxes],
+            "boxes": [box.to_json() for box, _ in boxes],
         }
         self._answer = None
         shared = () if self._mapped == self.snapshot.allocations else (self.snapshot.descriptor,)
@@ -165,7 +165,7 @@ class WriterProcess:
         """Wait for the answer to the job, with None without a limit; return whether it has arrived."""
         if self._answer is not None:
             return True
-        if not select.select([self._channel], [], [], seconds)[0]:
+        if not readable(self._channel.fileno(), seconds):
             return False
         try:
             message = receive(self._channel)
@@ -211,28 +211,19 @@ def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
     return process, ours
 
 
-def boxes_of(states: Sequence[StateTensor], only_as: str | None) -> list[dict[str, Any]]:
-    """List the boxes that this rank writes, of all tensors it owns; with `only_as`, masters, as bf16 of that kind."""
+def boxes_of(states: Sequence[StateTensor], weights_as: str | None) -> list[Source]:
+    """List the boxes of all tensors that this rank owns; with `weights_as`, of masters alone, as bf16 of that kind."""
     out = []
     for state in states:
-        if not state.primary or (only_as is not None and state.role != "master"):
+        if not state.is_owner or (weights_as is not None and state.role != "master"):
             continue
-        for box in _merged(state.slices):
-            out.append(
-                {
-                    "kind": only_as or state.kind,
-                    "name": state.name,
-                    "dtype": "BF16" if only_as else "F32",
-                    "global_shape": list(state.shape),
-                    "offset": list(box.offset),
-                    "shape": list(box.shape),
-                    "source": state.flat.detach()[box.at : box.at + box.numel],
-                }
-            )
+        for box in _merge_rows(state.slices):
+            saved = SavedBox(weights_as or state.kind, state.name, "BF16" if weights_as else "F32", state.shape, box)
+            out.append((saved, state.flat.detach()[box.at : box.at + box.numel]))
     return out
 
 
-def _merged(slices: Sequence[Slice]) -> list[Slice]:
+def _merge_rows(slices: Sequence[Slice]) -> list[Slice]:
     """Join slices that are adjacent, one below the other, in both the flat and the logical tensor."""
     out: list[Slice] = []
     for box in slices:

@@ -13,24 +13,56 @@ import errno
 import json
 import mmap
 import os
-import select
 import socket
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.checkpoint import folder
 from megalite.checkpoint.lock import taken_by
 from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
-from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_file
+from megalite.checkpoint.safetensors_io import make_header, num_bytes, sync_folder, write_file
+from megalite.child import readable
 from megalite.slices import Slice
 
 # The answer of a writer that was asked to abandon its job.
 ABANDONED = "another rank's write failed"
 
 
-class _Abandoned(Exception):
+class SavedBox(NamedTuple):
+    """A box of a logical tensor that one rank writes.
+
+    Attributes:
+        kind, name: kind and name of the tensor in the manifest.
+        dtype: type in the file, as safetensors spells it.
+        shape: shape of the full tensor.
+        box: its place in the tensor; in a fragment, `at` is its first byte in the shard.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Slice
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.dtype, self.box.shape)
+
+    def to_json(self) -> list[object]:
+        """The form it takes in jobs and fragments: [kind, name, dtype, shape, at, offset, shape of the box]."""
+        return [*self[:4], *self.box.to_json()]
+
+    @classmethod
+    def from_json(cls, entry: list[Any]) -> SavedBox:
+        """Read what `to_json` made."""
+        kind, name, dtype, shape, at, offset, extent = entry
+        return cls(kind, name, dtype, tuple(shape), Slice(tuple(offset), tuple(extent), at))
+
+
+class _AbandonedSave(Exception):
     """Another rank failed; this save will not be committed."""
 
 
@@ -53,19 +85,19 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         (length,) = struct.unpack("<Q", head)
         data = bytearray()
         while len(data) < length:
-            piece = channel.recv(min(1 << 20, length - len(data)))
-            if not piece:
+            chunk = channel.recv(min(1 << 20, length - len(data)))
+            if not chunk:
                 return None
-            data += piece
+            data += chunk
     except ConnectionResetError:
-        # Killed before it read a message of ours.
+        # The other side was killed before it read our message.
         return None
     return json.loads(data), descriptors
 
 
 def main(descriptor: int) -> None:
     """Serve jobs from the socket `descriptor` until the training process closes it."""
-    # Training has precedence where it needs every core; a save that is waited for has the cores to itself.
+    # Training has priority on the cores; while it waits for a save, the save has them to itself.
     os.nice(15)
     channel = socket.socket(fileno=descriptor)
     buffer: mmap.mmap | None = None
@@ -87,7 +119,7 @@ def _serve(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket
         if job["rank"] == 0:
             return _commit(job, channel)
         return {"ok": True}
-    except _Abandoned:
+    except _AbandonedSave:
         return {"error": ABANDONED}
     except OSError as e:
         name = errno.errorcode.get(e.errno or 0, "OSError")
@@ -99,19 +131,20 @@ def _serve(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket
 
 def _check_parent(channel: socket.socket) -> None:
     """Stop when the training process is gone or has abandoned this save."""
-    if select.select([channel], [], [], 0)[0]:
+    if readable(channel.fileno(), 0):
         message = receive(channel)
         if message is None:
             os._exit(1)
-        raise _Abandoned
+        raise _AbandonedSave
 
 
 def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> None:
     """Write `rank_NNNNN.safetensors` from the snapshot, then `rank_NNNNN.json`, which marks it as complete."""
     temporary = Path(job["temporary"])
     stem = f"rank_{job['rank']:05d}"
-    keys = [box_key(b["kind"], b["name"], b["offset"]) for b in job["boxes"]]
-    header, begins = make_header((k, b["dtype"], tuple(b["shape"])) for k, b in zip(keys, job["boxes"]))
+    boxes = [SavedBox.from_json(entry) for entry in job["boxes"]]
+    keys = [box_key(b.kind, b.name, b.box.offset) for b in boxes]
+    header, begins = make_header((key, b.dtype, b.box.shape) for key, b in zip(keys, boxes))
     data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
     path = temporary / f"{stem}.safetensors"
     try:
@@ -124,7 +157,7 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     fragment = {
         "save_id": job["save_id"],
         "file": {"name": path.name, "size": size, "header": len(header), "crc32": crcs},
-        "boxes": [{**b, "begin": begins[k]} for k, b in zip(keys, job["boxes"])],
+        "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
     }
     write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
     os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")
@@ -157,15 +190,13 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
 
 def _assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
     files: list[FileEntry] = []
-    found: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
+    boxes: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
     for number, fragment in enumerate(fragments):
         f = fragment["file"]
         files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"])))
-        for b in fragment["boxes"]:
-            box = Slice(tuple(b["offset"]), tuple(b["shape"]), b["begin"])
-            key = (b["kind"], b["name"], b["dtype"], tuple(b["global_shape"]))
-            found.setdefault(key, []).append((number, box))
+        for saved in map(SavedBox.from_json, fragment["boxes"]):
+            boxes.setdefault(saved[:4], []).append((number, saved.box))
     tensors: dict[str, dict[str, TensorEntry]] = {}
-    for (kind, name, dtype, shape), boxes in found.items():
-        tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(boxes))
+    for (kind, name, dtype, shape), located in boxes.items():
+        tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(located))
     return Manifest(head["run_id"], head["step"], head["topology"], head["meta"], tuple(files), tensors)

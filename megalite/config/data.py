@@ -13,39 +13,45 @@ class DataConfig:
     """Training and evaluation data."""
 
     data: tuple[str, ...] = ()
-    """PREFIX, or WEIGHT PREFIX pairs for a blend (PREFIX.bin and PREFIX.idx)."""
+    """Training data: PREFIX (for PREFIX.bin and PREFIX.idx), or WEIGHT PREFIX pairs for a blend."""
     valid_data: tuple[str, ...] = ()
-    """Evaluation data, in the form of --data. Default: the second part of --split."""
+    """Evaluation data, in the same form as --data. Default: the second part of --split."""
     split: str = "99,1,0"
     """Proportions of documents for training, validation and test."""
     tokenizer: str | None = None
-    """Tokenizer directory or file that the data was made with."""
+    """Directory or file of the tokenizer that the data was made with."""
     shuffle: bool = True
-    """Shuffle samples by (seed, epoch)."""
+    """Shuffle samples by seed and epoch."""
     mock_data: bool = False
     """Train on synthetic sequences; requires no files."""
     document_mask: bool = False
-    """Stop attention at document ends, restart positions there, and ignore targets across an end."""
-    loss_on: Literal["answers", "all", "last"] = "all"
-    """Chat data: learn the answers marked in PREFIX.mask.bin, the last one of each conversation, or every token."""
+    """Stop attention at document boundaries, restart positions there, and ignore targets across them."""
+    loss_on: Literal["answers", "all", "last"] | None = None
+    """Chat data: tokens to train on: the answers marked in PREFIX.mask.bin, the last answer of each conversation, or
+    all. Default: answers where there is such a file."""
     loss_per: Literal["token", "sample"] = "token"
-    """Chat data: whether every learned token counts the same in the loss, or every conversation."""
+    """Chat data: give every trained token the same weight in the loss, or every conversation."""
     long_documents: Literal["cut", "drop"] = "cut"
-    """Chat data: cut conversations of more than seq_len + 1 tokens to their beginning, or drop them."""
+    """Chat data: truncate conversations longer than seq_len + 1 tokens (cut), or drop them."""
 
     @property
     def within_documents(self) -> bool:
-        """Whether these options alone say that attention stays within documents; chat data implies it too."""
-        return self.document_mask or self.loss_on != "all" or self.loss_per == "sample"
+        """Whether these options alone keep attention within documents; chat data implies it too."""
+        return self.document_mask or self.learns_part or self.loss_per == "sample"
+
+    @property
+    def learns_part(self) -> bool:
+        """Whether `--loss-on` asks for a part of the tokens."""
+        return self.loss_on not in (None, "all")
 
     def __post_init__(self) -> None:
-        for flag, given in (
+        for flag, is_set in (
             ("--document-mask", self.document_mask),
-            (f"--loss-on {self.loss_on}", self.loss_on != "all"),
+            (f"--loss-on {self.loss_on}", self.learns_part),
             (f"--loss-per {self.loss_per}", self.loss_per != "token"),
         ):
             require(
-                not (given and self.mock_data),
+                not (is_set and self.mock_data),
                 f"{flag} with --mock-data",
                 "synthetic sequences have neither documents nor answers",
                 "give --data PREFIX, or drop it",

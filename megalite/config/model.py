@@ -6,13 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megalite.config.names import NamedIn, check_names
+from megalite.config.names import Choices, check_names
 from megalite.errors import in_range, require
 from megalite.families import FAMILIES
-from megalite.families.parts import ACTIVATIONS, NORMS, Activation, Norm
+from megalite.families.parts import ACTIVATIONS, NORMS, Activation, BlockKind, Norm
 
-# Lists of parameters are made by layer: a number without a limit would take all memory before anything is looked at.
+# Parameters are listed per layer: without a limit, the list could take all memory before anything is checked.
 _MAX_LAYERS = 10_000
+# Samples and rotary tables of one sequence are made before its first step.
+_MAX_SEQ_LEN = 2**24
 _MAX_FACTOR = 10**6
 
 
@@ -31,84 +33,88 @@ class RopeScaling:
             and 0 < self.low_freq_factor < self.high_freq_factor < _MAX_FACTOR
             and 1 <= self.original_max_position_embeddings < 2**30,
             f"--rope-scaling {dataclasses.asdict(self)}",
-            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, both factors below a million, and a positive "
-            "original length",
+            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, both factors below a million, and a "
+            "positive original length",
             "take the values of the model's config.json",
         )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and family of the model. Options at None follow from the family (`--arch`) or the other sizes."""
+    """Shape and family of the model. Options without a default are derived from --arch and the other sizes."""
 
-    arch: Annotated[str, NamedIn(FAMILIES)] = "llama"
-    """Model family; sets the options below."""
+    arch: Annotated[str, Choices(FAMILIES)] = "llama"
+    """Model family; sets defaults for the options below."""
     num_layers: int = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int | None = None
-    """Key/value heads (grouped-query attention). Default: num_heads."""
+    """Number of key/value heads (grouped-query attention). Default: --num-heads."""
     head_dim: int | None = None
-    """Width of a head. Default: hidden_size / num_heads."""
+    """Size of each head. Default: --hidden-size / --num-heads."""
     ffn_hidden_size: int | None = None
-    """Inner width of the MLP. Default: 4 h, or 8/3 h rounded up to a multiple of 64 with a gated activation."""
+    """Inner width of the MLP. Default: 4 times --hidden-size; with a gated activation 8/3 times, rounded up to a
+    multiple of 64."""
     vocab_size: int | None = None
     """Vocabulary size before padding (padding is automatic). Default: the tokenizer's."""
     seq_len: int = 256
-    """Sequence length in tokens. Also the number of learned positions, unless max_position_embeddings is larger."""
+    """Sequence length in tokens. Also the number of learned positions, unless --max-position-embeddings is larger."""
     max_position_embeddings: int | None = None
-    """Number of positions the model supports. Default: seq_len."""
-    norm: Annotated[str, NamedIn(NORMS)] = "rmsnorm"
+    """Number of positions the model supports. Default: --seq-len."""
+    norm: Annotated[str, Choices(NORMS)] = "rmsnorm"
     """Normalization layer."""
     norm_eps: float = 1e-5
-    """Epsilon inside the square root of the normalization."""
+    """Epsilon under the square root of the normalization."""
     norm_position: Literal["pre", "post", "both"] = "pre"
-    """Normalize the input of each sub-layer, its output before the residual is added (OLMo 2), or both (Gemma)."""
+    """Normalize the input of each sub-layer (pre), its output before the residual is added (post; OLMo 2), or both
+    (Gemma)."""
     zero_centered_norm: bool = False
-    """Norms scale by 1 + weight (Gemma)."""
+    """Scale by 1 + weight in norms (Gemma)."""
     position: Literal["rope", "learned"] = "rope"
-    """Rotary or learned absolute positions."""
+    """Rotary or learned absolute position embeddings."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_fraction: float = 1.0
     """Fraction of each head that is rotated (GPT-NeoX: 0.25)."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3 frequency scaling, as '{factor: 8.0}'."""
+    """Llama 3 scaling of the rotary frequencies, e.g. '{factor: 8.0}'."""
     rope_linear_factor: float = 1.0
-    """Divisor of the rotary frequencies (position interpolation; Gemma 3: 8)."""
+    """Divide the rotary frequencies by this (position interpolation; Gemma 3: 8)."""
     rope_theta_local: float | None = None
-    """Base of the unscaled rotary frequencies in sliding-window layers (Gemma 3). Default: as in the other layers."""
+    """Base of the rotary frequencies, unscaled, in sliding-window layers (Gemma 3). Default: the frequencies of the
+    other layers."""
     window: int | None = None
-    """Positions that sliding-window layers attend to, their own included. Default: all before, in every layer."""
+    """Size of the sliding attention window in tokens, the current one included. Default: full attention in every
+    layer."""
     window_pattern: int = 0
-    """With --window: every n-th layer attends to all positions before it (Gemma 2: 2, Gemma 3: 6); 0: no layer does."""
+    """With --window: every n-th layer uses full attention (Gemma 2: 2, Gemma 3: 6); 0: no layer does."""
     query_pre_attn_scalar: int | None = None
-    """Divide attention scores by the square root of this. Default: head_dim."""
+    """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
-    """Bound the attention scores c to c tanh(score / c) (Gemma 2: 50)."""
+    """Soft-cap attention scores to c * tanh(score / c) (Gemma 2: 50)."""
     logit_softcap: float | None = None
-    """Bound the logits likewise (Gemma 2: 30)."""
+    """Soft-cap logits to c * tanh(logit / c) (Gemma 2: 30)."""
     scale_embeddings: bool = False
-    """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
-    activation: Annotated[str, NamedIn(ACTIVATIONS)] = "swiglu"
+    """Multiply embeddings by the square root of --hidden-size (Gemma)."""
+    activation: Annotated[str, Choices(ACTIVATIONS)] = "swiglu"
     """MLP activation; those with glu in their name are gated."""
     qkv_bias: bool = False
-    """Bias on the q, k, v projections."""
+    """Add a bias to the q, k and v projections."""
     o_bias: bool = False
-    """Bias on the attention output projection."""
+    """Add a bias to the attention output projection."""
     mlp_bias: bool = False
-    """Biases in the MLP."""
+    """Add biases to the MLP."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm of q and k: per head (Qwen 3) or over the whole projection (OLMo 2)."""
+    """RMSNorm on q and k: per head (Qwen 3) or over the full projection (OLMo 2)."""
     parallel_residual: bool = False
-    """Attention and MLP read the same residual stream (GPT-NeoX)."""
+    """Run attention and MLP in parallel on the same residual stream (GPT-NeoX)."""
     tie_embeddings: bool = False
-    """Share the input embedding with the output layer."""
+    """Share the weights of the input embedding with the output layer."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; output projections use init_std / sqrt(2 num_layers)."""
+    """Standard deviation of initial weights; that of output projections is divided by sqrt(2 * num_layers)."""
     hidden_dropout: float = 0.0
     """Dropout on embeddings and sub-layer outputs."""
     attention_dropout: float = 0.0
@@ -119,7 +125,8 @@ class ModelConfig:
         in_range(self, "num_layers", 1, _MAX_LAYERS + 1)
         in_range(self, "hidden_size num_heads num_kv_heads head_dim", 1, 2**20 + 1)
         in_range(self, "ffn_hidden_size", 1, 2**24)
-        in_range(self, "seq_len max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
+        in_range(self, "seq_len", 1, _MAX_SEQ_LEN + 1)
+        in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
         in_range(self, "window_pattern", 0, _MAX_LAYERS)
         in_range(self, "vocab_size", 2, 10**8)
         in_range(self, "norm_eps rope_fraction init_std", 0, 100, above=True)
@@ -206,8 +213,12 @@ class ModelConfig:
         assert self.query_pre_attn_scalar is not None
         return None if self.query_pre_attn_scalar == self.head_dim else self.query_pre_attn_scalar**-0.5
 
+    def block_kind(self, layer: int) -> BlockKind:
+        """Mixer and feed-forward layer of a block, as the family has them."""
+        return FAMILIES[self.arch].block_kind(self, layer)
+
     def window_of(self, layer: int) -> int | None:
-        """Positions that a layer sees, its own included; None: all before it."""
+        """Return the number of positions that a layer attends to, the current one included; None: no limit."""
         sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
         return None if sees_all else self.window
 

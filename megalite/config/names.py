@@ -12,12 +12,12 @@ from megalite.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
-class NamedIn:
-    """Mark of such an option: `Annotated[str, NamedIn(TABLE)]`. The table may grow until the options are read.
+class Choices:
+    """Annotation of such an option: `Annotated[str, Choices(TABLE)]`. The table may grow until the options are read.
 
-    Args:
-        table: the table; its keys are the names.
-        others: names beside them.
+    Attributes:
+        table: table whose keys are the names.
+        others: further names.
     """
 
     table: Mapping[str, Any]
@@ -29,13 +29,13 @@ class NamedIn:
         return [*self.others, *self.table]
 
 
-def names_in(hint: Any) -> NamedIn | None:
-    """Return the mark of an option's type, if it has one."""
-    return next((mark for mark in get_args(hint) if isinstance(mark, NamedIn)), None)
+def mark_of(hint: Any) -> Choices | None:
+    """Return the `Choices` of an option's type, or None."""
+    return next((mark for mark in get_args(hint) if isinstance(mark, Choices)), None)
 
 
 def check_names(options: Any) -> None:
-    """Check every option of a dataclass whose values are names.
+    """Check every option of a dataclass that is annotated with `Choices`.
 
     Raises:
         UserError: a name is not in its table.
@@ -43,14 +43,19 @@ def check_names(options: Any) -> None:
     for field, mark in _marked(type(options)):  # type: ignore[arg-type]
         name = getattr(options, field)
         if name not in mark.table and name not in mark.others:
-            flag = f"--{field.replace('_', '-')} {name}"
+            flag = f"--{dashed(field)} {name}"
             raise UserError(flag, f"must be one of {', '.join(mark.names)}", suggest(str(name), mark.names))
 
 
 @cache
-def _marked(cls: type) -> list[tuple[str, NamedIn]]:
+def _marked(cls: type) -> list[tuple[str, Choices]]:
     hints = get_type_hints(cls, include_extras=True)
-    return [(field, mark) for field, hint in hints.items() if (mark := names_in(hint))]
+    return [(field, mark) for field, hint in hints.items() if (mark := mark_of(hint))]
+
+
+def dashed(name: str) -> str:
+    """Return the flag of an option, without its two dashes."""
+    return name.replace("_", "-")
 
 
 def suggest(word: str, known: Iterable[str], dashes: str = "") -> str:

@@ -6,85 +6,96 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from megalite.config.names import NamedIn, check_names
+from megalite.config.names import Choices, check_names
 from megalite.errors import in_range, require
 from megalite.schedules.lr import LR_DECAYS
+from megalite.update_rules import RULES
+from megalite.update_rules.rule import MatrixRule
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
-    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
-    """adamw (decoupled weight decay), lamb or lars (with trust ratios), or sgd (momentum beta1)."""
+    optimizer: Annotated[str, Choices(RULES)] = "adamw"
+    """Optimizer: adamw (decoupled weight decay), lamb or lars (trust ratios), or sgd (momentum --beta1)."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Steps of linear warmup from init_lr."""
+    """Steps of linear warmup from --init-lr."""
     init_lr: float = 0.0
     """Learning rate at step 0 of the warmup."""
     lr_by: Literal["steps", "samples"] = "steps"
-    """With a batch_size_schedule: count the schedules of rates in steps, or in samples (global_batch_size make one)."""
+    """With --batch-size-schedule: advance learning-rate and weight-decay schedules per step, or per
+    --global-batch-size samples."""
     decoupled_lr: float | None = None
-    """Peak learning rate of the embedding and the output layer, which follows the same schedule. Default: lr."""
+    """Peak learning rate of the embedding and output layers, on the same schedule. Default: --lr."""
     decoupled_min_lr: float | None = None
-    """Their learning rate at the end of the decay. Default: min_lr."""
+    """Learning rate of the embedding and output layers at the end of the decay. Default: --min-lr."""
     scale_lr: Literal["linear", "sqrt"] | None = None
-    """Multiply learning rates by global_batch_size / base_batch_size (linear: SGD) or its root (sqrt: Adam)."""
+    """Scale learning rates by --global-batch-size / --base-batch-size (linear, for SGD) or its square root (sqrt,
+    for Adam)."""
     base_batch_size: int | None = None
-    """Global batch size that the learning rates were chosen for (see scale_lr)."""
+    """Global batch size that the learning rates were chosen for (see --scale-lr)."""
     warmup_shape: Literal["linear", "deepspeed-linear", "deepspeed-log"] = "linear"
-    """Shape of the warmup. DeepSpeed's start two steps late, and so does the decay (constant, linear, cosine)."""
-    lr_decay: Annotated[str, NamedIn(LR_DECAYS)] = "cosine"
+    """Shape of the warmup. DeepSpeed's shapes start two steps late, and so does the decay (constant, linear or
+    cosine)."""
+    lr_decay: Annotated[str, Choices(LR_DECAYS)] = "cosine"
     """Shape of the decay after warmup."""
     lr_decay_steps: int | None = None
-    """Step at which the decay ends. Default: train_steps."""
+    """Step at which the decay ends. Default: --train-steps."""
     wsd_decay_steps: int | None = None
-    """wsd: steps of the final linear decay. Default: a tenth of the run."""
+    """Number of steps of wsd's final linear decay. Default: a tenth of the run."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; not applied to norms and biases."""
+    """Decoupled weight decay, not applied to norms and biases."""
     start_weight_decay: float | None = None
-    """Weight decay at step 0, from which it goes to weight_decay at the last step. Default: weight_decay."""
+    """Weight decay at step 0, reaching --weight-decay at the last step. Default: --weight-decay."""
     weight_decay_ramp: Literal["constant", "linear", "cosine"] | None = None
-    """Shape of the way from start_weight_decay to weight_decay. Default: linear where the start is given."""
+    """Shape of the ramp from --start-weight-decay to --weight-decay. Default: linear if --start-weight-decay is
+    given."""
     beta1: float = 0.9
-    """Adam's first decay rate (lars, sgd: momentum)."""
+    """Adam's beta1, the decay rate of the first moment (lars, sgd: momentum)."""
     beta2: float = 0.95
-    """Adam's second decay rate."""
+    """Adam's beta2, the decay rate of the second moment."""
     eps: float = 1e-8
     """Adam's epsilon."""
     clip_grad: float = 1.0
-    """Maximum global gradient norm; 0 disables clipping."""
+    """Maximum global gradient norm; 0: no clipping."""
     loss_scale: float | None = None
     """fp16: constant loss scale. Default: dynamic."""
     initial_loss_scale: float | None = None
-    """fp16: first dynamic loss scale. Default: 65,536 times global_batch_size, up to the next power of two."""
+    """fp16: first dynamic loss scale. Default: 65,536 times --global-batch-size, rounded up to a power of two."""
     loss_scale_window: int = 1000
-    """fp16: steps without overflow before the scale doubles."""
+    """fp16: steps without overflow before the loss scale doubles."""
     hysteresis: int = 2
-    """fp16: overflows before the scale halves, counted since it last doubled."""
+    """fp16: overflows before the loss scale is halved, counted since it last doubled."""
     consecutive_hysteresis: bool = False
-    """fp16: count overflows only since the last step without one."""
+    """fp16: count only overflows since the last step without one."""
     min_loss_scale: float = 1.0
-    """fp16: smallest dynamic loss scale; three steps in a row that overflow under it end the run."""
+    """fp16: smallest dynamic loss scale; three steps in a row that overflow at it end the run."""
 
-    @property
-    def num_moments(self) -> int:
-        """Number of fp32 states per weight: a momentum, or Adam's two moments."""
-        return 1 if self.optimizer in ("lars", "sgd") else 2
+    def rule_of(self, matrix: bool) -> str:
+        """Return the name of the update rule of a parameter; `matrix`: it is a matrix of a block."""
+        rule = RULES[self.optimizer]
+        return self.optimizer if matrix or not isinstance(rule, MatrixRule) else rule.others
+
+    def states_of(self, matrix: bool) -> tuple[str, ...]:
+        """Return the names of such a parameter's fp32 states, master weights not included."""
+        return RULES[self.rule_of(matrix)].states
 
     def __post_init__(self) -> None:
         check_names(self)
-        # A rate that makes weights overflow is found where it does: nothing of such state is saved.
+        # No upper limit: weights that overflow are detected during training, and never saved.
         in_range(self, "lr decoupled_lr", 0, math.inf, above=True)
         in_range(self, "init_lr decoupled_min_lr", 0, math.inf)
-        in_range(self, "eps", 0, 100, above=True)
+        # The square of a gradient below 1e-19 is zero in fp32: the update m / (sqrt(v) + eps) would have no limit.
+        in_range(self, "eps", 1e-20, 100)
         in_range(self, "weight_decay start_weight_decay", 0, 1000)
-        # Beyond fp32.
+        # fp32 ends at 3.4e38.
         in_range(self, "clip_grad", 0, 1e38)
-        # Times a loss, its gradients are still far from the end of fp32.
+        # Scaled gradients stay far below the largest fp32 number.
         in_range(self, "loss_scale initial_loss_scale min_loss_scale", 0, 2.0**65, above=True)
         in_range(self, "warmup_steps", 0, 10**10)
         in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis", 1, 10**10)
@@ -170,7 +181,7 @@ class OptimConfig:
 
     @property
     def decoupled(self) -> OptimConfig:
-        """The options with the learning rates of the embedding and the output layer in place of the others'."""
+        """The options of the embedding and output layers, with their own learning rates."""
         if self.decoupled_lr is None:
             return self
         low = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr

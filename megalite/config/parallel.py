@@ -6,49 +6,52 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megalite.config.names import NamedIn, check_names
+from megalite.config.names import Choices, check_names
 from megalite.errors import in_range, require
 from megalite.schedules.pipeline import SCHEDULES
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Layout: world = dp x pp x tp; dp = world / (pp x tp)."""
+    """Layout. The number of ranks is dp x pp x tp, so dp = ranks / (pp x tp)."""
 
     tp: int = 1
-    """Tensor-parallel size: ranks that each layer is split over."""
+    """Tensor-parallel size: number of ranks that each layer is sharded over."""
     pp: int = 1
-    """Pipeline-parallel size: ranks that the layers are distributed over."""
+    """Pipeline-parallel size: number of ranks that the layers are distributed over."""
     vp: int = 1
-    """Virtual pipeline stages per rank (interleaved and zb-v schedules)."""
+    """Virtual pipeline stages per rank, for the interleaved and zb-v schedules."""
     sequence_parallel: bool = True
-    """Shard norms, dropout and residual stream over the sequence when tp > 1."""
-    schedule: Annotated[str, NamedIn(SCHEDULES, ("auto",))] = "auto"
+    """With --tp above 1: also shard norms, dropout and the residual stream over the sequence."""
+    schedule: Annotated[str, Choices(SCHEDULES, ("auto",))] = "auto"
     """Pipeline schedule."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage: 1 shards optimizer states and fp32 masters over dp, 2 gradients too, 3 weights too; 0 nothing."""
+    """ZeRO stage. 1: shard optimizer state and fp32 master weights over dp; 2: also gradients; 3: also weights; 0:
+    nothing."""
     zero_group: str = "full"
-    """ZeRO-2, 3: ranks that share: full (all of dp), node (of one host), N neighbors on dp, or dp/K (K groups)."""
+    """ZeRO 2 and 3: ranks to shard over: all of dp (full), those of one host (node), N neighbors on dp, or dp/K for
+    K groups."""
     zero_keep: Literal["none", "backward", "step"] = "none"
-    """ZeRO-3: how long gathered weights stay: while their layer runs, until its backward pass, or the whole step."""
+    """ZeRO 3: keep gathered weights only while their layer runs (none), until its backward pass, or for the whole
+    step."""
     zero_reduce: Literal["microbatch", "step"] = "microbatch"
-    """ZeRO-2, 3: reduce gradients after each micro-batch (least memory) or once per step (least traffic)."""
+    """ZeRO 2 and 3: reduce gradients after each micro-batch (least memory) or once per step (least traffic)."""
     zero_whole_below: int = 100_000
-    """ZeRO-3: layers with fewer weights per rank stay whole; gathering them would be pure latency. ZeRO-2: gradients of
-    such layers are reduced together."""
+    """ZeRO 3: keep layers with fewer weights per rank than this unsharded, as gathering them would be pure latency.
+    ZeRO 2: reduce the gradients of such layers together."""
     debug_zero: bool = False
-    """ZeRO-3: make any read of a weight that is not gathered an error (slow)."""
+    """ZeRO 3: make reading a weight that is not gathered an error (slow)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto uses CUDA if available."""
+    """Device to train on; auto: CUDA if available."""
     bucket_size: int = 40_000_000
-    """Gradient bucket size in elements. A bucket is reduced as soon as all its gradients are ready; with --zero 2 it
-    holds one large layer at most."""
+    """Size of a gradient bucket in elements. A bucket is reduced as soon as all its gradients are ready; with --zero
+    2 it holds at most one large layer."""
     overlap_grad_reduce: bool = True
-    """Reduce gradients over dp while backward is still running."""
+    """Overlap the reduction of gradients over dp with the backward pass."""
     overlap_tp_reduce: bool = True
-    """Compute weight gradients while the gradient of the input is reduced over tp."""
+    """Overlap the reduction of input gradients over tp with the computation of weight gradients."""
     overlap_param_gather: bool = True
-    """ZeRO-1: gather updated weights while the next forward pass is already running."""
+    """ZeRO 1: overlap gathering the updated weights with the next forward pass."""
     vocab_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this times tp; padding never counts in the loss."""
 

@@ -16,6 +16,8 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
 from megalite.errors import in_range, require, step_range
 from megalite.schedules.lr import learning_rate, weight_decay
+from megalite.update_rules import RULES
+from megalite.update_rules.rule import MatrixRule
 
 _MAX_MICROBATCHES = 100_000
 
@@ -29,15 +31,16 @@ class RunConfig:
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 2
-    """Number of checkpoints to keep; older ones are deleted after each commit."""
+    """Number of checkpoints to keep; older ones are deleted after each save."""
     resume: str = "latest"
-    """latest, never, or the path of a checkpoint or run directory to resume from."""
+    """Checkpoint to resume from: the latest in --run-dir, none (never), or that of a checkpoint or run directory
+    PATH."""
     reset_data: bool = False
     """With --resume PATH: train on other data (or --split, --seed, --seq-len), from its first sample."""
     reset_optimizer: bool = False
-    """With --resume PATH: start with zero moments, Adam's bias correction from step 1 and the initial loss scale."""
+    """With --resume PATH: start with zero moments, Adam's bias correction at step 1, and the initial loss scale."""
     reset_step: bool = False
-    """With --resume PATH: count steps from 1 again, and with them the learning-rate schedule."""
+    """With --resume PATH: count steps from 1 again, and restart the learning-rate schedule."""
     init_from_hf: str | None = None
     """Start a new run with the model options and weights of this Hugging Face directory."""
     resume_fallback: bool = False
@@ -47,13 +50,13 @@ class RunConfig:
     check_replicas: bool = True
     """Before every save, compare the copies of each weight over dp and tp; save nothing if they differ."""
     watchdog_timeout: float = 600.0
-    """Seconds without progress after which the run is stopped and the hanging rank named; 0: no watchdog."""
+    """Stop the run, and name the rank that hangs, after this many seconds without progress; 0: no watchdog."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
-    """On a loss spike: continue, skip its update, or rewind to the last checkpoint and skip the samples since."""
+    """On a loss spike: ignore it, skip its update, or rewind to the last checkpoint and skip the samples since then."""
     spike_threshold: float = 1.5
-    """A spike is a loss above this multiple of the median of the last 32 losses."""
+    """A loss above this multiple of the median of the last 32 losses is a spike."""
     save_model_every: int = 0
-    """Steps between saves of the weights only, as bf16; 0: never."""
+    """Steps between saves of the weights alone, as bf16; 0: never."""
     eval_every: int = 0
     """Steps between evaluations; 0: only at the end."""
     eval_steps: int = 10
@@ -61,13 +64,13 @@ class RunConfig:
     log_every: int = 1
     """Steps between console lines (metrics.jsonl records every step)."""
     record_schedule: str | None = None
-    """A:B records to RUN_DIR/schedule when each pipeline operation of steps A to B - 1 ran (see tools/schedule.py)."""
+    """Record the times of all pipeline operations of steps A to B - 1 in RUN_DIR/schedule (see megalite schedule)."""
     profile: str | None = None
-    """A:B profiles steps A to B - 1: a trace and a table of times per rank in RUN_DIR/profile."""
+    """Profile steps A to B - 1: write a trace and a table of times per rank to RUN_DIR/profile."""
     memory_snapshot: bool = False
     """CUDA: record every allocation; write RUN_DIR/profile/memory_rank_N.pickle at the end or when out of memory."""
     calibration: str | None = None
-    """Constants of this machine (see tools/plan.py calibrate), to predict step times for --layout auto and the log."""
+    """Measurements of this machine (megalite plan calibrate), to predict step times for --layout auto and the log."""
     tensorboard: bool = False
     """Also write TensorBoard events to RUN_DIR/tensorboard."""
     wandb_project: str | None = None
@@ -77,14 +80,14 @@ class RunConfig:
         in_range(self, "save_every save_model_every eval_every", 0, 10**10)
         in_range(self, "eval_steps log_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)
-        # Shorter than a step, or than the reading of a file in set-up, it would end healthy runs.
+        # A timeout shorter than a step, or than reading a file at start-up, would end healthy runs.
         in_range(self, "watchdog_timeout", 1 if self.watchdog_timeout != 0 else 0, 10**7)
         in_range(self, "spike_threshold", 1, 10**6, above=True)
         resets = [f"--reset-{name}" for name in ("data", "optimizer", "step") if getattr(self, f"reset_{name}")]
         require(
             not resets or self.resume not in ("latest", "never"),
             f"{' '.join(resets)} with --resume {self.resume}",
-            "resets what a new stage of training takes over from the checkpoint of another",
+            "applies to a run that continues from the checkpoint of another",
             "name that checkpoint with --resume PATH, and give a new --run-dir",
         )
         require(self.run_dir != "", "--run-dir ''", "is empty", "give a directory")
@@ -104,6 +107,18 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        self._check_tensor_parallel()
+        self._check_features()
+        self._check_steps()
+        m, p = self.model, self.parallel
+        require(
+            p.pp * p.vp <= m.num_layers,
+            f"--pp {p.pp} --vp {p.vp}",
+            f"makes {p.pp * p.vp} stages of {m.num_layers} layers, and each stage needs at least one layer",
+            "lower --pp or --vp, or raise --num-layers",
+        )
+
+    def _check_tensor_parallel(self) -> None:
         m, p = self.model, self.parallel
         for value, what in ((m.num_heads, "--num-heads"), (m.kv_heads, "--num-kv-heads")):
             require(
@@ -124,6 +139,10 @@ class Config:
             f"must be divisible by --tp {p.tp} with sequence parallelism",
             "change --seq-len, or give --no-sequence-parallel",
         )
+
+    def _check_features(self) -> None:
+        """Check what cannot be combined, whatever the sizes are."""
+        m, p = self.model, self.parallel
         require(
             not (self.train.compile and (m.hidden_dropout or m.attention_dropout)),
             f"--compile with --hidden-dropout {m.hidden_dropout} --attention-dropout {m.attention_dropout}",
@@ -133,15 +152,24 @@ class Config:
         require(
             self.train.offload != "optimizer+params" or p.zero == 3,
             f"--offload optimizer+params with --zero {p.zero}",
-            "weights leave the device only where they are gathered before use",
+            "weights can be offloaded only if they are gathered before use",
             "give --zero 3, or --offload optimizer",
+        )
+        require(
+            not (self.train.offload.startswith("optimizer") and isinstance(RULES[self.optim.optimizer], MatrixRule)),
+            f"--offload {self.train.offload} with --optimizer {self.optim.optimizer}",
+            "this optimizer updates matrices on the device",
+            "drop --offload, or use another --optimizer",
         )
         require(
             self.train.compress == "none" or p.zero < 2,
             f"--compress {self.train.compress} with --zero {p.zero}",
-            "whole gradients are compressed, once per step, and --zero 2 and 3 do not keep them",
+            "compression requires full gradients once per step, which --zero 2 and 3 do not keep",
             "use --zero 1, or drop --compress",
         )
+
+    def _check_steps(self) -> None:
+        """Check the steps that are profiled or recorded against those of the run."""
         for flag, asked in (("--profile", self.run.profile), ("--record-schedule", self.run.record_schedule)):
             steps, last = step_range(flag, asked), self.train.train_steps
             require(
@@ -157,12 +185,6 @@ class Config:
             "the steps have different batch sizes, and so different schedules",
             "choose steps of one batch size",
         )
-        require(
-            p.pp * p.vp <= m.num_layers,
-            f"--pp {p.pp} --vp {p.vp}",
-            f"makes {p.pp * p.vp} stages of {m.num_layers} layers, and each stage needs at least one layer",
-            "lower --pp or --vp, or raise --num-layers",
-        )
 
     @property
     def sequence_parallel(self) -> bool:
@@ -170,22 +192,31 @@ class Config:
 
     @property
     def rates(self) -> OptimConfig:
-        """The options of the optimizer, with learning rates for this batch size (`--scale-lr`)."""
+        """The optimizer options, with learning rates for this batch size (`--scale-lr`)."""
         return self.optim.scaled(self.train.global_batch_size)
 
     @property
     def peak_rate(self) -> str:
-        """How `--scale-lr` makes the peak learning rate, in words; empty without it."""
+        """The peak learning rate and how `--scale-lr` computes it; empty without that option."""
         o, batch = self.optim, self.train.global_batch_size
         if o.scale_lr is None:
             return ""
         return f"{self.rates.lr:.6g} = --lr {o.lr:.6g} at batch {o.base_batch_size}, --scale-lr {o.scale_lr} to {batch}"
 
-    def zero_group_size(self, dp: int, local_ranks: int) -> int | None:
-        """Return how many data-parallel ranks share with ZeRO, None: all of them.
+    def zero_stage(self, dp: int) -> int:
+        """Return the ZeRO stage in effect: on one rank, stages 2 and 3 shard nothing, but can offload weights.
 
         Args:
-            dp: data-parallel size.
+            dp: number of ranks that see different tokens of a batch (`Grid.batch_ranks`).
+        """
+        zero = self.parallel.zero
+        return zero if dp > 1 or self.train.offload == "optimizer+params" else min(zero, 1)
+
+    def zero_group_size(self, dp: int, local_ranks: int) -> int | None:
+        """Return the number of data-parallel ranks that ZeRO shards over; None: all of them.
+
+        Args:
+            dp: number of ranks that see different tokens of a batch (`Grid.batch_ranks`).
             local_ranks: ranks on one host.
 
         Raises:
@@ -209,7 +240,7 @@ class Config:
         return size
 
     def num_microbatches(self, dp: int) -> int:
-        """Return the number of micro-batches per step and dp rank, of the largest batch.
+        """Return the number of micro-batches per step and dp rank, for the largest batch.
 
         Raises:
             UserError: some batch does not divide.
@@ -217,7 +248,7 @@ class Config:
         return self.microbatch_counts(dp)[-1]
 
     def microbatch_counts(self, dp: int) -> list[int]:
-        """List the numbers of micro-batches per step and dp rank that a run has, in rising order.
+        """List the numbers of micro-batches per step and dp rank that occur in a run, in rising order.
 
         Raises:
             UserError: some batch does not divide.
@@ -225,12 +256,12 @@ class Config:
         t = self.train
         per_pass, counts = t.micro_batch_size * dp, []
         for size in t.batches.sizes:
-            given = f"--global-batch-size {size}"
+            flag = f"--global-batch-size {size}"
             if t.batch_size_schedule is not None:
-                given = f"--batch-size-schedule {t.batch_size_schedule}: {size}"
+                flag = f"--batch-size-schedule {t.batch_size_schedule}: {size}"
             require(
                 size % per_pass == 0,
-                given,
+                flag,
                 f"must be divisible by micro-batch size {t.micro_batch_size} x dp {dp} = {per_pass}",
                 f"use {max(1, round(size / per_pass)) * per_pass}, or change --micro-batch-size",
             )
@@ -238,7 +269,7 @@ class Config:
             # The schedule lists every pass of every micro-batch before the first step.
             require(
                 counts[-1] <= _MAX_MICROBATCHES,
-                given,
+                flag,
                 f"makes {counts[-1]} micro-batches per step on each of {dp} data-parallel ranks, more than "
                 f"{_MAX_MICROBATCHES}",
                 "raise --micro-batch-size, or use more ranks",
@@ -247,8 +278,8 @@ class Config:
 
 
 def rates_at(optim: OptimConfig, train: TrainConfig, step: int) -> tuple[float, float, float]:
-    """Return a step's learning rate, that of embedding and output layer, and weight decay (the first step is 1)."""
-    # By samples, a step stands where their number of full batches would end.
+    """Return a step's learning rate, that of embedding and output layers, and weight decay (the first step is 1)."""
+    # By samples, a step counts as the number of full batches up to its end.
     by_samples, batch = optim.lr_by == "samples", train.global_batch_size
     at, last = (train.batches.samples(n) / batch if by_samples else n for n in (step, train.train_steps))
     rates = optim.scaled(batch)

@@ -15,40 +15,43 @@ class TrainConfig:
     """Batch, time, precision and memory."""
 
     micro_batch_size: int = 1
-    """Samples per forward pass, per data-parallel rank."""
+    """Samples per forward pass and data-parallel rank."""
     global_batch_size: int = 8
-    """Samples per optimizer step, across all data-parallel ranks."""
+    """Samples per optimizer step, over all data-parallel ranks."""
     batch_size_schedule: str | None = None
-    """Batch sizes by step, "0:16 400:32": 16 samples in steps 1 to 400, then 32. global_batch_size is the largest."""
+    """Global batch size by step, "0:16 400:32": 16 samples in steps 1 to 400, then 32. --global-batch-size is the
+    largest."""
     train_steps: int = 100
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     seed: int = 1234
     """Seed for initial weights, data order and dropout."""
     deterministic: bool = False
-    """Use deterministic kernels only (slower on CUDA)."""
+    """Use only deterministic kernels (slower on CUDA)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Data type of parameters and activations; master weights and main gradients are fp32."""
+    """Data type of weights and activations; master weights and main gradients are fp32."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What to recompute in backward: nothing, the attention core, or whole blocks."""
+    """What to recompute in the backward pass: nothing, the attention core (selective), or whole blocks (full)."""
     ops: str = "auto"
-    """Kernels: a backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs, comma-separated."""
+    """Kernels: one backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs separated by
+    commas."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Kernel of torch's attention; auto: the first that torch prefers and that can run."""
+    """Kernel of torch's attention; auto: the first in torch's order of preference that can run."""
     compile: bool = False
-    """Compile each block (everything but the parallel linear layers). Requires dropout 0."""
+    """Compile each block, except for the parallel linear layers. Requires dropout 0."""
     loss_chunk: int = 0
-    """Compute output layer and loss for this many tokens at a time, to save memory for logits; 0: all at once."""
+    """Compute output layer and loss for this many tokens at a time, which saves memory for logits; 0: all at once."""
     label_smoothing: float = 0.0
-    """Weight of the uniform distribution in the targets."""
+    """Label smoothing: weight of the uniform distribution in the targets."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are reduced over dp."""
     compress: str = "none"
-    """Compress gradients over dp: none, int8 (the one to use), topk:F (a fraction F of them) or powersgd:R (rank R)."""
+    """Compress gradients over dp: int8 (recommended), topk:F (keep a fraction F) or powersgd:R (rank R)."""
 
     offload: Literal["none", "optimizer", "optimizer+params", "activations"] = "none"
-    """Keep on the host: nothing; optimizer states, updated there; weights too; or the inputs of recomputed blocks."""
+    """What to keep in host memory: nothing, optimizer state (updated on the CPU), optimizer state and weights, or
+    activations (the inputs of recomputed blocks)."""
     offload_dir: str | None = None
-    """With --offload optimizer: keep them on disk instead, in scratch files in this directory."""
+    """With --offload optimizer: keep the optimizer state in scratch files in this directory instead of host memory."""
 
     def __post_init__(self) -> None:
         in_range(self, "micro_batch_size", 1, 100_000)
@@ -67,7 +70,7 @@ class TrainConfig:
         require(
             bool(re.fullmatch(r"none|int8|powersgd:[1-9]\d*", self.compress)) or 0 < _fraction(self.compress) <= 1,
             f"--compress {self.compress}",
-            "must be none, int8, topk:F with F above 0 and at most 1, or powersgd:R with a whole R of at least 1",
+            "must be none, int8, topk:F with 0 < F <= 1, or powersgd:R with a whole number R of at least 1",
             "use --compress int8",
         )
         require(
@@ -79,7 +82,7 @@ class TrainConfig:
         require(
             self.offload != "activations" or self.recompute == "full",
             f"--offload activations with --recompute {self.recompute}",
-            "only the inputs of recomputed blocks are worth the way to the host",
+            "offloading pays off only for the inputs of recomputed blocks",
             "give --recompute full, or drop --offload",
         )
         require(
@@ -97,14 +100,14 @@ class TrainConfig:
         return BatchSizes.read(self.batch_size_schedule)
 
     def _check_batches(self) -> None:
-        given = f"--batch-size-schedule {self.batch_size_schedule}"
+        flag = f"--batch-size-schedule {self.batch_size_schedule}"
         try:
             phases, largest = self.batches.phases, self.batches.sizes[-1]
         except ValueError as e:
-            raise UserError(given, str(e), "write it as '0:16 400:32'") from None
+            raise UserError(flag, str(e), "write it as '0:16 400:32'") from None
         require(
             all(0 < size < 10**7 and step < 10**10 for step, size in phases),
-            given,
+            flag,
             f"must have sizes from 1 to {10**7 - 1} and steps below {10**10}",
             "correct it",
         )
@@ -117,6 +120,6 @@ class TrainConfig:
 
 
 def _fraction(compress: str) -> float:
-    """The F of topk:F; 0 where there is none."""
-    found = re.fullmatch(r"topk:(\d*\.?\d+(?:e-?\d+)?)", compress)
-    return float(found[1]) if found else 0.0
+    """Return the F of topk:F; 0 for other values."""
+    match = re.fullmatch(r"topk:(\d*\.?\d+(?:e-?\d+)?)", compress)
+    return float(match[1]) if match else 0.0

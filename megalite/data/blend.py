@@ -1,4 +1,4 @@
-"""Blend several datasets in given proportions: which set, and which sample of it, at each position.
+"""Blend datasets in the proportions of their weights: which set, and which sample of it, at each position.
 
 The rule is Megatron-LM's: with normalized weights w and t = max(i, 1), position i takes the next sample of the set with
 the greatest w_j * t - taken_j in double precision, the lowest j on ties. `csrc/data/blend.cpp` follows it about
@@ -7,12 +7,11 @@ seventy times faster than the Python here; both make the same choices.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +23,23 @@ from megalite.errors import UserError
 from megalite.log import logger
 
 _BLOCK = 4096
-_SEARCH = 1 << 16
-_SEARCHES = 16
-_SLOW = 10_000_000
-_LIBRARY = Path(__file__).with_name("_blend.so")
+_WINDOW = 1 << 16
+_MAX_WINDOWS = 16
+_MANY_POSITIONS = 10_000_000
 
-# (weights, taken, choices [stop - start, 2] or None, start, stop): choices of positions [start, stop), written to
-# `choices`; brings `taken` from start to stop.
+# (weights, taken, choices [stop - start, 2] or None, start, stop): writes the choices of positions [start, stop) to
+# `choices`, and advances `taken` from start to stop.
 Ints = npt.NDArray[np.int64]
 BlendRule = Callable[[npt.NDArray[np.float64], Ints, Ints | None, int, int], None]
 
 
 def run_in_python(weights: npt.NDArray[np.float64], taken: Ints, choices: Ints | None, start: int, stop: int) -> None:
-    """Follow the rule where nothing was compiled."""
-    shares, counts = weights.tolist(), taken.tolist()
+    """Run the rule in Python, where no compiled one is installed."""
+    targets, counts = weights.tolist(), taken.tolist()
     for i in range(start, stop):
         t = float(max(i, 1))
-        lacking = [w * t - n for w, n in zip(shares, counts)]
-        chosen = lacking.index(max(lacking))
+        deficits = [w * t - n for w, n in zip(targets, counts)]
+        chosen = deficits.index(max(deficits))
         if choices is not None:
             choices[i - start] = chosen, counts[chosen]
         counts[chosen] += 1
@@ -49,29 +47,22 @@ def run_in_python(weights: npt.NDArray[np.float64], taken: Ints, choices: Ints |
 
 
 @lru_cache
-def compiled(library: Path = _LIBRARY) -> BlendRule | None:
-    """Load the rule in C++; None if the installation found no compiler."""
-    if not library.exists():
-        return None
+def compiled() -> BlendRule | None:
+    """Load the compiled rule; None if megalite was installed without a compiler."""
     try:
-        function = ctypes.CDLL(str(library)).megalite_blend_run
-    except (OSError, AttributeError) as e:
-        raise UserError(f"{library}", f"cannot be loaded: {e}", "install megalite again, or delete this file") from e
-    function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
-
-    def run(weights: npt.NDArray[np.float64], taken: Ints, choices: Ints | None, start: int, stop: int) -> None:
-        to = None if choices is None else choices.ctypes.data
-        function(weights.ctypes.data, taken.ctypes.data, to, len(weights), start, stop)
-
-    return run
+        return importlib.import_module("megalite.data._blend_rule").run
+    except ModuleNotFoundError:
+        return None
+    except (ImportError, AttributeError) as e:
+        raise UserError("the compiled blend rule", f"cannot be loaded: {e}", "install megalite again") from e
 
 
 class BlendOrder:
-    """Compute the rule's choices by position, in blocks of 4,096 and only forwards; one block is held.
+    """Compute the rule's choices by position, forward in blocks of 4,096, of which one is kept.
 
     Args:
-        weights: of the sets, each above 0; they need not sum to 1.
-        run: implementation of the rule; default: the compiled one if available.
+        weights: weight of each set, above 0; they need not sum to 1.
+        run: implementation of the rule; default: the compiled one, if installed.
     """
 
     def __init__(self, weights: Sequence[float], run: BlendRule | None = None) -> None:
@@ -83,13 +74,13 @@ class BlendOrder:
         self._choices = np.empty((_BLOCK, 2), dtype=np.int64)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return (set, how many samples of that set came before) at a position."""
+        """Return (set, number of earlier samples of that set) at a position."""
         block, within = divmod(position, _BLOCK)
         if block != self._block:
-            behind = (block - self._block - 1) * _BLOCK  # `_taken` stands at the end of the block that is held
-            if 0 < behind <= _SEARCH and self._block >= 0:
-                self._run(self._weights, self._taken, None, block * _BLOCK - behind, block * _BLOCK)
-            elif behind:
+            gap = (block - self._block - 1) * _BLOCK  # `_taken` counts up to the end of the kept block
+            if 0 < gap <= _WINDOW and self._block >= 0:
+                self._run(self._weights, self._taken, None, block * _BLOCK - gap, block * _BLOCK)
+            elif gap:
                 self._taken = self._taken_before(block * _BLOCK)
             self._run(self._weights, self._taken, self._choices, block * _BLOCK, (block + 1) * _BLOCK)
             self._block = block
@@ -102,26 +93,26 @@ class BlendOrder:
         The set chosen at step i has the greatest deficit, hence not below 0 (all deficits sum to 0). So after i steps
         taken_j <= floor(w_j * (i - 1)) + 1 for every j. Where these bounds sum to i, each is reached, and the rule can
         start from there. For k sets of general weights that is one position in (k - 1)!; for weights of few decimals,
-        every multiple of their common denominator. Where a million positions hold none, the rule starts from 0.
+        every multiple of their common denominator. If a million positions hold none, the rule starts from 0.
         """
         w = self._weights
         stop = position + 1
         start, taken = 0, np.zeros(len(w), dtype=np.int64)
-        for _ in range(_SEARCHES):
-            i: Ints = np.arange(max(stop - _SEARCH, 1), stop)
+        for _ in range(_MAX_WINDOWS):
+            i: Ints = np.arange(max(stop - _WINDOW, 1), stop)
             ideal = np.multiply.outer((i - 1).astype(np.float64), w)
             bound = np.floor(ideal)
             # Near a whole number rounding could decide; such positions are not used as starting points.
             clear = (np.abs(ideal - np.rint(ideal)) > stop * 2.0**-50).all(axis=1)
-            good = np.flatnonzero(clear & (bound.sum(axis=1) + len(w) == i))
-            if len(good):
-                start = int(i[good[-1]])
-                taken = bound[good[-1]].astype(np.int64) + 1
+            restarts = np.flatnonzero(clear & (bound.sum(axis=1) + len(w) == i))
+            if len(restarts):
+                start = int(i[restarts[-1]])
+                taken = bound[restarts[-1]].astype(np.int64) + 1
                 break
             stop = int(i[0]) if len(i) else 1
             if stop == 1:
                 break
-        if self._run is run_in_python and position - start > _SLOW:
+        if self._run is run_in_python and position - start > _MANY_POSITIONS:
             logger.info(
                 f"finding sample {position} of a blend of {len(w)} sets in Python, about 2 s per million; "
                 "megalite installed with a C++ compiler takes about 0.03 s per million"
@@ -131,13 +122,13 @@ class BlendOrder:
 
 
 class BlendedDataset:
-    """Take samples of several data sets in the proportions of their weights.
+    """Take samples of several datasets in the proportions of their weights.
 
     Each set keeps its own order and epochs: one that is used up continues with its next epoch, which is logged once.
 
     Args:
-        datasets: of one seq_len.
-        weights: one for each, above 0.
+        datasets: datasets of the same seq_len.
+        weights: weight of each, above 0.
     """
 
     def __init__(self, datasets: Sequence[GPTDataset | PackedDataset], weights: Sequence[float]) -> None:
@@ -146,7 +137,7 @@ class BlendedDataset:
         for dataset, weight in zip(datasets, weights):
             if not (weight > 0 and math.isfinite(weight)):
                 rule = "a blend's weights are finite numbers above 0"
-                raise UserError(f"--data {weight} {dataset.indexed.prefix}", rule, "omit the sets not to be used")
+                raise UserError(f"--data {weight} {dataset.indexed.prefix}", rule, "leave out the sets not to be used")
         self.datasets, self.weights, self.seq_len = list(datasets), list(weights), datasets[0].seq_len
         self.order = BlendOrder(weights)
 
@@ -157,5 +148,5 @@ class BlendedDataset:
 
     def content_hash(self) -> str:
         """Hash the weights and the sets' hashes, in their order."""
-        parts = [f"{w!r} {d.content_hash()}" for w, d in zip(self.weights, self.datasets)]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        lines = [f"{w!r} {d.content_hash()}" for w, d in zip(self.weights, self.datasets)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()

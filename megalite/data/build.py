@@ -23,7 +23,7 @@ _DATA_REMEDY = "use --data books, for example, or --data 0.7 web 0.3 books"
 
 @dataclass(frozen=True)
 class Datasets:
-    """Training data and evaluation data; the latter is None if its part of the split is 0 or it was not requested."""
+    """Training and evaluation data; the latter is None if its part of the split is 0 or it was not requested."""
 
     train: Dataset
     valid: Dataset | None
@@ -70,7 +70,7 @@ def build_datasets(
     valid_data: Sequence[str] = (),
     evaluate: bool = True,
     document_mask: bool = False,
-    loss_on: Literal["answers", "all", "last"] = "all",
+    loss_on: Literal["answers", "all", "last"] | None = None,
     loss_per: Literal["token", "sample"] = "token",
     long_documents: Literal["cut", "drop"] = "cut",
     share: tuple[int, int] = (0, 1),
@@ -81,41 +81,39 @@ def build_datasets(
         data: the words after `--data`: [PREFIX] or ["0.7", "A", "0.3", "B"].
         split: parts of train, valid, test, by documents of each set; not applied when `valid_data` is given. The test
             part is held out and never read here.
-        seq_len: tokens per sample.
-        seed: of the order of samples.
+        seq_len, seed: tokens per sample, and seed of the order of samples.
         shuffle: shuffle samples within an epoch; evaluation always reads in order.
         vocab_size: ids must be below it.
         valid_data: evaluation data, as `data`; all of its documents are used.
         evaluate: whether evaluation data is required: then a split of it that is shorter than a sample is an error,
             otherwise there is no evaluation data.
-        document_mask: tell where documents begin in samples cut from the text; packed ones always do.
-        loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`.
+        document_mask: mark where documents begin in samples of continuous text; packed samples always do.
+        loss_on, loss_per, long_documents: see `LossMask` and `PackedDataset`. By default, data with a loss mask learn
+            their answers, others every token.
         share: (rank, world): the ranks share the checking of the files, see `IndexedDataset.verify`.
 
     Raises:
-        UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample, a
-            malformed argument.
+        UserError: files missing, changed, damaged or of a larger vocabulary, a split shorter than one sample.
     """
     sources = _open(data, vocab_size, share)
     train, valid, _ = zip(*(split_documents(indexed.num_documents, split) for _, indexed in sources))
-    kinds = partial(_dataset_of, document_mask=document_mask, on=loss_on, per=loss_per, long_documents=long_documents)
-    make = partial(_dataset, kinds, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
-    evaluated: Dataset | None
+    kind = partial(_dataset_of, document_mask=document_mask, on=loss_on, per=loss_per, long_documents=long_documents)
+    make = partial(_dataset, kind, seq_len=seq_len, seed=seed, vocab_size=vocab_size)
     if valid_data:
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
-        evaluated = make("valid", _open(valid_data, vocab_size, share), shuffle=False)
-        return Datasets(make("train", sources, shuffle=shuffle), evaluated)
+        valid_set = make("valid", _open(valid_data, vocab_size, share), shuffle=False)
+        return Datasets(make("train", sources, shuffle=shuffle), valid_set)
     weights = [float(weight) for weight in split.split(",")]
     has_valid = len(weights) > 1 and weights[1] > 0
     if has_valid and not evaluate and _short(sources, valid, seq_len):
-        logger.info(f"no evaluation at the end: a validation part of --split {split} is shorter than a sample")
+        logger.info(f"no evaluation at the end: the validation part of --split {split} is shorter than a sample")
         has_valid = False
-    evaluated = make("valid", sources, valid, shuffle=False) if has_valid else None
-    return Datasets(make("train", sources, train, shuffle=shuffle), evaluated)
+    evaluation = make("valid", sources, valid, shuffle=False) if has_valid else None
+    return Datasets(make("train", sources, train, shuffle=shuffle), evaluation)
 
 
 def _short(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[tuple[int, int]], seq_len: int) -> bool:
-    """Whether one of some ranges of documents, one of each source, is too short for a sample."""
+    """Whether a range of documents, one per source, is too short for a sample."""
     for (_, source), (first, stop) in zip(sources, documents):
         tokens = int(source.starts[stop] - source.starts[first])
         if tokens <= (0 if mask_path(source.prefix).exists() else seq_len):
@@ -126,9 +124,12 @@ def _short(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[
 def _dataset_of(
     indexed: IndexedDataset, *, document_mask: bool, on: Any, per: str, long_documents: Any, **options: Any
 ) -> GPTDataset | PackedDataset:
-    """Pack whole documents of data with a loss mask; cut samples from the text of other data."""
-    if mask_path(indexed.prefix).exists() or on != "all" or per == "sample":
-        mask = LossMask(indexed, on)
+    """Pack whole documents of data with a loss mask; take samples from the continuous text of other data."""
+    marked = mask_path(indexed.prefix).exists()
+    if marked and on is None:
+        logger.info(f"{indexed.prefix} has marked answers and they alone are learned (all tokens with --loss-on all)")
+    if marked or on not in (None, "all") or per == "sample":
+        mask = LossMask(indexed, on or "answers")
         return PackedDataset(indexed, mask=mask, per_sample=per == "sample", long_documents=long_documents, **options)
     return GPTDataset(indexed, document_mask=document_mask, **options)
 
@@ -140,10 +141,10 @@ def _dataset(
     documents: Sequence[tuple[int, int] | None] | None = None,
     **options: Any,
 ) -> Dataset:
-    """Make one split of the sources, blended if there are several. `documents`: the range of each, by default all."""
+    """Make one split of the sources, blended if there are several. `documents`: range of each, all by default."""
     datasets = [
-        kind(indexed, split=name, documents=own, **options)
-        for (_, indexed), own in zip(sources, documents or [None] * len(sources))
+        kind(indexed, split=name, documents=bounds, **options)
+        for (_, indexed), bounds in zip(sources, documents or [None] * len(sources))
     ]
     return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, [weight for weight, _ in sources])
 
@@ -173,7 +174,7 @@ def check_tokenizer_matches(prefixes: str | Path | Sequence[str], tokenizer: Tok
     for prefix in [prefixes] if isinstance(prefixes, str | Path) else prefixes:
         sidecar = read_sidecar(prefix)
         if sidecar is None:
-            # Data that is not there at all is an error of its own.
+            # Missing data are reported by whoever opens them.
             unchecked += [f"{prefix}.json"] if Path(f"{prefix}.idx").exists() else []
         elif sidecar["tokenizer_sha256"] != tokenizer.sha256:
             made_by = f"{sidecar.get('tokenizer_kind')} tokenizer with SHA-256 {sidecar['tokenizer_sha256']}"
@@ -185,4 +186,4 @@ def check_tokenizer_matches(prefixes: str | Path | Sequence[str], tokenizer: Tok
     if unchecked:
         others = len(unchecked) - 1
         more = f" (so {'is 1 other' if others == 1 else f'are {others} others'})" if others else ""
-        warn_on_rank_0(f"{unchecked[0]} is missing{more}: whether {tokenizer.path} made this data is not checked")
+        warn_on_rank_0(f"{unchecked[0]} is missing{more}: cannot check that {tokenizer.path} made this data")

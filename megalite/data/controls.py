@@ -1,4 +1,4 @@
-"""Texts in which the names of control tokens stand for these tokens, and which characters each id covers."""
+"""Encode texts in which names of control tokens stand for these tokens, and find the characters that each id covers."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 Span = tuple[int, int]
-"""The first character of a text and the one after the last."""
+"""(first character, character after the last) of a text."""
 
 
 def char_spans(text: str, spans: Iterable[Span]) -> list[Span]:
-    """Convert spans of a text's bytes in UTF-8 to spans of its characters; parts of a character become all of it."""
+    """Convert spans of a text's bytes in UTF-8 to spans of its characters, with every character that they touch."""
     char_of = [i for i, char in enumerate(text) for _ in char.encode()] + [len(text)]
     return [(char_of[first], char_of[end - 1] + 1 if end > first else char_of[first]) for first, end in spans]
 
 
-def consecutive(sizes: Sequence[int]) -> list[Span]:
-    """Return the spans of pieces that lie end to end."""
+def consecutive_spans(sizes: Sequence[int]) -> list[Span]:
+    """Return the spans of tokens of these sizes, end to end."""
     return [(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
 
 
-def around_controls(
+def encode_with_controls(
     text: str, controls: dict[str, int], encode: Callable[[str], tuple[list[int], list[Span]]]
 ) -> tuple[list[int], list[Span]]:
-    """Encode a text whose names of control tokens become these tokens, and `encode` does the rest."""
+    """Encode a text: names of control tokens become these tokens, and `encode` encodes the text between them."""
     ids: list[int] = []
     spans: list[Span] = []
     at = 0
@@ -33,9 +33,9 @@ def around_controls(
             ids.append(controls[piece])
             spans.append((at, at + len(piece)))
         elif piece:
-            own, inside = encode(piece)
-            ids += own
-            spans += [(at + first, at + end) for first, end in inside]
+            piece_ids, piece_spans = encode(piece)
+            ids += piece_ids
+            spans += [(at + first, at + end) for first, end in piece_spans]
         at += len(piece)
     return ids, spans
 

@@ -23,18 +23,18 @@ HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = ("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 DTYPE_OF_CODE = {code: np.dtype(name) for code, name in enumerate(_DTYPES, start=1)}
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
-# Empty sequences and documents that an index may have beside those with tokens.
+# How many empty sequences and documents an index may have.
 _MAX_EMPTY = 1_000_000
 _REBUILD = "copy or preprocess it again"
 
 
 class Index(NamedTuple):
-    """What a `.idx` says.
+    """The content of a `.idx` file.
 
     Attributes:
-        dtype: of the ids.
+        dtype: dtype of the ids.
         starts: int64 [num_documents + 1], position of each document's first token in `.bin`, then the total.
-        bin_bytes: size of `.bin`.
+        bin_bytes: size of `.bin` in bytes.
     """
 
     dtype: np.dtype
@@ -55,7 +55,7 @@ def read_index(prefix: str) -> Index:
         with idx.open("rb") as f:
             dtype, num_sequences, num_bounds = _read_header(idx, f.read(HEADER.size), idx_bytes)
             num_tokens = bin_bytes // dtype.itemsize
-            # A sparse file of a few bytes on disk may have tables of any length.
+            # A sparse file may have tables of any length in a few bytes of disk.
             if max(num_sequences, num_bounds) > num_tokens + _MAX_EMPTY:
                 rule = f"its .bin has {num_tokens} tokens, so nearly all would be empty"
                 raise UserError(f"{idx}: {num_sequences} sequences, {num_bounds} document bounds", rule, _REBUILD)
@@ -63,7 +63,7 @@ def read_index(prefix: str) -> Index:
             offsets = np.fromfile(f, "<i8", num_sequences)
             bounds = np.fromfile(f, "<i8", num_bounds)
     except OSError as e:
-        raise unreadable(idx, e) from None
+        raise read_error(idx, e) from None
     starts = _check_tables(idx, lengths, offsets, bounds, dtype.itemsize)
     total = int(starts[-1])
     if bin_bytes != total * dtype.itemsize:
@@ -78,8 +78,8 @@ def read_index(prefix: str) -> Index:
     return Index(dtype, starts[bounds], bin_bytes)
 
 
-def unreadable(path: Path, e: OSError) -> UserError:
-    """Say that a file cannot be read."""
+def read_error(path: Path, e: OSError) -> UserError:
+    """Make the error for a file that cannot be read."""
     remedy = "check the file, its permissions and the disk"
     return UserError(str(path), f"cannot be read ({e.strerror or e})", remedy)
 
@@ -92,7 +92,7 @@ def _file_size(path: Path, prefix: str) -> int:
         remedy = "give the path without .bin/.idx, and check that both files are on this machine"
         raise UserError(f"data prefix {prefix}", f"{path} does not exist", remedy) from None
     except OSError as e:
-        raise unreadable(path, e) from None
+        raise read_error(path, e) from None
 
 
 def _read_header(idx: Path, header: bytes, idx_bytes: int) -> tuple[np.dtype, int, int]:
@@ -129,11 +129,11 @@ def _check_tables(
     np.cumsum(lengths, out=starts[1:])
     if (lengths < 0).any():
         raise UserError(str(idx), f"sequence {int(np.argmax(lengths < 0))} has a negative length", _REBUILD)
-    wrong = offsets != starts[:-1] * itemsize
-    if wrong.any():
-        i = int(np.argmax(wrong))
+    mismatch = offsets != starts[:-1] * itemsize
+    if mismatch.any():
+        i = int(np.argmax(mismatch))
         rule = f"sequence {i} begins at byte {int(offsets[i])}, but the lengths before it sum to "
         raise UserError(str(idx), rule + f"{int(starts[i]) * itemsize}", _REBUILD)
     if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or (np.diff(bounds) < 0).any():
-        raise UserError(str(idx), f"document bounds do not rise from 0 to {len(lengths)} sequences", _REBUILD)
+        raise UserError(str(idx), f"document bounds do not increase from 0 to {len(lengths)} sequences", _REBUILD)
     return starts

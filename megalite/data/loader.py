@@ -16,21 +16,21 @@ from megalite.errors import UserError
 
 
 class BatchLoader:
-    """Read one data-parallel rank's rows of each global batch ahead, in a background thread.
+    """Read ahead one data-parallel rank's share of each global batch, in a background thread.
 
-    A global batch of B samples that follows N consumed samples takes positions N .. N + B - 1 of the data set's order;
-    data-parallel rank r of d takes the r-th d-th of them, in order. So the set of samples of a step does not depend on
-    d, and a run resumes from N alone, with another d or B as well.
+    A global batch of B samples that follows N consumed samples takes positions N .. N + B - 1 of the dataset's order;
+    data-parallel rank r of d takes B / d of them, from N + r B / d on. So the samples of a step do not depend on d, and
+    a run resumes from N alone, even with another d or B.
 
     Args:
         dataset: samples by position.
-        global_batch_size: samples per step over all ranks, B; or those of each step in turn, without end.
-        dp_rank, dp_size: this rank's place, r of d.
+        global_batch_size: samples per step over all ranks, B; or an endless iterable of it, one per step.
+        dp_rank, dp_size: index of this rank, r, and number of ranks, d.
         consumed_samples: samples used before the first batch, N.
         prefetch: batches read ahead, at least 1.
 
     Attributes:
-        consumed_samples: samples of all ranks up to the end of the batch returned last; what a checkpoint keeps.
+        consumed_samples: samples of all ranks up to the end of the last batch returned; saved in checkpoints.
 
     Raises:
         UserError: a batch is not divisible by dp_size.
@@ -58,14 +58,14 @@ class BatchLoader:
             self._submit()
 
     def next_batch(self) -> Rows:
-        """Return this rank's rows of the next global batch, the dp_size-th part of it.
+        """Return this rank's B / d rows of the next global batch.
 
         Raises:
-            Exception: whatever reading raised (a `UserError` for bad ids); every later call raises it again.
+            Exception: any error of reading (a `UserError` for bad ids); every later call raises it again.
         """
         if not self._ahead:
             raise RuntimeError("the loader is closed")
-        # The batch leaves the queue only when it was read, so a failure cannot skip samples.
+        # A batch leaves the queue only after it was read, so a failure cannot skip samples.
         size, future = self._ahead[0]
         batch = future.result()
         self._ahead.popleft()

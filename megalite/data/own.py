@@ -13,10 +13,10 @@ from megalite.errors import UserError
 
 
 class Samples(Protocol):
-    """What a user's data must offer. It is read in a background thread.
+    """The interface of a user's data. It is read in a background thread.
 
     `sample` must return the same for the same i on every rank: the ranks of one model copy read the same samples, and a
-    resumed run reads on where it was. A `content_hash()` is used if there is one (see `OwnDataset`).
+    resumed run continues where it stopped. A `content_hash()` is used if there is one (see `OwnDataset`).
     """
 
     def __len__(self) -> int:
@@ -25,25 +25,25 @@ class Samples(Protocol):
     def sample(self, i: int) -> Any:
         """Return the token ids of sample i, seq_len + 1 of them: an array, a tensor or a list.
 
-        Inputs are [:-1], targets [1:]. -1 pads a short sample at its end: it does not count in the loss. Or return a
-        `Rows` of arrays [seq_len], which names targets, documents and weights by itself.
+        Inputs are [:-1], targets [1:]. -1 pads a short sample at its end and does not count in the loss. Or return a
+        `Rows` of arrays [seq_len], with targets, documents and weights of its own.
         """
 
 
 class OwnDataset:
-    """Give a user's samples an order without end, and check them.
+    """Provide a user's samples in an endless order, and check them.
 
     Position p is sample p % n of epoch p // n: in order without `shuffle`, else by `epoch_order`.
 
     Args:
-        samples: the user's.
+        samples: the user's samples.
         seq_len: tokens per sample.
         vocab_size: ids must be below it.
-        seed: of the shuffled order.
+        seed: seed of the shuffled order.
         shuffle: shuffle samples within each epoch.
 
     Raises:
-        UserError: there are no samples, or the first one is not right.
+        UserError: there are no samples, or the first one is invalid.
     """
 
     def __init__(self, samples: Samples, seq_len: int, vocab_size: int, seed: int = 0, shuffle: bool = True) -> None:
@@ -59,7 +59,7 @@ class OwnDataset:
         """Return the sample at a position.
 
         Raises:
-            UserError: it has another length, is not of whole numbers, or has an id outside the vocabulary.
+            UserError: it has another length, ids that are not integers, or an id outside the vocabulary.
         """
         epoch, within = divmod(position, len(self.samples))
         if not self.shuffle:
@@ -69,43 +69,45 @@ class OwnDataset:
         return self._read(int(self._order[within]))
 
     def _read(self, i: int) -> Tokens | Rows:
-        given, where = self.samples.sample(i), f"sample {i} of {self.name}"
-        if not isinstance(given, Rows):
-            return self._ids(given, where, self.seq_len + 1, "seq_len + 1")
-        inputs, targets = (self._ids(x, where, self.seq_len, "seq_len") for x in (given.inputs, given.targets))
-        if given.weights is not None and np.shape(given.weights) != inputs.shape:
-            rule = f"must have seq_len = {self.seq_len} of them"
-            raise UserError(f"{where} with weights of shape {list(np.shape(given.weights))}", rule, "cut them so")
-        starts, at = given.starts, np.arange(self.seq_len)
+        sample, where = self.samples.sample(i), f"sample {i} of {self.name}"
+        if not isinstance(sample, Rows):
+            return self._ids(sample, where, self.seq_len + 1, "seq_len + 1")
+        inputs, targets = (self._ids(x, where, self.seq_len, "seq_len") for x in (sample.inputs, sample.targets))
+        if sample.weights is not None and np.shape(sample.weights) != inputs.shape:
+            rule = f"must have seq_len = {self.seq_len} weights"
+            raise UserError(
+                f"{where} with weights of shape {list(np.shape(sample.weights))}", rule, "return one per token"
+            )
+        starts, at = sample.starts, np.arange(self.seq_len)
         # Each token belongs to the same document as the one before it, or starts one.
         if starts is not None and not (
             np.shape(starts) == at.shape and ((starts == at) | (starts == np.append(-1, starts[:-1]))).all()
         ):
             rule = "starts[k] must be k where a document starts, and starts[k - 1] elsewhere"
             raise UserError(f"{where} with starts {str(starts)[:80]}", rule, "correct them")
-        weights = None if given.weights is None else np.asarray(given.weights, np.float32)
+        weights = None if sample.weights is None else np.asarray(sample.weights, np.float32)
         return Rows(inputs, targets, None if starts is None else np.asarray(starts, np.int64), weights)
 
-    def _ids(self, given: Any, where: str, length: int, name: str) -> Tokens:
-        ids = np.asarray(given)
+    def _ids(self, tokens: Any, where: str, length: int, name: str) -> Tokens:
+        ids = np.asarray(tokens)
         if ids.shape != (length,):
             rule = f"must have {name} = {length} token ids"
-            raise UserError(f"{where} of shape {list(ids.shape)}", rule, "cut it so, or change --seq-len")
+            raise UserError(f"{where} of shape {list(ids.shape)}", rule, "return that many, or change --seq-len")
         if ids.dtype.kind not in "iu":
-            raise UserError(f"{where} of {ids.dtype}", "token ids are whole numbers", "convert it to int64")
+            raise UserError(f"{where} of {ids.dtype}", "token ids are integers", "convert it to int64")
         if int(ids.max()) >= self.vocab_size:
             rule = f"ids must be below --vocab-size {self.vocab_size}"
             raise UserError(f"token id {int(ids.max())} in {where}", rule, "correct the data or raise --vocab-size")
         return ids.astype(np.int64)
 
     def content_hash(self) -> str:
-        """Return the samples' own hash, or hash their number and the first, middle and last of them."""
+        """Return the hash that the samples provide, or hash their number and the first, middle and last of them."""
         if hasattr(self.samples, "content_hash"):
             return str(self.samples.content_hash())
         n = len(self.samples)
         digest = hashlib.sha256(f"{n} {self.seq_len}".encode())
         for i in sorted({0, n // 2, n - 1}):
-            read = self._read(i)
-            for part in vars(read).values() if isinstance(read, Rows) else (read,):
-                digest.update(b"" if part is None else part.tobytes())
+            sample = self._read(i)
+            for array in vars(sample).values() if isinstance(sample, Rows) else (sample,):
+                digest.update(b"" if array is None else array.tobytes())
         return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Samples of whole documents, packed by best fit, of which only marked tokens are learned: data for finetuning."""
+"""Samples of whole documents, packed by best fit, with a mask of the tokens to learn: data for finetuning."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megalite.errors import UserError
 from megalite.log import logger
 
 WINDOW = 4096
-"""Documents that are packed together: neighbors in the epoch's order."""
+"""Number of documents that are packed together: neighbors in the epoch's order."""
 
-_PACK_ORDER = 1 << 32  # apart from every epoch, so that packs have an order of their own
+_PACK_ORDER = 1 << 32  # added to the epoch: packs are shuffled by another seed than documents
 
 
 def pack(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack items by best fit decreasing: each, from the largest on, goes where it leaves the least room.
+    """Pack items by best fit decreasing: each item, largest first, goes where it leaves the least room.
 
     Ties go to the earlier item and to the older pack.
 
     Args:
-        sizes: of the items, at most `capacity`.
-        capacity: of a pack.
+        sizes: size of each item, at most `capacity`.
+        capacity: capacity of a pack.
 
     Returns:
         Indices of the items of each pack, in the order in which packs were opened.
@@ -52,12 +52,12 @@ def pack(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 class LossMask:
-    """`PREFIX.mask.bin`: one byte per token of `PREFIX.bin`, not 0 in answers, 2 in the last one of a document.
+    """`PREFIX.mask.bin`: one byte per token of `PREFIX.bin`, not 0 in answers, 2 in the last answer of a document.
 
     Args:
-        indexed: the tokens.
-        on: "answers": learn the marked tokens; "last": those marked 2, in a document without any the last unbroken run
-            of marked ones; "all": every token.
+        indexed: the token files.
+        on: "answers": learn the marked tokens; "last": those marked 2, or, in a document without any, the last run of
+            marked tokens; "all": every token.
 
     Raises:
         UserError: the file is missing, or of another length than the tokens.
@@ -69,7 +69,7 @@ class LossMask:
             size = self.path.stat().st_size
         except OSError as e:
             rule = f"{self.path} says which tokens are learned, and cannot be read ({e.strerror})"
-            remedy = "make the data with tools/preprocess_data.py --chat, or drop --loss-on and --loss-per"
+            remedy = "make the data with megalite preprocess --chat, or drop --loss-on and --loss-per"
             raise UserError(f"data prefix {indexed.prefix}", rule, remedy) from None
         if size != indexed.num_tokens:
             rule = f"must have one byte for each of the {indexed.num_tokens} tokens of {indexed.bin_path}"
@@ -93,7 +93,7 @@ class LossMask:
 
 
 def mask_path(prefix: str) -> Path:
-    """Return where the loss mask of a data prefix is, if it has one."""
+    """Return the path of a data prefix's loss mask, which may not exist."""
     return Path(f"{prefix}.mask.bin")
 
 
@@ -102,25 +102,25 @@ class PackedDataset:
 
     A document of n tokens takes n - 1 places, as its last token has nothing to predict. Each epoch shuffles the
     documents, packs every `WINDOW` of them by best fit decreasing and shuffles the packs: position p of the order is a
-    function of (data, split, seq_len, seed, p). The rest of a sample is padding, a document of its own without targets.
+    function of (data, split, seq_len, seed, p). What a pack leaves free is padding, a document without targets.
 
     Args:
         indexed: the token files.
         seq_len: places per sample.
-        mask: which tokens are learned.
+        mask: mask of the tokens to learn.
         documents: (first, last + 1) of the split; all by default.
-        seed: of the shuffled order.
+        seed: seed of the shuffled order.
         shuffle: shuffle documents and packs within each epoch.
         vocab_size: ids must be below it; None leaves them unchecked.
         split: name for messages ("train", "valid", "test").
         per_sample: give the targets of each document the weight 1 together, instead of 1 each.
-        long_documents: "cut" those of more than seq_len + 1 tokens to their beginning, or "drop" them.
+        long_documents: "cut" truncates documents of more than seq_len + 1 tokens, "drop" skips them.
 
     Attributes:
         num_samples: samples in the first epoch; later ones may have a few more or less.
 
     Raises:
-        UserError: no document is left.
+        UserError: no usable document.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class PackedDataset:
         self._epoch, self._packs = -1, [self._usable[:0]]
         self._load(0)
         self.num_samples, total = len(self._packs), int(self.places[self._usable].sum())
-        done = "cut" if long_documents == "cut" else "dropped"
+        outcome = "cut" if long_documents == "cut" else "dropped"
         logger.info(
             f"{name}: {len(self._usable)} documents packed into {self.num_samples} samples of {seq_len}, "
             f"{total / (self.num_samples * seq_len):.1%} full; {int(too_long.sum())} of more than {seq_len + 1} tokens "
-            f"{done}, {int((sizes < 2).sum())} of less than 2 dropped; --loss-on {mask.on}"
+            f"{outcome}, {int((sizes < 2).sum())} of less than 2 dropped; --loss-on {mask.on}"
         )
 
     def __len__(self) -> int:
@@ -183,9 +183,9 @@ class PackedDataset:
             first, places = int(self.indexed.starts[document]), int(self.places[document])
             tokens = read_ids(self.indexed, first, first + places + 1, self.vocab_size)
             learned = self.mask.of(document)[1 : places + 1]
-            here = slice(at, at + places)
-            inputs[here], targets[here] = tokens[:-1], np.where(learned, tokens[1:], IGNORE)
-            starts[here], weights[here] = at, 1 / max(int(learned.sum()), 1)
+            place = slice(at, at + places)
+            inputs[place], targets[place] = tokens[:-1], np.where(learned, tokens[1:], IGNORE)
+            starts[place], weights[place] = at, 1 / max(int(learned.sum()), 1)
             at += places
         starts[at:] = at
         return Rows(inputs, targets, starts, weights if self.per_sample else None)
@@ -200,7 +200,7 @@ class PackedDataset:
         return self._packs[position - self._ends[epoch]].tolist()
 
     def content_hash(self) -> str:
-        """Hash the files, the split's documents, the sample length and what became of long documents."""
+        """Hash the files, the split's documents, the sample length and the treatment of long documents."""
         digest = hashlib.sha256(self.indexed.content_hash().encode())
         self.mask.file.hash_into(digest)
         digest.update(struct.pack("<4q", *self.documents, self.seq_len, self.long_documents == "drop"))
@@ -209,7 +209,7 @@ class PackedDataset:
     def _load(self, epoch: int) -> None:
         """Pack an epoch, and count its samples if that is new."""
         if self.shuffle or epoch == 0:
-            self._packs = self._packed(epoch)
+            self._packs = self._pack_epoch(epoch)
         self._epoch = epoch
         if epoch == len(self._ends) - 1:
             self._ends.append(self._ends[-1] + len(self._packs))
@@ -217,7 +217,7 @@ class PackedDataset:
                 name = f"{self.split} split of {self.indexed.prefix}"
                 logger.info(f"{name}: its {len(self._usable)} documents are used up, continuing with epoch 2")
 
-    def _packed(self, epoch: int) -> list[npt.NDArray[np.int64]]:
+    def _pack_epoch(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         documents = self._usable
         if self.shuffle:
             documents = documents[epoch_order(len(documents), self.seed, epoch)]

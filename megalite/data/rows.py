@@ -1,4 +1,4 @@
-"""Samples side by side: what a training step reads."""
+"""Samples side by side, as a training step reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rows:
 
     Attributes:
         inputs: int64 token ids, none negative.
-        targets: int64, the id that each token is to predict; a negative one is not in the loss.
+        targets: int64, the id that each token is to predict; negative ones are not in the loss.
         starts: int64, index in its sample of the first token of each token's document: attention looks back no further,
             and positions count from there. None: a sample is one document.
         weights: float32, weight of each target in the mean loss; None: 1.
@@ -38,7 +38,7 @@ class Rows:
     def of(cls, tokens: npt.NDArray[np.integer[Any]]) -> Rows:
         """Make rows of plain samples [n, S + 1] or [S + 1]: each token predicts the next.
 
-        Negative ids at the end of a sample pad it: they are no targets, and 0 as inputs.
+        Negative ids at the end of a sample are padding: ignored as targets, and 0 as inputs.
         """
         ids: Tokens = tokens.astype(np.int64, copy=False)
         inputs, targets = ids[..., :-1], ids[..., 1:]
@@ -49,14 +49,14 @@ class Rows:
 
     @classmethod
     def stack(cls, samples: Sequence[Rows]) -> Rows:
-        """Put single samples side by side; where some have documents or weights, those without have one, and 1."""
+        """Stack single samples. If some have documents or weights, the others are one document, and have weight 1."""
 
         def side_by_side(name: str, default: int) -> Any:
-            given = [getattr(sample, name) for sample in samples]
-            if all(x is None for x in given):
+            arrays = [getattr(sample, name) for sample in samples]
+            if all(x is None for x in arrays):
                 return None
-            filler = next(np.full_like(x, default) for x in given if x is not None)
-            return np.stack([filler if x is None else x for x in given])
+            filler = next(np.full_like(x, default) for x in arrays if x is not None)
+            return np.stack([filler if x is None else x for x in arrays])
 
         inputs, targets = (np.stack([getattr(sample, name) for sample in samples]) for name in ("inputs", "targets"))
         return cls(inputs, targets, side_by_side("starts", 0), side_by_side("weights", 1))
@@ -71,7 +71,7 @@ class Rows:
         return Rows(self.inputs[samples], self.targets[samples], starts, weights)
 
     def total_weight(self) -> float:
-        """Sum the weights of all targets: their number where they have no weights."""
+        """Sum the weights of all targets; without weights, count the targets."""
         counted = self.targets >= 0
         return float(counted.sum() if self.weights is None else self.weights[counted].sum(dtype=np.float64))
 
@@ -85,6 +85,6 @@ class Rows:
             at = tuple(int(i) for i in np.unravel_index(int(self.inputs.argmin()), self.inputs.shape))
             rule = f"token {at[-1]} is followed by others, so its id must not be negative"
             raise UserError(
-                f"token id {int(self.inputs[at])} in {what}", rule, "mark what is not learned in the targets"
+                f"token id {int(self.inputs[at])} in {what}", rule, "mark ignored tokens in the targets instead"
             )
         return self

@@ -18,6 +18,9 @@ from megalite.data.tokens import IndexedDataset, locate
 from megalite.errors import UserError
 from megalite.log import logger
 
+# Of a split: far beyond any number of documents, and sums stay exact enough to divide by.
+_MAX_PART = 1e15
+
 
 class Dataset(Protocol):
     """Provide samples by position in the training order, without end: what a `BatchLoader` reads."""
@@ -25,7 +28,7 @@ class Dataset(Protocol):
     seq_len: int
 
     def sample(self, position: int) -> Tokens | Rows:
-        """Return int64 [seq_len + 1], inputs are [:-1], targets [1:]; or a sample whose targets are chosen freely."""
+        """Return int64 [seq_len + 1], inputs are [:-1], targets [1:]; or `Rows` with targets of their own."""
 
     def content_hash(self) -> str:
         """Return a SHA-256 of what the samples are made of, for a checkpoint's manifest."""
@@ -34,8 +37,8 @@ class Dataset(Protocol):
 def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Permute range(num_samples) as a function of (seed, epoch) alone, int64 [num_samples].
 
-    Sorts raw Philox words: numpy promises the words of a bit generator over all its versions, not the algorithm of
-    `Generator.permutation`, and an upgrade must not move the data order of a run.
+    Sorts raw Philox words: NumPy keeps the stream of a bit generator stable over its versions, but not the algorithm of
+    `Generator.permutation`, and an upgrade must not change the data order of a run.
     """
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_samples)
     return np.argsort(words, kind="stable")
@@ -60,20 +63,20 @@ def read_ids(indexed: IndexedDataset, start: int, stop: int, vocab_size: int | N
 
 
 class GPTDataset:
-    """Cut samples from a contiguous range of documents.
+    """Take samples from a contiguous range of documents.
 
-    Sample i is tokens [i*seq_len, i*seq_len + seq_len] of those documents end to end; neighbours share one token.
+    Sample i is tokens [i*seq_len, i*seq_len + seq_len] of those documents end to end; neighbors share one token.
     Position p of the order is sample p % n of epoch p // n: in order without `shuffle`, else by `epoch_order`.
 
     Args:
         indexed: the token files.
         seq_len: tokens per sample, s.
         documents: (first, last + 1) of the split; all by default.
-        seed: of the shuffled order.
+        seed: seed of the shuffled order.
         shuffle: shuffle samples within each epoch.
         vocab_size: ids must be below it; None leaves them unchecked.
         split: name for messages ("train", "valid", "test").
-        document_mask: tell where documents begin; their last tokens then have no target.
+        document_mask: mark where documents begin; their last tokens then have no target.
 
     Attributes:
         num_samples: samples in an epoch, (tokens - 1) // seq_len.
@@ -143,10 +146,10 @@ class GPTDataset:
         within = bounds[
             np.searchsorted(bounds, start, "right") : np.searchsorted(bounds, start + self.seq_len, "right")
         ]
-        begin, targets = within - start, tokens[1:].copy()
-        targets[begin - 1] = IGNORE
+        begins, targets = within - start, tokens[1:].copy()
+        targets[begins - 1] = IGNORE
         starts = np.zeros(self.seq_len, np.int64)
-        starts[begin[begin < self.seq_len]] = begin[begin < self.seq_len]
+        starts[begins[begins < self.seq_len]] = begins[begins < self.seq_len]
         return Rows(tokens[:-1], targets, np.maximum.accumulate(starts))
 
     def content_hash(self) -> str:
@@ -165,7 +168,7 @@ class MockDataset:
     Args:
         vocab_size: ids are below it.
         seq_len: tokens per sample.
-        seed: of all samples; another seed gives other samples of the same pattern.
+        seed: seed of all samples; another seed gives other samples of the same pattern.
     """
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0) -> None:
@@ -190,15 +193,15 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
     """Return the document ranges (first, last + 1) of train, valid and test for weights such as "99,1,0".
 
     Raises:
-        UserError: not one to three numbers >= 0 with a positive train part.
+        UserError: not one to three numbers from 0 to below 1e15 with a positive train part.
     """
     try:
         weights = [float(w) for w in split.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or not all(0 <= w < float("inf") for w in weights) or weights[0] == 0:
-        rule = "must be one to three numbers for train,valid,test, none negative, the first above 0"
+    if not 1 <= len(weights) <= 3 or not all(0 <= w < _MAX_PART for w in weights) or weights[0] == 0:
+        rule = f"must be one to three numbers for train,valid,test, from 0 to below {_MAX_PART:g}, the first above 0"
         raise UserError(f"--split {split}", rule, "use --split 99,1,0, for example")
-    shares: npt.NDArray[Any] = np.cumsum(np.array(weights + [0.0] * (3 - len(weights))))
-    bounds = [0, *np.rint(shares / shares[-1] * num_documents).astype(np.int64).tolist()]
+    cumulative: npt.NDArray[Any] = np.cumsum(np.array(weights + [0.0] * (3 - len(weights))))
+    bounds = [0, *np.rint(cumulative / cumulative[-1] * num_documents).astype(np.int64).tolist()]
     return [(bounds[i], bounds[i + 1]) for i in range(3)]

@@ -1,7 +1,7 @@
 """`PREFIX.json`, written by preprocessing beside `PREFIX.bin` and `.idx`: the tokenizer, and checksums of every byte.
 
-Checksums of a file: its SHA-256, and of every block of 256 KiB the first 8 bytes of its SHA-256, so that training can
-check each block when it first reads it, at no cost at the start however large the data are.
+Checksums of a file: its SHA-256, and of every block of 256 KiB the first 8 bytes of its SHA-256, so that training
+can check each block when it first reads it, without a cost at the start that grows with the data.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.errors import UserError
-from megalite.foreign import BadFile, read_json
 from megalite.log import warn_on_rank_0
+from megalite.untrusted import BadFile, read_json
 
 BLOCK = 256 << 10
 DIGEST = 8
@@ -23,7 +23,7 @@ _REMEDY = "preprocess the text again, or remove the file"
 
 
 class Checksums(NamedTuple):
-    """What preprocessing wrote into a file: its SHA-256 (hex), and the digests of its blocks, end to end."""
+    """Checksums of a file as preprocessing wrote it: SHA-256 (hex), and the concatenated digests of its blocks."""
 
     sha256: str
     blocks: bytes
@@ -41,21 +41,21 @@ class BlockHasher:
     """Hash a file while it is written."""
 
     def __init__(self) -> None:
-        self._whole, self._blocks, self._open = hashlib.sha256(), bytearray(), bytearray()
+        self._sha256, self._blocks, self._pending = hashlib.sha256(), bytearray(), bytearray()
 
     def update(self, data: bytes) -> None:
-        """Take in what was written next."""
-        self._whole.update(data)
-        self._open += data
-        while len(self._open) >= BLOCK:
-            self._blocks += _digest(self._open[:BLOCK])
-            del self._open[:BLOCK]
+        """Add the bytes that were written next."""
+        self._sha256.update(data)
+        self._pending += data
+        while len(self._pending) >= BLOCK:
+            self._blocks += _digest(self._pending[:BLOCK])
+            del self._pending[:BLOCK]
 
     def to_json(self) -> dict[str, str]:
         """Return the file's entry in `PREFIX.json`, after the last `update`."""
-        last = _digest(self._open) if self._open else b""
+        last = _digest(self._pending) if self._pending else b""
         blocks = base64.b64encode(self._blocks + last).decode()
-        return {"sha256": self._whole.hexdigest(), "blocks": blocks}
+        return {"sha256": self._sha256.hexdigest(), "blocks": blocks}
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
@@ -72,22 +72,22 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def chat_template_of(prefixes: Iterable[str], learned: str | None = None) -> str | None:
-    """Return the chat template of a model that trains on these data; None if several wrote their conversations.
+    """Return the chat template of a model that trains on these data; None if several templates wrote them.
 
     Args:
-        prefixes: the data.
-        learned: the template of the checkpoint that the run starts from: kept if none wrote the data.
+        prefixes: prefixes of the data.
+        learned: template of the checkpoint that the run starts from, used if no template wrote the data.
 
     Raises:
         UserError: as `read_sidecar`.
     """
-    kept = ((prefix, (read_sidecar(prefix) or {}).get("chat_template")) for prefix in prefixes)
-    found = {template: prefix for prefix, template in kept if isinstance(template, str)}
-    if len(found) > 1:
-        names = " and ".join(sorted(found.values())[:2])
+    entries = ((prefix, (read_sidecar(prefix) or {}).get("chat_template")) for prefix in prefixes)
+    prefix_of = {template: prefix for prefix, template in entries if isinstance(template, str)}
+    if len(prefix_of) > 1:
+        names = " and ".join(sorted(prefix_of.values())[:2])
         warn_on_rank_0(f"{names} were written by different chat templates: checkpoints and exports will have none")
         return None
-    return next(iter(found), learned)
+    return next(iter(prefix_of), learned)
 
 
 def read_checksums(prefix: str | Path) -> dict[str, Checksums]:

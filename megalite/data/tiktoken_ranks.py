@@ -1,9 +1,13 @@
-"""What tiktoken rank files do not hold: the splitting pattern and special tokens of well-known ones."""
+"""tiktoken rank files, and what they lack: the splitting patterns and special tokens of well-known tokenizers."""
 
 from __future__ import annotations
 
+import base64
+import re
 from typing import Any
 
+RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+"""First line of a rank file: a token in base64 and its rank."""
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -51,3 +55,22 @@ KNOWN_RANKS: dict[int, dict[str, Any]] = {
         "eos": "<|endoftext|>",
     },
 }
+
+
+def read_ranks(data: bytes) -> dict[bytes, int]:
+    """Parse a rank file. The library's own reader caches files in /tmp by path, whatever their content."""
+    lines = [line.split() for line in data.splitlines() if line.strip()]
+    bad = next((line for line in lines if len(line) != 2 or not line[1].isdigit()), None)
+    if bad is not None:
+        raise ValueError(f"a line is {b' '.join(bad)!r:.100}")
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+
+
+def is_description(extra: dict[str, Any]) -> bool:
+    """Whether the JSON beside a rank file has the required entries, each of its type."""
+    specials = extra.get("special_tokens")
+    if not isinstance(extra.get("pattern"), str) or not isinstance(specials, dict) or "eos" not in extra:
+        return False
+    named = [extra[key] for key in ("eos", "bos") if key in extra]
+    ids_fit = all(type(i) is int and 0 <= i < 1 << 31 for i in specials.values())
+    return ids_fit and all(isinstance(name, str) and name in specials for name in named)

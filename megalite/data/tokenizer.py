@@ -6,24 +6,22 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from megalite.data.controls import Span, around_controls, char_spans, consecutive
-from megalite.data.tiktoken_ranks import KNOWN_RANKS
+from megalite.data.controls import Span, char_spans, consecutive_spans, encode_with_controls
+from megalite.data.tiktoken_ranks import KNOWN_RANKS, RANK_LINE, is_description, read_ranks
 from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, protobuf_fields, read_json, read_regular
 from megalite.errors import UserError
 
 _T = TypeVar("_T")
-_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def optional_import(module: str, package: str, extra: str | None) -> ModuleType:
@@ -45,9 +43,9 @@ class Tokenizer(ABC):
     Attributes:
         kind: "sentencepiece", "huggingface", "tiktoken" or "bytes".
         path: the file it was read from ("bytes" for the byte tokenizer).
-        sha256: of that file, or of the tokenizer that it was exported from; the data's sidecar keeps it.
+        sha256: SHA-256 of that file, or of the tokenizer that it was exported from; the data's sidecar records it.
         vocab_size: largest id + 1, special tokens included.
-        eos_id, bos_id: end and beginning of a text, None where the tokenizer has none.
+        eos_id, bos_id: ids of the end and the beginning of a text, None where the tokenizer has none.
     """
 
     kind: str
@@ -109,10 +107,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
         def bytewise(piece: str) -> tuple[list[int], list[Span]]:
-            ids = self.encode(piece)
-            return ids, char_spans(piece, consecutive([1] * len(ids)))
+            return self.encode(piece), char_spans(piece, consecutive_spans([1] * len(piece.encode())))
 
-        return around_controls(text, self.control_tokens, bytewise)
+        return encode_with_controls(text, self.control_tokens, bytewise)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -125,7 +122,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.path, self.sha256 = str(path), file_sha256(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        except (RuntimeError, OSError, ValueError) as e:  # ValueError: its own message quotes bytes that are no text
+        except (RuntimeError, OSError, ValueError) as e:  # ValueError: its message quotes bytes that are not text
             raise UserError(f"tokenizer {path}", f"is not a sentencepiece model ({e})", "give another file") from e
         self.vocab_size = self._model.vocab_size()
         self.eos_id = None if self._model.eos_id() < 0 else self._model.eos_id()
@@ -141,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
     def control_tokens(self) -> dict[str, int]:
         pieces = [dict(protobuf_fields(p)) for n, p in protobuf_fields(self._model.serialized_model_proto()) if n == 1]
         named = ((i, piece[1].decode(), piece.get(3, 1)) for i, piece in enumerate(pieces))
-        # User-defined pieces may also be words and runs of spaces that are worth a token.
+        # User-defined pieces may also be ordinary words and runs of spaces.
         return {name: i for i, name, kind in named if kind == 3 or kind == 4 and name[0] + name[-1] in ("<>", "[]")}
 
     @cached_property
@@ -155,25 +152,25 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
         def with_spans(piece: str) -> tuple[list[int], list[Span]]:
             ids, text = self.encode(piece), piece.encode()
-            own = [self._bytes_of[i] for i in ids]
-            written = b"".join(own)
-            if written in (text, b" " + text):
+            token_bytes = [self._bytes_of[i] for i in ids]
+            decoded = b"".join(token_bytes)
+            if decoded in (text, b" " + text):
                 # An added space covers no character.
-                sizes = [len(part) for part in own]
-                sizes[0] -= len(written) - len(text)
-                return ids, char_spans(piece, consecutive(sizes))
-            # The model normalizes. Its own account of what it read takes ten times as long to read.
+                sizes = [len(token) for token in token_bytes]
+                sizes[0] -= len(decoded) - len(text)
+                return ids, char_spans(piece, consecutive_spans(sizes))
+            # The model normalizes the text. Its serialized output has the spans, but takes ten times as long.
             fields = protobuf_fields(self._model.encode(piece, out_type="serialized_proto"))
-            read = [dict(protobuf_fields(token)) for field, token in fields if field == 2]
-            return [t[2] for t in read], char_spans(piece, [(t.get(4, 0), t.get(5, 0)) for t in read])
+            tokens = [dict(protobuf_fields(token)) for field, token in fields if field == 2]
+            return [t[2] for t in tokens], char_spans(piece, [(t.get(4, 0), t.get(5, 0)) for t in tokens])
 
-        return around_controls(text, self.control_tokens, with_spans)
+        return encode_with_controls(text, self.control_tokens, with_spans)
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """Use a `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-    The end of text comes from `eos_token` of `tokenizer_config.json` beside it, else from a well-known name.
+    The end-of-text token is `eos_token` of `tokenizer_config.json` beside it, else one with a well-known name.
     """
 
     kind = "huggingface"
@@ -181,7 +178,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         tokenizers = optional_import("tokenizers", "tokenizers", None)
-        self.path, own = str(path), file_sha256(path)
+        self.path, file_sha = str(path), file_sha256(path)
         self._model = _call(self.path, lambda: tokenizers.Tokenizer.from_file(str(path)), "is not a tokenizer.json")
         # A saved truncation or padding setting would silently cut or fill documents.
         self._model.no_truncation()
@@ -192,7 +189,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"tokenizer {path}", "has an empty vocabulary", "give another file")
         self.vocab_size = max(vocabulary.values()) + 1
         config = read_json(path.with_name("tokenizer_config.json"))
-        self.sha256 = exported_from(config, own) or own
+        self.sha256 = exported_from(config, file_sha) or file_sha
         self.bos_id = self._special(config.get("bos_token"), "bos_token")
         self.eos_id = self._special(config.get("eos_token"), "eos_token")
         if self.eos_id is None:
@@ -209,7 +206,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @cached_property
     def control_tokens(self) -> dict[str, int]:
         added = self._model.get_added_tokens_decoder().items()
-        # Some folders have the marks of ChatML as added tokens that are not special.
+        # In some folders ChatML's markers are added tokens, but not special.
         return {t.content: i for i, t in added if t.special or re.fullmatch(r"<\|.*\|>", t.content)}
 
     def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
@@ -226,31 +223,12 @@ class HuggingFaceTokenizer(Tokenizer):
         token = entry.get("content") if isinstance(entry, dict) else entry
         if token is None:
             return None
-        find = lambda: self._model.token_to_id(token)  # noqa: E731
+        find = partial(self._model.token_to_id, token)
         token_id = _call(self.path, find, f"cannot look up {name}") if isinstance(token, str) else None
         if token_id is None:
             rule = f"tokenizer_config.json names {name} {token!r:.100}, which tokenizer.json does not have"
             raise UserError(f"tokenizer {self.path}", rule, "use files of the same tokenizer")
         return token_id
-
-
-def _read_ranks(data: bytes) -> dict[bytes, int]:
-    """Parse a rank file. The library's own reader keeps a copy in /tmp and takes that whenever the path is the same."""
-    lines = [line.split() for line in data.splitlines() if line.strip()]
-    bad = next((line for line in lines if len(line) != 2 or not line[1].isdigit()), None)
-    if bad is not None:
-        raise ValueError(f"a line is {b' '.join(bad)!r:.100}")
-    return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-
-
-def _is_description(extra: dict[str, Any]) -> bool:
-    """Whether the JSON beside a rank file has the parts that it needs, each of its type."""
-    specials = extra.get("special_tokens")
-    if not isinstance(extra.get("pattern"), str) or not isinstance(specials, dict) or "eos" not in extra:
-        return False
-    named = [extra[key] for key in ("eos", "bos") if key in extra]
-    ids_fit = all(type(i) is int and 0 <= i < 1 << 31 for i in specials.values())
-    return ids_fit and all(isinstance(name, str) and name in specials for name in named)
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -268,7 +246,7 @@ class TiktokenTokenizer(Tokenizer):
         data = read_regular(path)
         self.path, self.sha256 = str(path), hashlib.sha256(data).hexdigest()
         try:
-            ranks = _read_ranks(data)
+            ranks = read_ranks(data)
         except ValueError as e:
             raise UserError(f"tokenizer {path}", f"is not a tiktoken rank file ({e})", "give another file") from e
         extra_path = Path(f"{path}.json")
@@ -277,15 +255,13 @@ class TiktokenTokenizer(Tokenizer):
             rule = "the splitting pattern of a tiktoken file of this size is unknown"
             remedy = f'write {extra_path} with "pattern", "special_tokens" and "eos"'
             raise UserError(f"tokenizer {path} with {len(ranks)} ranks", rule, remedy)
-        if not _is_description(extra):
+        if not is_description(extra):
             remedy = 'it needs "pattern", "special_tokens" {name: id} and "eos", a name among them'
             raise UserError(str(extra_path), "does not describe the tokenizer", remedy)
         pattern, specials = extra["pattern"], extra["special_tokens"]
         self.eos_id, self.bos_id = specials[extra["eos"]], specials.get(extra.get("bos"))
-        made = lambda: tiktoken.Encoding(  # noqa: E731
-            str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
-        )
-        self._model = _call(self.path, made, f"is not what {extra_path} describes")
+        build = partial(tiktoken.Encoding, str(path), pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+        self._model = _call(self.path, build, f"is not what {extra_path} describes")
         self.vocab_size = self._model.n_vocab
 
     def encode(self, text: str) -> list[int]:
@@ -300,7 +276,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_template(self, text: str) -> tuple[list[int], list[Span]]:
         ids = self._model.encode(text, allowed_special="all")
-        return ids, char_spans(text, consecutive([len(token) for token in self._model.decode_tokens_bytes(ids)]))
+        return ids, char_spans(text, consecutive_spans([len(token) for token in self._model.decode_tokens_bytes(ids)]))
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -317,7 +293,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if file.is_dir():
         file = file_in(file)
     head = read_regular(file)[:4096]
-    if _RANK_LINE.match(head):
+    if RANK_LINE.match(head):
         return TiktokenTokenizer(file)
     if head.lstrip().startswith(b"{"):
         return HuggingFaceTokenizer(file)

@@ -1,4 +1,4 @@
-"""Finding, checking and reading the files of a tokenizer, which may come from a stranger."""
+"""Find, check and read the files of a tokenizer, which are untrusted input."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megalite import foreign
+from megalite import untrusted
 from megalite.errors import UserError
 from megalite.log import logger
 
 # Key in an export's tokenizer_config.json: SHA-256 of the tokenizer that it came from, and of its tokenizer.json.
 EXPORTED_FROM = "megalite_exported_from"
-# Real tokenizers have at most some ten MB.
+# Real tokenizers have some ten MB at most.
 _MAX_BYTES = 256 << 20
-# What lies beside them describes some hundred special tokens; parsed, it takes twenty times the memory.
+# The JSON beside them describes some hundred special tokens; parsed, it takes twenty times the memory.
 _MAX_JSON = 16 << 20
 
 
-def of_run(meta: dict[str, Any]) -> str | None:
-    """Name the tokenizer that a checkpoint's meta records; None when the run had none or the file no longer exists.
+def recorded_tokenizer(meta: dict[str, Any]) -> str | None:
+    """Return the tokenizer that a checkpoint's meta names; None if the run had none or the file no longer exists.
 
-    A stranger may have written the name: it may lead to any file of this machine. So nothing is done with that file
-    before its SHA-256 is the one that the run recorded.
+    The name is untrusted and may point to any file of this machine, so the file is not used unless its SHA-256 is the
+    recorded one.
 
     Raises:
-        UserError: it is another file.
+        UserError: the file has another SHA-256.
     """
     name = meta.get("config", {}).get("data", {}).get("tokenizer")
     if not name or "\0" in name or (name != "bytes" and not Path(name).exists()):
@@ -36,41 +36,41 @@ def of_run(meta: dict[str, Any]) -> str | None:
     if name == "bytes" and not file.exists():
         return name
     file = file_in(file) if file.is_dir() else file
-    own, recorded = file_sha256(file), meta.get("tokenizer_sha256")
-    if own != recorded:
+    sha256, recorded = file_sha256(file), meta.get("tokenizer_sha256")
+    if sha256 != recorded:
         # An export counts as the tokenizer that it came from.
-        own = exported_from(read_json(file.with_name("tokenizer_config.json")), own) or own
-    if own != recorded:
-        rule = f"is not the one of SHA-256 {recorded} with which the checkpoint that names it was trained"
-        raise UserError(f"tokenizer {file}", rule, "give the tokenizer of the training with --tokenizer")
+        sha256 = exported_from(read_json(file.with_name("tokenizer_config.json")), sha256) or sha256
+    if sha256 != recorded:
+        rule = f"does not have SHA-256 {recorded}, that of the tokenizer the checkpoint was trained with"
+        raise UserError(f"tokenizer {file}", rule, "pass the tokenizer of the training with --tokenizer")
     return name
 
 
-def exported_from(config: dict[str, Any], own: str) -> str | None:
-    """Return the SHA-256 of the tokenizer from which the tokenizer.json of SHA-256 `own` was exported, if it was."""
+def exported_from(config: dict[str, Any], file_sha: str) -> str | None:
+    """Return the SHA-256 of the tokenizer that was exported as the tokenizer.json of SHA-256 `file_sha`; or None."""
     exported = config.get(EXPORTED_FROM)
-    # Only for the file that the export wrote: another one gives other ids.
-    if not isinstance(exported, dict) or exported.get("tokenizer_json") != own or not exported.get("sha256"):
+    # Only for the file that the export wrote: another one may give other ids.
+    if not isinstance(exported, dict) or exported.get("tokenizer_json") != file_sha or not exported.get("sha256"):
         return None
     return str(exported["sha256"])
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Check for a file that `load_tokenizer` would take from a folder."""
+    """Whether a folder has a file that `load_tokenizer` would take."""
     return any(folder.glob("tokenizer.json")) or any(folder.glob("*.model")) or any(folder.glob("*.tiktoken"))
 
 
 def file_in(folder: Path) -> Path:
-    """Choose the tokenizer's file in a folder; raises `UserError` where there is none, or several."""
+    """Choose the tokenizer file of a folder; raises `UserError` if there is none, or several."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).exists():
             logger.info(f"tokenizer: {folder / name}")
             return folder / name
-    found = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
-    if len(found) != 1:
-        rule = f"one tokenizer.json, *.model or *.tiktoken is needed, found {[p.name for p in found]}"
-        raise UserError(f"tokenizer folder {folder}", rule, "give the file itself")
-    return found[0]
+    candidates = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
+    if len(candidates) != 1:
+        rule = f"must hold one tokenizer.json, *.model or *.tiktoken, but holds {[p.name for p in candidates]}"
+        raise UserError(f"tokenizer folder {folder}", rule, "pass the file itself")
+    return candidates[0]
 
 
 def file_sha256(path: Path) -> str:
@@ -82,12 +82,12 @@ def read_regular(path: Path) -> bytes:
     """Read a file of a tokenizer.
 
     Raises:
-        UserError: it cannot be read, is no regular file (a pipe would wait, a device has no end), or is too large.
+        UserError: it cannot be read, is not a regular file (a pipe would block, a device has no end), or is too large.
     """
     what = f"tokenizer {path}"
     try:
-        return foreign.read_regular(path, _MAX_BYTES)
-    except foreign.BadFile as e:
+        return untrusted.read_regular(path, _MAX_BYTES)
+    except untrusted.BadFile as e:
         raise UserError(what, str(e), "give the tokenizer's own file") from None
     except OSError as e:
         remedy = "give a folder or file: *.model, tokenizer.json, a tiktoken rank file, or the word bytes"
@@ -99,8 +99,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = foreign.read_json(path, _MAX_JSON)
-    except (OSError, foreign.BadFile) as e:
+        content = untrusted.read_json(path, _MAX_JSON)
+    except (OSError, untrusted.BadFile) as e:
         rule = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
         raise UserError(f"tokenizer {path}", rule, "correct or remove it") from None
     if not isinstance(content, dict):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.data.binary import TokenFile
-from megalite.data.index import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, read_index, unreadable
+from megalite.data.index import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, read_error, read_index
 from megalite.data.sidecar import BLOCK, BlockHasher, read_checksums
 from megalite.errors import UserError
 
@@ -37,7 +37,7 @@ def locate(starts: npt.NDArray[np.int64], token: int) -> tuple[int, int]:
 
 
 class IndexedDataset:
-    """Read `PREFIX.bin` / `PREFIX.idx`; nothing is cached on disk. Ids are checked as `TokenFile` does.
+    """Read `PREFIX.bin` / `PREFIX.idx`; nothing is cached on disk. `TokenFile` checks the ids as they are read.
 
     A pickled instance holds only the prefix: each process opens the files itself.
 
@@ -92,8 +92,8 @@ class IndexedDataset:
     def verify(self, rank: int = 0, world: int = 1) -> None:
         """Check `.idx` and this rank's share of `.bin` against the checksums of `PREFIX.json`, if it has any.
 
-        Of a `.bin` so large that its share would take seconds, other parts are checked at every start, and the rest
-        when it is read.
+        If that share would take seconds, a random sample of it is checked at each start, and every block when it is
+        read.
 
         Raises:
             UserError: a file differs from what preprocessing wrote.
@@ -107,7 +107,7 @@ class IndexedDataset:
         """Return a SHA-256 that distinguishes this data from other data, cheap enough for every start.
 
         It covers the whole `.idx` (dtype, number, length and order of documents), and of `.bin` what
-        `TokenFile.hash_into` does: every byte, or for data made by other tools 64 places.
+        `TokenFile.hash_into` does: every byte, or 64 samples for data made by other tools.
         """
         digest = self._idx_digest()
         self.file.hash_into(digest)
@@ -117,10 +117,10 @@ class IndexedDataset:
         digest = hashlib.sha256()
         try:
             with self.idx_path.open("rb") as f:
-                while piece := f.read(1 << 20):
-                    digest.update(piece)
+                while chunk := f.read(1 << 20):
+                    digest.update(chunk)
         except OSError as e:
-            raise unreadable(self.idx_path, e) from None
+            raise read_error(self.idx_path, e) from None
         return digest
 
 
@@ -132,8 +132,8 @@ class IndexedDatasetWriter:
     without `finalize` removes the temporary files.
 
     Args:
-        prefix: path without `.bin` / `.idx`; its folder is made.
-        dtype: of the ids, see `token_dtype`.
+        prefix: path without `.bin` / `.idx`; its folder is created.
+        dtype: dtype of the ids, see `token_dtype`.
         masked: also write `PREFIX.mask.bin`, one byte per token.
 
     Raises:
@@ -150,7 +150,7 @@ class IndexedDatasetWriter:
         bin_tmp = self._path("bin.tmp")
         try:
             bin_tmp.parent.mkdir(parents=True, exist_ok=True)
-            # Not mode "wb": the file must not be truncated before the lock is ours.
+            # Not mode "wb": the file must not be truncated before this process holds the lock.
             self._bin: BinaryIO = os.fdopen(os.open(bin_tmp, os.O_RDWR | os.O_CREAT, 0o666), "wb")
         except OSError as e:
             rule = f"{bin_tmp} cannot be written ({e.strerror})"
@@ -162,7 +162,7 @@ class IndexedDatasetWriter:
             rule = f"another process is writing {bin_tmp}"
             raise UserError(f"output prefix {prefix}", rule, "wait for it, or choose another prefix") from None
         self._bin.truncate(0)
-        # Of a killed run.
+        # Left by a killed run.
         self._path("mask.bin.tmp").unlink(missing_ok=True)
         self._mask: BinaryIO | None = self._path("mask.bin.tmp").open("wb") if masked else None
 
@@ -195,7 +195,7 @@ class IndexedDatasetWriter:
         """Commit the files.
 
         Args:
-            sidecar: becomes `PREFIX.json`, with checksums of all files, before `.idx` makes the data loadable.
+            sidecar: content of `PREFIX.json`, written with checksums of all files before `.idx` makes them loadable.
         """
         sizes = np.concatenate(self._sizes) if self._sizes else np.zeros(0, np.int32)
         idx_tmp, json_tmp = self._path("idx.tmp"), self._path("json.tmp")
@@ -205,14 +205,14 @@ class IndexedDatasetWriter:
         starts = np.zeros(len(sizes), np.int64)
         np.cumsum(sizes[:-1], out=starts[1:], dtype=np.int64)
         with idx_tmp.open("wb") as f:
-            for part in (
+            for table in (
                 HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(sizes) + 1),
                 sizes.astype("<i4").tobytes(),
                 (starts * self.dtype.itemsize).astype("<i8").tobytes(),
                 np.arange(len(sizes) + 1, dtype="<i8").tobytes(),
             ):
-                f.write(part)
-                self._hashers["idx"].update(part)
+                f.write(table)
+                self._hashers["idx"].update(table)
             _sync(f)
         if sidecar is not None:
             sums = {"block_bytes": BLOCK, **{name: hasher.to_json() for name, hasher in self._hashers.items()}}
@@ -233,7 +233,7 @@ class IndexedDatasetWriter:
         self._close()
 
     def abort(self) -> None:
-        """Remove the temporary files; nothing under the prefix changes."""
+        """Remove the temporary files; data under the prefix stay as they are."""
         if self._open:
             for name in ("bin.tmp", "idx.tmp", "json.tmp", "mask.bin.tmp"):
                 self._path(name).unlink(missing_ok=True)

@@ -28,7 +28,7 @@ def agree(ctx: ParallelContext, action: Callable[[], T]) -> T:
 
 
 def check_equal(ctx: ParallelContext, what: str, text: str, remedy: str) -> None:
-    """UserError on every rank unless `text` is the same on all of them.
+    """Raise UserError on every rank unless `text` is the same on all of them.
 
     Args:
         what: name of what is compared, for the message.

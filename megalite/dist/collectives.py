@@ -27,17 +27,19 @@ _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or d
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Done:
+class FinishedWork:
     """A finished work handle."""
 
     sent = 0
 
     def wait(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return at once: nothing is left to wait for."""
+
+    drop = wait
 
 
 class Waits:
-    """Measures how long this process waits for its peers, in `Pending.wait` and in `to_host`.
+    """Measures how long this process waits for its peers, in `PendingWork.wait` and in `to_host`.
 
     Attributes:
         seconds: total so far.
@@ -73,7 +75,7 @@ class Waits:
 waits = Waits()
 
 
-class Pending:
+class PendingWork:
     """A collective under way. `wait()` makes the result safe to read; the inputs are kept alive until then.
 
     Attributes:
@@ -89,8 +91,12 @@ class Pending:
             waits.on_stream(self._work.wait)
             self._work, self._keep = None, ()
 
+    def drop(self) -> None:
+        """Wait as well: until then the collective reads and writes the memory of its tensors."""
+        self.wait()
 
-Work = Done | Pending
+
+Work = FinishedWork | PendingWork
 
 
 def to_host(x: torch.Tensor) -> list[float]:
@@ -154,26 +160,35 @@ class _AllGather:
 def all_reduce(x: torch.Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Work:
     """Start an in-place all-reduce of `x` over the axis."""
     if axis.size == 1:
-        return Done()
+        return FinishedWork()
     sent = 2 * (axis.size - 1) * x.nbytes // axis.size
-    return Pending(dist.all_reduce(x, op=op, group=axis.group, async_op=True), x, sent=sent)
+    return PendingWork(dist.all_reduce(x, op=op, group=axis.group, async_op=True), x, sent=sent)
 
 
 def broadcast(x: torch.Tensor, axis: Axis) -> Work:
     """Start replacing `x` by that of the first rank of the axis."""
     if axis.size == 1:
-        return Done()
+        return FinishedWork()
     work = dist.broadcast(x, axis.ranks[0], group=axis.group, async_op=True)
-    return Pending(work, x, sent=(axis.size - 1) * x.nbytes // axis.size)
+    return PendingWork(work, x, sent=(axis.size - 1) * x.nbytes // axis.size)
 
 
-def all_to_all(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
-    """Start sending row i of `x` to rank i of the axis; row i of `out` is what rank i has sent."""
+def all_to_all(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    axis: Axis,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> Work:
+    """Start sending row i of `x` to rank i of the axis; row i of `out` is what rank i has sent.
+
+    `received` and `sent` give the number of rows from and to each rank; None: one row each.
+    """
     if axis.size == 1:
         out.copy_(x)
-        return Done()
-    work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
-    return Pending(work, out, x, sent=(axis.size - 1) * x.nbytes // axis.size)
+        return FinishedWork()
+    work = dist.all_to_all_single(out, x, received, sent, group=axis.group, async_op=True)
+    return PendingWork(work, out, x, sent=(axis.size - 1) * x.nbytes // axis.size)
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
@@ -181,9 +196,9 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return Done()
+        return FinishedWork()
     work = _AllGather(out, x, axis) if axis.on_gloo else _gather_into(out, x, group=axis.group, async_op=True)
-    return Pending(work, out, x, sent=(axis.size - 1) * x.nbytes)
+    return PendingWork(work, out, x, sent=(axis.size - 1) * x.nbytes)
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
@@ -191,15 +206,15 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Work:
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return Done()
+        return FinishedWork()
     work = _ReduceScatter(out, x, axis) if axis.on_gloo else _reduce_scatter(out, x, group=axis.group, async_op=True)
-    return Pending(work, out, x, sent=(axis.size - 1) * out.nbytes)
+    return PendingWork(work, out, x, sent=(axis.size - 1) * out.nbytes)
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
     """Start an all-gather along dimension 0; returns (result, work)."""
     if axis.size == 1:
-        return x, Done()
+        return x, FinishedWork()
     x = x.contiguous()
     out = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
     return out, all_gather(out, x, axis)
@@ -208,7 +223,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
 def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
     """Start a reduce-scatter along dimension 0; returns (result, work)."""
     if axis.size == 1:
-        return x, Done()
+        return x, FinishedWork()
     x = x.contiguous()
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     return out, reduce_scatter(out, x, axis)
@@ -249,9 +264,9 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole, work = start_all_gather(grad, ctx.axis)
+        full, work = start_all_gather(grad, ctx.axis)
         work.wait()
-        return whole, None
+        return full, None
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:

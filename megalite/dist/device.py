@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from megalite.dist.context import under_torchrun
+from megalite.dist.rendezvous import under_torchrun
 from megalite.errors import LocalUserError
 from megalite.log import env_int
 
@@ -37,7 +37,7 @@ def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
 
 
 def _set_up_cuda(tp: int, zero: int) -> None:
-    """Set what CUDA reads from the environment when it starts; what a user has set stays."""
+    """Set the environment variables that CUDA reads when it starts; those that the user has set stay."""
     if wants_one_queue(tp, zero):
         # Up to Hopper. One hardware queue: a collective that was launched first also starts before the matrix product
         # it overlaps with.

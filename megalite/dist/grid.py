@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megalite.errors import UserError
-from megalite.slices import unravel
+
+
+class MeshAxis(NamedTuple):
+    """One axis of a run's grid.
+
+    Attributes:
+        name: name of the axis, and of the option that sets its size.
+        cuts_batch: whether its ranks see different tokens of a batch: gradients are summed and ZeRO's shares cut over
+            all such axes together.
+    """
+
+    name: str
+    cuts_batch: bool = False
+
+
+AXES: tuple[MeshAxis, ...] = (MeshAxis("pp"), MeshAxis("dp", cuts_batch=True), MeshAxis("tp"))
+"""The axes of a run, slowest first. Ranks of "dp" read different samples; it has the ranks that the others leave.
+
+Tensor parallel is fastest (it communicates most, so its ranks are neighbors), pipeline slowest. Source: Narayanan et al.
+2021, "Efficient Large-Scale Language Model Training", section 3.
+"""
 
 
 @dataclass(frozen=True)
@@ -19,32 +40,53 @@ class Grid:
 
     Attributes:
         axes: (name, size) pairs.
+        batch: names of the axes whose ranks see different tokens of a batch.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
+    batch: tuple[str, ...] = ("dp",)
 
     @classmethod
-    def of(cls, world: int, tp: int = 1, pp: int = 1) -> Grid:
-        """The grid of a run: pp x dp x tp, dp being what tp and pp leave.
+    def from_config(cls, parallel: object, world: int | None = None) -> Grid:
+        """The grid of a run.
 
-        Tensor parallel is fastest (it communicates most, so its ranks are neighbors), pipeline slowest. Source:
-        Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 3.
+        Args:
+            parallel: options with the size of every axis of `AXES` but dp (`ParallelConfig`).
+            world: number of ranks; None: as few as the options need.
+
+        Raises:
+            UserError: as `of`.
+        """
+        sizes = {axis.name: getattr(parallel, axis.name) for axis in AXES if axis.name != "dp"}
+        return cls.of(math.prod(sizes.values()) if world is None else world, **sizes)
+
+    @classmethod
+    def of(cls, world: int, **sizes: int) -> Grid:
+        """The grid of `world` ranks over `AXES`, given the sizes of axes other than dp (1 unless given).
 
         Raises:
             UserError: the axes do not divide the world.
         """
-        given = f"--tp {tp} --pp {pp} on {world} rank{'s' * (world != 1)}"
-        if min(world, tp, pp) < 1:
-            raise UserError(given, "each must be at least 1", "use --tp 1 or more, and --pp 1 or more")
-        size = tp * pp
+        names = [axis.name for axis in reversed(AXES) if axis.name != "dp"]
+        if unknown := sizes.keys() - set(names):
+            raise ValueError(f"unknown axis {sorted(unknown)[0]!r}")
+        sizes = {name: sizes.get(name, 1) for name in names}
+        flags = [f"--{name}" for name in names]
+        words = " ".join(f"--{name} {size}" for name, size in sizes.items())
+        given = f"{words} on {world} rank{'s' * (world != 1)}"
+        if min(world, *sizes.values()) < 1:
+            raise UserError(given, "each must be at least 1", f"use {', and '.join(f'{f} 1 or more' for f in flags)}")
+        size = math.prod(sizes.values())
         if world % size:
             fits = max(1, world // size) * size
             raise UserError(
                 given,
-                f"the number of ranks must be a multiple of tp x pp = {size}",
-                f"start {fits} ranks (torchrun --nproc-per-node), or change --tp or --pp",
+                f"the number of ranks must be a multiple of {' x '.join(names)} = {size}",
+                f"start {fits} ranks (torchrun --nproc-per-node), or change {' or '.join(flags)}",
             )
-        return cls((("pp", pp), ("dp", world // size), ("tp", tp)))
+        sizes["dp"] = world // size
+        batch = tuple(axis.name for axis in AXES if axis.cuts_batch)
+        return cls(tuple((axis.name, sizes[axis.name]) for axis in AXES), batch)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,6 +97,11 @@ class Grid:
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(size for _, size in self.axes)
+
+    @property
+    def batch_ranks(self) -> int:
+        """Number of ranks that see different tokens of a batch."""
+        return math.prod(self[name] for name in self.batch)
 
     def as_dict(self) -> dict[str, int]:
         """Number of ranks and size of every axis."""
@@ -68,7 +115,7 @@ class Grid:
         """Place of a rank: coordinate on every axis."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside a world of {self.world}")
-        return dict(zip(self.names, unravel([size for _, size in self.axes], rank)))
+        return dict(zip(self.names, map(int, np.unravel_index(rank, [size for _, size in self.axes]))))
 
     def rank(self, **coords: int) -> int:
         """Rank at a place; 0 on the axes that are not given."""
@@ -91,6 +138,10 @@ class Grid:
         return [tuple(row) for row in ranks.transpose(outer + inner).reshape(-1, width).tolist()]
 
     def is_first(self, rank: int, *names: str) -> bool:
-        """Decide which replica speaks: whether `rank` is the first on each of the named axes."""
+        """Decide which replica is the owner: whether `rank` is the first on each of the named axes."""
         coords = self.coords(rank)
         return all(coords.get(name, 0) == 0 for name in names)
+
+    def is_first_except(self, rank: int, *names: str) -> bool:
+        """Whether `rank` is the first on each axis but the named ones."""
+        return self.is_first(rank, *(name for name in self.names if name not in names))

@@ -1,6 +1,6 @@
-"""The model families: every module of this package with a `FAMILY` describes one, as data, and is found automatically.
+"""The model families: each module of this package with a `FAMILY` describes one, as data, and is found automatically.
 
-A family built of parts that the model has is one new file: its options, its names in Hugging Face files, its presets.
+A family made of parts that the model has is one new file: its options, its names in Hugging Face files, its presets.
 """
 
 import pkgutil
@@ -17,11 +17,11 @@ PRESETS: dict[str, dict[str, Any]] = {}
 
 
 def register(family: Family) -> None:
-    """Make a family and its presets known by their names."""
+    """Add a family and its presets to the tables."""
     FAMILIES[family.name] = family
     PRESETS.update({name: {"arch": family.name, **preset.options} for name, preset in family.presets.items()})
 
 
-for _found in sorted(module.name for module in pkgutil.iter_modules(__path__)):
-    if hasattr(_module := import_module(f"{__name__}.{_found}"), "FAMILY"):
+for _name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    if hasattr(_module := import_module(f"{__name__}.{_name}"), "FAMILY"):
         register(_module.FAMILY)

@@ -1,21 +1,23 @@
-"""What describes a model family, and the names and keys that most families share. Data only, without torch."""
+"""The description of a model family, and the names and keys that most families share. Data only, without torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megalite.families.parts import BlockKind
+
 
 @dataclass(frozen=True)
-class Packed:
+class Packing:
     """The Hugging Face tensors that make up one tensor of megalite.
 
     Attributes:
-        names: with {} for the layer; several are the packed parts (q, k, v or gate, up), in order.
-        how: "rows" (parts lie one after the other), "transposed" (GPT-2's Conv1D keeps [in, out]) or "heads"
+        names: names of the tensors, with {} for the layer; several (q, k, v or gate, up) are packed in this order.
+        how: "rows" (one below the other), "transposed" (GPT-2's Conv1D keeps [in, out]) or "heads"
             (GPT-NeoX: rows [heads, 3, head_dim]).
     """
 
@@ -23,14 +25,14 @@ class Packed:
     how: Literal["rows", "transposed", "heads"] = "rows"
 
 
-def rows(*names: str) -> Packed:
-    """Describe one tensor as it is, or packed parts one after the other."""
-    return Packed(names)
+def rows(*names: str) -> Packing:
+    """Describe one tensor as it is, or several packed one below the other."""
+    return Packing(names)
 
 
-def transposed(name: str) -> Packed:
+def transposed(name: str) -> Packing:
     """Describe a Conv1D weight."""
-    return Packed((name,), "transposed")
+    return Packing((name,), "transposed")
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Preset:
     Attributes:
         options: `ModelConfig` values that differ from the family's. `seq_len` is the length of (most of) its training;
             dropout, where the model was trained with it, stays 0.
-        parameters: published number of trained parameters, tied tensors counted once: exact (int) or rounded (float);
-            None for a shape of our own.
+        parameters: published number of parameters, tied tensors counted once: exact (int) or rounded (float);
+            None for a shape that was not published.
     """
 
     options: Mapping[str, Any]
@@ -64,23 +66,24 @@ class Family:
         name: `--arch`, and `model_type` in config.json.
         architecture: the class in transformers.
         options: `ModelConfig` values of the family; flags, presets and config.json override them.
-        tensors: megalite name, with {} for the layer -> where it is in the file. A model uses those it has.
+        tensors: megalite name, with {} for the layer -> tensors of the file. A model uses those it has.
         fields: (key of config.json, `ModelConfig` field) pairs.
-        defaults: values of keys that config.json may omit, as transformers' class has them.
-        constants: keys with the only value that megalite computes; always written, and any other value is refused.
-        activation: key of the activation's name.
-        partial_rotary: old key of the rotated share of a head, where the family can have one.
+        defaults: values of keys that config.json may omit, as in transformers.
+        constants: keys with the only value that megalite supports; always written, and any other value is refused.
+        activation: key of the name of the activation.
+        partial_rotary: old key of the rotated fraction of a head, for families that have one.
         old_theta: old key of the rotary base.
-        local_theta: old key of the sliding-window layers' rotary base, where the family has one.
+        local_theta: old key of the rotary base of sliding-window layers, for families that have one.
         skip: patterns of tensors that files of this family may hold and that are not weights.
-        prefix: of every tensor but the head; files may lack it (GPT-2 on the hub).
+        prefix: prefix of the names of all tensors but the head; files may lack it (GPT-2 on the hub).
         presets: published models, by name (`--preset`).
+        block_kind: (`ModelConfig`, layer) -> the kind of that block.
     """
 
     name: str
     architecture: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, Packed]
+    tensors: Mapping[str, Packing]
     fields: tuple[tuple[str, str], ...]
     defaults: Mapping[str, Any]
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -91,17 +94,18 @@ class Family:
     skip: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     prefix: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
+    block_kind: Callable[[Any, int], BlockKind] = lambda cfg, layer: BlockKind()
 
-    def place(self, name: str) -> Packed:
-        """Return where a tensor of megalite lies in the family's files, names filled in."""
-        found = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
-        entry = self.tensors[f"layers.{{}}.{found[2]}" if found else name]
-        layer = found[1] if found else ""
+    def place(self, name: str) -> Packing:
+        """Return the packing of a tensor of megalite in the family's files, with the layer filled in."""
+        match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+        entry = self.tensors[f"layers.{{}}.{match[2]}" if match else name]
+        layer = match[1] if match else ""
         return dataclasses.replace(entry, names=tuple(n.format(layer) for n in entry.names))
 
 
 # Most families keep Llama's names.
-LLAMA_TENSORS: dict[str, Packed] = {
+LLAMA_TENSORS: dict[str, Packing] = {
     "embed_tokens.weight": rows("model.embed_tokens.weight"),
     **{
         f"layers.{{}}.self_attn.qkv_proj.{leaf}": rows(
@@ -155,7 +159,7 @@ LLAMA_FIELDS: tuple[tuple[str, str], ...] = (
     ("head_dim", "head_dim"),
     ("rms_norm_eps", "norm_eps"),
 )
-# transformers' Llama class; families differ in what they say themselves.
+# As in transformers' Llama class; families override what differs.
 LLAMA_DEFAULTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,

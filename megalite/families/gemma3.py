@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 with q/k norms instead of soft caps, and a rotary base for the sliding-window layers."""
+"""Gemma 3, text: Gemma 2 with q/k norms instead of soft caps, and a second rotary base for sliding-window layers."""
 
 from megalite.families.common import LLAMA_TENSORS, Family, preset
 from megalite.families.gemma2 import DEFAULTS, FIELDS, OPTIONS
@@ -23,7 +23,7 @@ FAMILY = Family(
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
-    # transformers has a soft cap of scores in the config and does not apply it.
+    # transformers has a soft cap of scores in the config, but does not apply it.
     constants={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
     activation="hidden_activation",
     local_theta="rope_local_base_freq",

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: q, k, v interleaved by head, a quarter of each head rotated, parallel residual."""
 
-from megalite.families.common import COMMON_FIELDS, Family, Packed, preset, rows
+from megalite.families.common import COMMON_FIELDS, Family, Packing, preset, rows
 
 _LAYER = "gpt_neox.layers.{}"
 _NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
@@ -25,7 +25,7 @@ FAMILY = Family(
     tensors={
         "embed_tokens.weight": rows("gpt_neox.embed_in.weight"),
         **{
-            f"layers.{{}}.self_attn.qkv_proj.{leaf}": Packed((f"{_LAYER}.attention.query_key_value.{leaf}",), "heads")
+            f"layers.{{}}.self_attn.qkv_proj.{leaf}": Packing((f"{_LAYER}.attention.query_key_value.{leaf}",), "heads")
             for leaf in ("weight", "bias")
         },
         **{

@@ -5,8 +5,8 @@ from typing import Any
 from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
 
 
-def _stretched(factor: float) -> dict[str, Any]:
-    """Context extension of Llama 3.1 and 3.2: 8,192 positions stretched to 131,072."""
+def _extended_context(factor: float) -> dict[str, Any]:
+    """Context extension of Llama 3.1 and 3.2, from 8,192 to 131,072 positions."""
     scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return {"max_position_embeddings": 131072, "rope_scaling": scaling | {"original_max_position_embeddings": 8192}}
 
@@ -33,7 +33,7 @@ FAMILY = Family(
         # Grattafiori et al. 2024, table 3, and meta-llama/Meta-Llama-3-*, Llama-3.1-*, Llama-3.2-*
         "llama-3-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA3),
         "llama-3-70b": preset(80, 8192, 64, 128256, 8192, 70_553_706_496, **_LLAMA3 | {"ffn_hidden_size": 28672}),
-        "llama-3.1-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA3, **_stretched(8.0)),
+        "llama-3.1-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA3, **_extended_context(8.0)),
         "llama-3.2-1b": preset(
             16,
             2048,
@@ -42,7 +42,7 @@ FAMILY = Family(
             8192,
             1_235_814_400,
             **_LLAMA3 | {"ffn_hidden_size": 8192},
-            **_stretched(32.0),
+            **_extended_context(32.0),
             tie_embeddings=True,
         ),
     },

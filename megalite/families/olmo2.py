@@ -1,4 +1,4 @@
-"""OLMo 2: norms after the sub-layers, and over whole queries and keys."""
+"""OLMo 2: norms after the sub-layers, and over all heads of queries and keys."""
 
 from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family
 

@@ -1,6 +1,6 @@
-"""The parts of a model that a family chooses by name: the activation of the MLP, and the norm.
+"""The parts of a model that a family chooses by name: the activation of the MLP, the norm, and the kind of each block.
 
-Data without torch: the functions are made when a model is built, from the kernels in use (`megalite.ops.Ops`).
+Data without torch: the functions are made when the model is built, from the kernels in use (`megalite.ops.Ops`).
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What lies between the two projections of an MLP.
+    """The function between the two projections of an MLP.
 
     Attributes:
         make: kernels in use -> function of [..., 2F] = [gate | up] where gated, else of [..., F], to [..., F].
-        gated: whether the first projection makes gate and up.
-        hf: its name in config.json; None: no model there has it.
+        gated: whether the first projection makes both gate and up.
+        hf: its name in config.json; None if transformers has no such model.
     """
 
     make: Callable[[Any], Function]
@@ -46,7 +46,7 @@ class Norm:
         make: kernels in use -> (norm, add_norm): norm(x, weight, [bias,] eps) -> y, and add_norm(x, residual, weight,
             [bias,] eps) -> (norm of the sum, sum).
         bias: whether it has a bias.
-        statistics: fp32 values per token that it keeps for backward.
+        statistics: number of fp32 values per token that it keeps for backward.
     """
 
     make: Callable[[Any], tuple[Function, Function]]
@@ -59,3 +59,15 @@ NORMS: dict[str, Norm] = {
     "layernorm": Norm(lambda ops: (ops.layernorm, ops.add_layernorm), bias=True, statistics=2),
 }
 """Name (`--norm`) -> norm."""
+
+
+class BlockKind(NamedTuple):
+    """What a block is made of.
+
+    Attributes:
+        mixer: name of its mixer, in `model.mixers.MIXERS`.
+        feed_forward: name of its feed-forward layer, in `model.ffn.FEED_FORWARDS`.
+    """
+
+    mixer: str = "gqa"
+    feed_forward: str = "mlp"

@@ -1,4 +1,4 @@
-"""Phi-3: q, k, v and gate, up are packed in the file as they are here."""
+"""Phi-3: q, k, v and gate, up are packed in the file as in megalite."""
 
 from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, rows
 

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases on q, k and v that no key of config.json tells."""
+"""Qwen 2 and 2.5: biases on q, k and v, for which config.json has no key."""
 
 from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
 

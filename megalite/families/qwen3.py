@@ -1,4 +1,4 @@
-"""Qwen 3, dense: q and k are normalised per head, and a head's width is its own."""
+"""Qwen 3, dense: q and k are normalized per head, and the width of a head is a size of its own."""
 
 from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
 

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention, heads split over tensor-parallel ranks.
+"""Grouped-query self-attention, heads sharded over tensor-parallel ranks: the module of model/mixers/gqa.py.
 
 Shapes: S sequence, B micro-batch, H hidden, N local query heads, G local key/value heads, D head size.
 """
@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalite.batch import Documents, ForwardPass, Mask
 from megalite.dist import collectives
 from megalite.model.layers import Layers, Rope, norm_scale
-from megalite.ops.attention import Documents, Mask
-from megalite.pipeline.executor import Pass
 
 
 class Attention(nn.Module):
@@ -41,23 +40,23 @@ class Attention(nn.Module):
             self.q_norm = QKNorm(layers, f"{name}.q_norm")
             self.k_norm = QKNorm(layers, f"{name}.k_norm")
 
-    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, this: Pass) -> torch.Tensor:
+    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
         """Attend; the result has the shape of x.
 
         Args:
             x_SBH: normed hidden states.
             rope: (cos, sin) of the positions, or None.
-            documents: attention stays within them; None: a sample is one document.
-            this: the pass, key of the dropout masks.
+            documents: documents that attention stays within; None: a sample is one document.
+            fwd: the forward pass, key of the dropout masks.
         """
         qkv = self.qkv_proj(x_SBH)
-        if self.recompute_core and this.training:
-            out = checkpoint(self._core, qkv, rope, documents, this, use_reentrant=False, preserve_rng_state=False)
+        if self.recompute_core and fwd.training:
+            out = checkpoint(self._core, qkv, rope, documents, fwd, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = self._core(qkv, rope, documents, this)
+            out = self._core(qkv, rope, documents, fwd)
         return self.o_proj(out)
 
-    def _core(self, qkv: torch.Tensor, rope: Rope, documents: Documents | None, this: Pass) -> torch.Tensor:
+    def _core(self, qkv: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
         """Attend with packed q|k|v: [S, B, (N + 2G) D] -> [S, B, N D]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         seq, batch = qkv.shape[:2]
@@ -74,8 +73,8 @@ class Attention(nn.Module):
             # Tables of their own for the tokens of each sample have S B rows: to the op, a sequence of that length.
             parts = self.rope_qkv(packed.view(len(rope[0]), -1, n + 2 * g, d), *rope, n, g)
         q, k, v = (t.view(seq, batch, -1, d).permute(1, 2, 0, 3) for t in parts)
-        rate = self.dropout.rate_in(this)
-        with self.dropout.masks(this, qkv.device) if rate else nullcontext():
+        rate = self.dropout.rate_in(fwd)
+        with self.dropout.masks(fwd, qkv.device) if rate else nullcontext():
             out = self.attention(q, k, v, self.mask, documents, dropout=rate, scale=self.scale, softcap=self.softcap)
         return out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
 

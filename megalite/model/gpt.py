@@ -9,18 +9,18 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megalite.model.attention import Attention, QKNorm
-from megalite.model.layers import Layers, NoNorm, Rope, Rotary
-from megalite.model.mlp import MLP
+from megalite.batch import Documents, ForwardPass, MicroBatch, Positions
+from megalite.model.attention import QKNorm
+from megalite.model.ffn import FEED_FORWARDS
+from megalite.model.layers import Layers, NoNorm, Rope
+from megalite.model.mixers import MIXERS
 from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import NORM_NAMES
-from megalite.ops.attention import Documents, prepare_to_compile
+from megalite.ops.attention import prepare_to_compile
 from megalite.ops.cross_entropy import softcap_
 from megalite.parameter import ShardedParameter
-from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.pipeline.p2p import Message
 from megalite.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
@@ -36,27 +36,28 @@ class Block(nn.Module):
         super().__init__()
         name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
         self.parallel_residual = layers.cfg.parallel_residual
-        self.self_attn = Attention(layers, index, recompute_core)
-        self.mlp = MLP(layers, index)
+        kind = layers.cfg.block_kind(index)
+        self.self_attn = MIXERS[kind.mixer].module(layers, index, recompute_core)
+        self.mlp = FEED_FORWARDS[kind.feed_forward].module(layers, index)
         # Registered under their global names, called by their place. The order of registration is that of their
         # gradients in a bucket, and so decides the last bit of the gradient norm.
-        made = {leaf: layers.norm(f"{name}.{leaf}") for leaf in (norms[1], norms[2], norms[0], norms[3]) if leaf}
-        for leaf, norm in made.items():
+        by_name = {leaf: layers.norm(f"{name}.{leaf}") for leaf in (norms[1], norms[2], norms[0], norms[3]) if leaf}
+        for leaf, norm in by_name.items():
             self.add_module(leaf, norm)
-        self._norms = tuple(made[leaf] if leaf else NoNorm() for leaf in norms)
+        self._norms = tuple(by_name[leaf] if leaf else NoNorm() for leaf in norms)
         self.attention_dropout = layers.dropout("attention_out", index)
         self.mlp_dropout = layers.dropout("mlp_out", index)
 
-    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, this: Pass) -> torch.Tensor:
+    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
         """Run the block; for the arguments see `Attention.forward`."""
         before_attention, after_attention, before_mlp, after_mlp = self._norms
-        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, documents, this))
-        attended = self.attention_dropout(attended, this)
+        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, documents, fwd))
+        attended = self.attention_dropout(attended, fwd)
         if self.parallel_residual:
             normed, x_SBH = before_mlp(x_SBH), x_SBH + attended
         else:
             normed, x_SBH = before_mlp.add(attended, x_SBH)
-        return x_SBH + self.mlp_dropout(after_mlp(self.mlp(normed)), this)
+        return x_SBH + self.mlp_dropout(after_mlp(self.mlp(normed, fwd)), fwd)
 
 
 def compile_block(block: nn.Module) -> None:
@@ -83,10 +84,10 @@ class GPTStage(nn.Module):
         first, last: whether it holds the embedding, and the output layer with the loss.
         recompute: "none", "selective" (attention core) or "full" (whole blocks).
         loss_chunk: tokens per chunk in output layer and loss; 0 = all at once.
-        label_smoothing: of the training loss, see `vocab_parallel_cross_entropy`.
+        label_smoothing: label smoothing of the training loss, see `vocab_parallel_cross_entropy`.
         shared_embedding: weight of the tied embedding if it lives on this rank; used as the output weight.
         compiled: whether blocks go through torch.compile; they must have no dropout.
-        offload: keeps the inputs of recomputed blocks, if not the device.
+        offload: holds the inputs of recomputed blocks on the host; None: the device keeps them.
     """
 
     def __init__(
@@ -108,11 +109,8 @@ class GPTStage(nn.Module):
         self._offload = offload
         self.first, self.last, self.recompute, self.compiled = first, last, recompute, compiled
         self.queue = layers.queue
-        self._message = (
-            cfg.seq_len // (layers.tp.size if layers.sequence_parallel else 1),
-            cfg.hidden_size,
-            layers.dtype,
-        )
+        self._sequence_shards = layers.tp.size if layers.sequence_parallel else 1
+        self._hidden_size, self._dtype = cfg.hidden_size, layers.dtype
         if first:
             self.embed_tokens = layers.embedding("embed_tokens")
             if cfg.position == "learned":
@@ -132,50 +130,42 @@ class GPTStage(nn.Module):
                 self.lm_head.weight = shared_embedding
                 shared_embedding.uses = 2
 
-    def message(self, micro_batch_size: int) -> Message:
-        """Describe the hidden states that this stage passes on, and those that it expects."""
-        rows, hidden, dtype = self._message
-        return Message((rows, micro_batch_size, hidden), dtype)
+    def message(self, num_tokens: int, micro_batch_size: int) -> Message:
+        """Describe the hidden states that this stage passes on, and those that it expects, of `num_tokens` a sample."""
+        return Message((num_tokens // self._sequence_shards, micro_batch_size, self._hidden_size), self._dtype)
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:
         """Run the stage.
 
         Args:
             x: token ids [S, B] on the first stage, else the previous stage's hidden states x_SBH (x_sBH).
             batch: the micro-batch.
-            this: the pass; keys the dropout masks.
+            fwd: the forward pass, key of the dropout masks.
 
         Returns:
             Hidden states x_SBH (x_sBH); on the last stage the (weighted) loss of every token, fp32 [S, B], or this
             rank's logits [S, B, V/T] where the micro-batch has no targets.
         """
-        documents = Documents(batch.starts_SB, batch.bounds, batch.longest) if batch.starts_SB is not None else None
+        documents = batch.documents and batch.documents.without_masks()
         if self.first:
             x = self.embed_tokens(x)
             if hasattr(self, "embed_positions"):
-                x = self.embed_positions(x, documents)
-            x = self.embedding_dropout(x, this)
-        ropes = self._ropes(len(batch.tokens_SB), documents, x.device)
-        # Compiled blocks have no dropout whose masks the pass would key, and numbers that change trigger recompilation.
-        within = Pass(0, 0, 0, this.training) if self.compiled else this
-        with self._offload.one_pass() if self._offload is not None and this.training else nullcontext():
+                x = self.embed_positions(x, batch.positions)
+            x = self.embedding_dropout(x, fwd)
+        # The tables of each kind of layer are made once.
+        ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
+        # Compiled blocks have no dropout that the pass would key, and changing numbers would trigger recompilation.
+        block_pass = ForwardPass(0, 0, 0, fwd.training) if self.compiled else fwd
+        with self._offload.one_pass() if self._offload is not None and fwd.training else nullcontext():
             for block, rotary in zip(self.layers.values(), self._rotary):
                 rope = ropes[rotary]
-                if self.recompute == "full" and this.training:
-                    x = checkpoint(block, x, rope, documents, within, use_reentrant=False, preserve_rng_state=False)
+                if self.recompute == "full" and fwd.training:
+                    x = checkpoint(block, x, rope, documents, block_pass, use_reentrant=False, preserve_rng_state=False)
                 else:
-                    x = block(x, rope, documents, within)
+                    x = block(x, rope, documents, block_pass)
         if not self.last:
             return x
-        return self.lm_head(self.norm(x), batch, this)
-
-    def _ropes(self, length: int, documents: Documents | None, device: torch.device) -> dict[Rotary | None, Rope]:
-        """Make the tables of each kind of layer once: of the positions [S], or of those in documents [S B]."""
-        positions = documents.positions_SB if documents is not None else None
-        return {
-            rotary: None if rotary is None else rotary(length, device) if positions is None else rotary.at(positions)
-            for rotary in set(self._rotary)
-        }
+        return self.lm_head(self.norm(x), batch, fwd)
 
     def units(self) -> list[nn.Module]:
         """List the modules, in forward order, that together hold all parameters."""
@@ -194,7 +184,7 @@ class LMHead(ColumnParallelLinear):
     Args:
         layers: makes the layers of this stage.
         loss_chunk: tokens per chunk, so that the logits of all tokens never exist at once; 0 = all at once.
-        label_smoothing: of the training loss; an evaluation reports the cross-entropy itself.
+        label_smoothing: label smoothing of the training loss; an evaluation reports the cross-entropy itself.
     """
 
     def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float) -> None:
@@ -202,13 +192,13 @@ class LMHead(ColumnParallelLinear):
         self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
         self.softcap = layers.cfg.logit_softcap
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:  # type: ignore[override]
         """Map x_SBH (x_sBH) to weighted token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
         if batch.targets_SB is None:
             return softcap_(super().forward(x), self.softcap)
         if self.loss_chunk:
             weights = 1.0 if batch.weights_SB is None else batch.weights_SB
-            dloss = weights * this.grad_scale if this.training else None
+            dloss = weights * fwd.grad_scale if fwd.training else None
             loss = linear_cross_entropy(
                 x, self, batch.targets_SB, self.vocab_size, self.loss_chunk, self.softcap, dloss
             )
@@ -220,7 +210,7 @@ class LMHead(ColumnParallelLinear):
                 self.tp,
                 self.vocab_size,
                 self.ops,
-                self.label_smoothing if this.training else 0.0,
+                self.label_smoothing if fwd.training else 0.0,
                 self.softcap,
             ).view(batch.targets_SB.shape)
         return loss if batch.weights_SB is None else loss * batch.weights_SB
@@ -234,10 +224,7 @@ class PositionEmbedding(nn.Module):
         self.weight = layers.param("embed_positions.weight")
         self.shard = layers.tp.rank if layers.sequence_parallel else 0
 
-    def forward(self, x_SBH: torch.Tensor, documents: Documents | None) -> torch.Tensor:
-        """Add the positions of the rows of x, counted in each document."""
+    def forward(self, x_SBH: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """Add the embeddings of this rank's part of the positions."""
         first = x_SBH.shape[0] * self.shard
-        rows = slice(first, first + x_SBH.shape[0])
-        if documents is None:
-            return x_SBH + self.weight[rows].unsqueeze(1)
-        return x_SBH + F.embedding(documents.positions_SB[rows], self.weight)
+        return x_SBH + positions.part(first, first + x_SBH.shape[0]).look_up(self.weight)

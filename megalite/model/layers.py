@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from megalite.batch import ForwardPass, Positions
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.families.parts import Function
 from megalite.ops import Ops
 from megalite.parameter import ShardedParameter
-from megalite.pipeline.executor import Pass
 from megalite.sharding import Layout, ParamSpec, Shard
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
@@ -34,13 +34,13 @@ class Layers:
         cfg: the model.
         specs: its parameter table.
         tp: tensor-parallel axis.
-        sequence_parallel: whether the residual stream is split along the sequence.
-        dtype, device: of parameters and activations.
+        sequence_parallel: whether the residual stream is sharded along the sequence.
+        dtype, device: type and device of parameters and activations.
         layout: where parameters live.
         ops: the kernels in use.
         rng: dropout streams.
         queue: weight-gradient queue of the stage.
-        hollow: make parameters without memory, because buckets will hold their weights.
+        allocate: whether parameters get memory; otherwise buckets hold their weights.
     """
 
     cfg: ModelConfig
@@ -53,14 +53,14 @@ class Layers:
     ops: Ops
     rng: RngStreams
     queue: WgradQueue
-    hollow: bool = False
+    allocate: bool = True
     _rotary: dict[object, Rotary] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
         """Make this rank's (uninitialized) shard of a declared parameter."""
         shard = Shard(self.specs[name], self.layout)
         param = ShardedParameter.empty(shard, self.dtype, self.device, adds_to_main_grad)
-        if self.hollow:
+        if not self.allocate:
             param.untyped_storage().resize_(0)
         return param
 
@@ -84,7 +84,7 @@ class Layers:
         }
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
-        """Make an embedding with its rows split over tp."""
+        """Make an embedding with its rows sharded over tp."""
         scale = math.sqrt(self.cfg.hidden_size) if self.cfg.scale_embeddings else 1.0
         # Rounded to the model's type, as transformers does.
         scale = torch.tensor(scale, dtype=self.dtype).item()
@@ -170,58 +170,52 @@ class Dropout:
         rate: probability that an element becomes 0.
         rng: the streams to draw from.
         stream: name of the stream, which decides which ranks draw the same mask.
-        place: (layer, site); layer -1 is what comes before the blocks.
+        place: (layer, site); layer -1 stands for what comes before the blocks.
     """
 
     def __init__(self, rate: float, rng: RngStreams, stream: str, place: tuple[int, str]) -> None:
         self.rate, self.rng, self.stream, self.place = rate, rng, stream, place
 
-    def rate_in(self, this: Pass) -> float:
+    def rate_in(self, fwd: ForwardPass) -> float:
         """Return the rate that applies to a pass: 0 in evaluation."""
-        return self.rate if this.training else 0.0
+        return self.rate if fwd.training else 0.0
 
-    def masks(self, this: Pass, device: torch.device) -> AbstractContextManager[None]:
+    def masks(self, fwd: ForwardPass, device: torch.device) -> AbstractContextManager[None]:
         """Make torch draw the masks of this place and pass inside the context."""
-        return self.rng.fork(self.stream, device, this.step, this.replica, this.microbatch, *self.place)
+        return self.rng.fork(self.stream, device, fwd.step, fwd.replica, fwd.microbatch, *self.place)
 
-    def __call__(self, x: torch.Tensor, this: Pass) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
         """Drop elements of x, of any shape, and scale the others by 1 / (1 - rate)."""
-        if not self.rate_in(this):
+        if not self.rate_in(fwd):
             return x
-        with self.masks(this, x.device):
+        with self.masks(fwd, x.device):
             return F.dropout(x, self.rate)
 
 
 class Rotary:
-    """Makes cos and sin, fp32 [length, dim / 2] (Su et al. 2021, section 3.4), and keeps those of the greatest length.
+    """Makes cos and sin (Su et al. 2021, section 3.4), and keeps those of the longest samples.
 
     Frequencies stay fp32 whatever the model's dtype: rounding them to bf16 changes the logits by a tenth.
 
     Args:
-        dim: how many dimensions of a head are rotated.
+        dim: number of rotated dimensions of a head.
         theta: base of the frequencies.
-        scaling: of Llama 3, or None.
-        divisor: of all frequencies (position interpolation, Chen et al. 2023).
+        scaling: Llama 3's scaling of the frequencies, or None.
+        divisor: divisor of all frequencies (position interpolation, Chen et al. 2023).
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None, divisor: float = 1.0) -> None:
         self.dim, self.theta, self.scaling, self.divisor = dim, theta, scaling, divisor
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin) of positions 0 to length - 1."""
-        if self._tables is None or len(self._tables[0]) < length:
+    def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin), fp32 [tokens, dim / 2], or [tokens B, dim / 2] where the samples have documents."""
+        if self._tables is None or len(self._tables[0]) < positions.length:
             freq = self._frequencies(device)
-            angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freq)
+            angles = torch.outer(torch.arange(positions.length, dtype=torch.float32, device=device), freq)
             self._tables = angles.cos(), angles.sin()
-        cos, sin = self._tables
-        return cos[:length], sin[:length]
-
-    def at(self, positions_SB: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin) of positions below S, fp32 [S B, dim / 2]."""
-        cos, sin = self(len(positions_SB), positions_SB.device)
-        rows = positions_SB.flatten()
-        return cos[rows], sin[rows]
+        cos, sin = (positions.look_up(table).flatten(0, 1) for table in self._tables)
+        return cos, sin
 
     def _frequencies(self, device: torch.device) -> torch.Tensor:
         freq = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)

@@ -1,10 +1,11 @@
-"""The feed-forward layer, inner features split over tensor-parallel ranks."""
+"""The dense feed-forward layer, inner features sharded over tensor-parallel ranks: the module of model/ffn/mlp.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from megalite.batch import ForwardPass
 from megalite.model.layers import Layers
 
 
@@ -22,7 +23,7 @@ class MLP(nn.Module):
         self.activation = layers.cfg.activation_kind.make(layers.ops)
         self.down_proj = layers.row(f"{name}.down_proj")
 
-    def forward(self, x_SBH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
         """Transform every token; the result has the shape of x."""
         inner = self.gate_up_proj(x_SBH) if self.gated else self.up_proj(x_SBH)
         return self.down_proj(self.activation(inner))

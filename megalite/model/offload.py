@@ -1,8 +1,8 @@
 """Activations on the host (`--offload activations`): the input of each recomputed block, from forward to backward.
 
 Full recomputation keeps one tensor per block; on a GPU it leaves through a pinned buffer while the next block computes,
-and is back before its block is recomputed. Nothing else is worth the way: all activations of a layer take longer to
-copy than to compute.
+and is back before its block is recomputed. Offloading pays off for nothing else: all activations of a layer
+take longer to copy than to compute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ActivationOffload:
         device: where activations are computed.
 
     Attributes:
-        host_bytes: of all buffers; they are made when first needed, and reused.
+        host_bytes: size of all buffers, which are made when first needed and then reused.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,18 +32,18 @@ class ActivationOffload:
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
     def one_pass(self) -> saved_tensors_hooks:
-        """Make the context of a forward pass: what it saves is sent away, and fetched again in the opposite order."""
-        last: list[_Saved] = []
+        """Make the context of a forward pass: what it saves goes to the host, and comes back in the opposite order."""
+        last: list[_HostTensor] = []
 
-        def pack(x: Tensor) -> Tensor | _Saved:
-            # Leaves are held elsewhere: parameters, and what another stage has sent.
+        def pack(x: Tensor) -> Tensor | _HostTensor:
+            # Leaves are held elsewhere: parameters, and what another stage sent.
             if x.is_leaf:
                 return x
-            saved = _Saved(self._send(x), last[0] if last else None, self._give_back)
+            saved = _HostTensor(self._send(x), last[0] if last else None, self._give_back)
             last[:] = [saved]
             return saved
 
-        def unpack(saved: Tensor | _Saved) -> Tensor:
+        def unpack(saved: Tensor | _HostTensor) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
             if saved.fetched is None:
@@ -51,8 +51,8 @@ class ActivationOffload:
             x, saved.fetched = saved.fetched, None
             if self._streams is not None:
                 torch.cuda.current_stream(self._device).wait_event(saved.buffer.done)
-            if saved.before is not None:
-                saved.before.fetched = self._fetch(saved.before.buffer)
+            if saved.previous is not None:
+                saved.previous.fetched = self._fetch(saved.previous.buffer)
             return x
 
         return saved_tensors_hooks(pack, unpack)
@@ -70,7 +70,7 @@ class ActivationOffload:
         compute, down = torch.cuda.current_stream(self._device), self._streams[0]
         down.wait_stream(compute)
         if buffer.done is not None:
-            down.wait_event(buffer.done)  # its last content may still be on its way up
+            down.wait_event(buffer.done)  # its last content may still be on its way to the device
         with torch.cuda.stream(down):
             buffer.host.copy_(x, non_blocking=True)
             buffer.done = down.record_event()
@@ -103,11 +103,11 @@ class _Buffer:
         self.done: Any = None  # torch.cuda.Event; on CPU there is none
 
 
-class _Saved:
-    """An activation on the host, and the one saved before it in its pass. Its buffer is free when autograd drops it."""
+class _HostTensor:
+    """An activation on the host, and the one saved before it in its pass; autograd drops it, and its buffer is free."""
 
-    def __init__(self, buffer: _Buffer, before: _Saved | None, give_back: Callable[[_Buffer], None]) -> None:
-        self.buffer, self.before, self._give_back = buffer, before, give_back
+    def __init__(self, buffer: _Buffer, previous: _HostTensor | None, give_back: Callable[[_Buffer], None]) -> None:
+        self.buffer, self.previous, self._give_back = buffer, previous, give_back
         self.fetched: Tensor | None = None
 
     def __del__(self) -> None:

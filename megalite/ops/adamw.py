@@ -39,11 +39,11 @@ def adamw(
     step: int,
     grad_multiplier: Tensor | None,
 ) -> None:
-    """Run torch's fused AdamW, with a multiply before and a copy after; see the module's contract."""
+    """Torch reference of `adamw`, on torch's fused kernel; see the module's contract."""
     grad = grad.to(param.dtype)
     if grad_multiplier is not None:
         grad.mul_(grad_multiplier)
-    # torch's optimizer increments the step before it calls this kernel: the kernel takes the current step.
+    # The kernel expects the step after its increment, as torch's optimizer calls it.
     steps = [torch.tensor(float(step), device=param.device)]
     torch._fused_adamw_(
         [param], [grad], [exp_avg], [exp_avg_sq], [], steps,

@@ -9,16 +9,15 @@ attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=Non
         out = dropout(softmax(scores, -inf where masked)) v
 
     Dropout draws from the default generator of q's device, which the caller seeds. The softmax is fp32. With softcap
-    the scores [B, N, S, S] are kept for backward, because none of torch's fused kernels supports it.
+    the scores [B, N, S, S] are kept for backward, because no fused kernel of torch supports it.
 
-    Documents: no mask of S x S exists where `why_masked` returns None, on a GPU in bf16 or fp16; elsewhere torch's
-    attention runs with one.
+    With documents, no S x S mask exists where `why_masked` returns None (on a GPU in bf16 or fp16); elsewhere torch's
+    attention runs with a mask.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -26,52 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.batch import Documents, Mask
 from megalite.ops.op import TORCH, Op
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees: itself and those before it.
-
-    Attributes:
-        window: how many positions it sees at most, itself included (sliding-window layers); None: no limit.
-    """
-
-    window: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """Documents in the samples of a micro-batch: a query sees no key of another one.
-
-    Attributes:
-        starts_SB: int64 [S, B], position at which each token's document starts.
-        bounds: int32 [documents + 1], where they start in the samples laid end to end, then S B; None: not known.
-        longest: tokens of the longest one.
-    """
-
-    starts_SB: Tensor
-    bounds: Tensor | None = None
-    longest: int = 0
-    _visible: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def positions_SB(self) -> Tensor:
-        """Count each token's position from the start of its document."""
-        return torch.arange(len(self.starts_SB), device=self.starts_SB.device)[:, None] - self.starts_SB
-
-    def visible(self, window: int) -> Tensor:
-        """Return [B, 1, S, S] bool, True where a query (row) sees a key (column); kept for the other layers."""
-        if torch.compiler.is_compiling():
-            return self._see(window)
-        if window not in self._visible:
-            self._visible[window] = self._see(window)
-        return self._visible[window]
-
-    def _see(self, window: int) -> Tensor:
-        at = torch.arange(len(self.starts_SB), device=self.starts_SB.device)
-        first_BS = torch.maximum(self.starts_SB.t(), at - (window - 1))
-        return ((at <= at[:, None]) & (at >= first_BS[..., None])).unsqueeze(1)
 
 
 @lru_cache(maxsize=16)
@@ -83,17 +38,17 @@ def _band(seq: int, window: int, device: torch.device) -> Tensor:
 
 def _visible(seq: int, window: int, device: torch.device) -> Tensor:
     """Return [seq, seq] bool, True where a query (row) sees a key (column)."""
-    # A traced graph builds its own mask: a cached tensor would be a constant that it has to guard.
+    # Under torch.compile the mask is part of the graph: a cached tensor would be a guarded constant.
     return (_band.__wrapped__ if torch.compiler.is_compiling() else _band)(seq, window, device)
 
 
 def _capped(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float, scale: float | None, softcap: float
 ) -> Tensor:
-    """Compute soft-capped attention in plain torch; the scores exist."""
+    """Compute soft-capped attention in plain torch, with the scores in memory."""
     batch, heads, seq, width = q.shape
     scale = width**-0.5 if scale is None else scale
-    # The query heads of a group are stacked along the sequence, so that k and v need not be repeated.
+    # Query heads of a group are stacked along the sequence, instead of repeating k and v.
     scores = (q.reshape(batch, k.shape[1], -1, width) @ k.transpose(2, 3)).view(batch, heads, seq, seq)
     wide = scores.to(torch.promote_types(q.dtype, torch.float32)) * (scale / softcap)
     p = (wide.tanh() * softcap).masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
@@ -104,17 +59,17 @@ def _capped(
 def why_masked(
     device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float, softcap: float | None
 ) -> str | None:
-    """Return why documents take a mask of S x S instead of FlashAttention's kernel for varying lengths, or None."""
+    """Return why documents need an S x S mask instead of FlashAttention's variable-length kernel, or None."""
     if device.type != "cuda":
-        return f"a kernel for varying lengths needs a GPU, this is {device.type}"
+        return f"variable-length kernels require a GPU, not {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return "FlashAttention has no fp32"
+        return "FlashAttention does not support fp32"
     if head_dim > 256 or head_dim % 8:
-        return f"FlashAttention takes heads of up to 256 in steps of 8, not {head_dim}"
+        return f"FlashAttention requires a head size up to 256 and divisible by 8, not {head_dim}"
     if _capability(device) < (8, 0):
-        return "FlashAttention needs compute capability 8.0"
+        return "FlashAttention requires compute capability 8.0 or above"
     if dropout or softcap is not None:
-        return "the kernel for varying lengths has neither dropout nor a cap of scores"
+        return "the variable-length kernel supports neither dropout nor soft-capped scores"
     return None
 
 
@@ -124,23 +79,23 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @lru_cache
 def _varlen_takes_groups() -> bool:
-    """Whether this torch's kernel takes grouped heads (from 2.13 on it does)."""
+    """Whether this torch's kernel supports grouped heads (2.13 and later)."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def prepare_to_compile() -> None:
-    """Let torch.compile take as constants what depends on the GPU and on torch alone.
+    """Declare results that depend only on the GPU and on torch constant for torch.compile.
 
-    Not by decorators: those import the compiler, 1.6 s of every start.
+    Decorators would import the compiler, which takes 1.6 s at every start.
     """
     for constant in (_capability, _varlen_takes_groups):
         torch.compiler.assume_constant_result(constant)
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int, scale: float | None) -> Tensor:
-    """Attend within each document by FlashAttention's kernel for sequences of varying length."""
+    """Attend within each document, by FlashAttention's variable-length kernel."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, seq, width = q.shape
@@ -183,14 +138,14 @@ def attention(
     if documents is not None and why_masked(q.device, q.dtype, q.shape[-1], dropout, softcap) is None:
         return _by_document(q, k, v, documents, window, scale)
     if softcap is not None:
-        seen = _visible(seq, window, q.device) if documents is None else documents.visible(window)
-        return _capped(q, k, v, seen, dropout, scale, softcap)
+        mask_SS = _visible(seq, window, q.device) if documents is None else documents.visible(window)
+        return _capped(q, k, v, mask_SS, dropout, scale, softcap)
     if documents is not None:
         visible: Tensor | None = documents.visible(window)
     else:
         visible = None if window == seq else _visible(seq, window, q.device)
     if group > 1 and q.is_cuda and (q.dtype == torch.float32 or visible is not None):
-        # No fused kernel takes grouped heads in fp32 or with a mask: torch would fall back to S x S scores.
+        # No fused kernel supports grouped heads in fp32 or with a mask: torch would fall back to S x S scores.
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     return F.scaled_dot_product_attention(
         q, k, v, visible, dropout, is_causal=visible is None, scale=scale, enable_gqa=group > 1

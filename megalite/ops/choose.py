@@ -1,7 +1,7 @@
 """The list of ops, and the choice of a backend for each.
 
-The choice is explicit and passed along as an `Ops` object: nothing is chosen at import, there is no module-level state.
-A backend requested by name that cannot run here is an error, never a silent fallback.
+The choice is passed explicitly as an `Ops` object: nothing is chosen at import, and there is no module-level state. A
+backend requested by name that cannot run is an error, never a silent fallback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPS: dict[str, Op] = {module.OP.name: module.OP for module in _MODULES}
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for an op and why; `rejected` holds (backend, reason) of those that cannot run."""
+    """The backend chosen for an op, the reason, and (backend, reason) of the backends that cannot run."""
 
     op: str
     backend: str
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ops:
-    """The chosen implementation of every function. Contracts: the modules of the ops in `megalite.ops`."""
+    """The chosen implementation of every function. Contracts: modules of `megalite.ops`."""
 
     rmsnorm: Callable[..., Tensor]
     add_rmsnorm: Callable[..., tuple[Tensor, Tensor]]
@@ -72,7 +72,7 @@ class Ops:
     choices: tuple[Choice, ...] = ()
 
     def describe(self) -> str:
-        """Return one line for the log: `ops: triton: rmsnorm, …; torch: …`, and how to get what could be installed."""
+        """Return one line for the log: `ops: triton: rmsnorm, …; torch: …`, and how to install missing backends."""
         by_backend: dict[str, list[str]] = {}
         for choice in self.choices:
             by_backend.setdefault(choice.backend, []).append(choice.op)
@@ -83,7 +83,7 @@ class Ops:
 
 
 def parse_spec(spec: str | None) -> dict[str, str]:
-    """Parse `"triton,adamw=cuda"` into {op: backend} for every op; a bare backend is the default for ops not named.
+    """Parse `"triton,adamw=cuda"` into {op: backend} for every op; a bare backend applies to all ops not named.
 
     Raises:
         UserError: an unknown op or backend, or an op that has no such backend.
@@ -101,29 +101,29 @@ def parse_spec(spec: str | None) -> dict[str, str]:
         if name not in OPS:
             raise UserError(f"--ops {spec}", f"unknown op {name!r}", f"use one of {', '.join(OPS)}")
         if backend != "auto" and backend not in {b.name for b in OPS[name].backends}:
-            have = ", ".join(b.name for b in OPS[name].backends)
-            raise UserError(f"--ops {spec}", f"{name} has no backend {backend}", f"use auto or one of {have}")
+            names = ", ".join(b.name for b in OPS[name].backends)
+            raise UserError(f"--ops {spec}", f"{name} has no backend {backend}", f"use auto or one of {names}")
         named[name] = backend
     return {name: named.get(name, default) for name in OPS}
 
 
 def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: str | None) -> tuple[Choice, Backend]:
-    """Pick an op's backend.
+    """Choose an op's backend.
 
-    "auto" takes the first that can run. A backend requested for every op ("triton") leaves an op that lacks it (such as
-    matmul) to the automatic choice, and the reason records it. A requested backend that cannot run is an error.
+    "auto" is the first backend that can run. With a backend requested for every op ("triton"), ops without it (such as
+    matmul) are chosen automatically, and the reason says so. A requested backend that cannot run is an error.
     """
     rejected: list[tuple[str, str]] = []
-    has_it = wanted in {b.name for b in op.backends}
+    is_requested = wanted in {b.name for b in op.backends}
     for backend in op.backends:
-        if has_it and backend.name != wanted:
+        if is_requested and backend.name != wanted:
             continue
-        if backend.name == "triton" and device.type == "cpu" and not has_it:
-            reason: str | None = "on CPU only under its interpreter, and only when requested by name"
+        if backend.name == "triton" and device.type == "cpu" and not is_requested:
+            reason: str | None = "runs on CPU only in its interpreter, and only when requested by name"
         else:
             reason = backend.why_not(device, dtype)
         if reason is None:
-            if has_it:
+            if is_requested:
                 why = "requested"
             elif wanted == "auto":
                 why = "first of " + " > ".join(b.name for b in op.backends) + " that can run here"
@@ -131,7 +131,7 @@ def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: 
                 why = f"this op has no {wanted} backend"
             return Choice(op.name, backend.name, why, tuple(rejected)), backend
         rejected.append((backend.name, reason))
-        if has_it:
+        if is_requested:
             raise UserError(
                 f"--ops {spec}",
                 f"{op.name}={wanted} cannot run here ({reason})",
@@ -145,8 +145,8 @@ def resolve(spec: str | None, device: torch.device | str, dtype: torch.dtype) ->
 
     Args:
         spec: None or "auto"; "torch"; "rmsnorm=triton,adamw=cuda"; "triton,adamw=torch" (bare name: all others).
-        device: where the tensors will live.
-        dtype: dtype of the activations (parameters of the model).
+        device: device of the tensors.
+        dtype: dtype of the activations and parameters.
 
     Raises:
         UserError: an unknown name, or a backend requested by name that cannot run here.

@@ -1,11 +1,11 @@
 """Keep freed memory in the process: on CPU, several times the speed of every operation with a large temporary.
 
-glibc maps each allocation above a threshold (32 MB at most, 128 KB at first) anew and unmaps it when it is freed, so
-that the kernel zeroes every temporary of a training step page by page, again and again. Measured on the backward of
-RMSNorm over 1M elements (torch 2.13, one thread): 7.3 ms with those page faults, 1.1 ms without.
+glibc maps every allocation above a threshold (initially 128 KB, at most 32 MB) and unmaps it when it is freed, so that
+the kernel zeroes the pages of every temporary of every training step. Backward pass of RMSNorm over 1M elements (torch
+2.13, one thread): 7.3 ms with these page faults, 1.1 ms without.
 
-Allocations of 32 MB and more are still mapped: kept blocks would be split for small tensors, so that the next large
-tensor would not fit into them and the process would grow by a multiple of its largest tensors.
+Allocations of 32 MB and more are still mapped: otherwise small tensors would fragment the freed blocks, the next large
+tensor would not fit, and the process would grow to a multiple of its largest tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def keep_freed_memory() -> bool:
     The process then holds its peak of allocations below 32 MB until it ends.
 
     Returns:
-        False where the C library has no `mallopt` (musl, macOS) and nothing was changed.
+        False if the C library has no `mallopt` (musl, macOS); nothing is changed then.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

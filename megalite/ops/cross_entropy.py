@@ -1,20 +1,19 @@
-"""The per-rank pieces of vocab-parallel cross-entropy (Megatron-LM section 3; online softmax: Milakov and Gimelshein).
+"""The local computations of vocab-parallel cross-entropy (Megatron-LM section 3; online softmax: Milakov, Gimelshein).
 
-Every rank holds logits [N, V] for the vocabulary slice [vocab_start, vocab_start + V). The exchange between ranks is
-ONE all-gather of 12 bytes per row and belongs to the caller; these functions call no collective.
+Every rank holds logits [N, V] of the vocabulary shard [vocab_start, vocab_start + V). Communication is left to the
+caller: one all-gather of 12 bytes per row. These functions call no collective.
 
 cross_entropy_stats(logits, target, vocab_start, valid=None) -> stats [N, 3] fp32
-    columns (max, sum exp(logit - max), target logit) of the local slice; the target logit is 0 on ranks that do not
+    columns (max, sum exp(logit - max), target logit) of the local shard; the target logit is 0 on ranks that do not
     hold it. target [N] int64 holds global token ids; ids outside the vocabulary (such as -100) are allowed.
-    valid: number of leading columns that are real vocabulary, the rest is padding (default: all are real). A slice
-    without real columns gives (-inf, 0, 0).
+    valid: number of leading columns that are not padding (default: all). A shard of only padding gives (-inf, 0, 0).
 
 combine_stats(stats [ranks, N, 3]) -> (lse [N], target_logit [N]), fp32; loss = lse - target_logit.
 
 cross_entropy_grad_(logits, target, vocab_start, lse, scale, valid=None) -> logits
-    overwrites logits with (softmax - onehot(target)) * scale, 0 in padding columns. lse [N] fp32 is the global one;
-    scale [N] fp32 holds the gradient of each row's loss (0 for ignored rows, whatever their target is; a target
-    outside the vocabulary with a nonzero scale keeps the softmax part).
+    overwrites logits with (softmax - onehot(target)) * scale, 0 in padding columns. lse [N] fp32 is the global
+    log-sum-exp; scale [N] fp32 is the gradient of each row's loss (0 for ignored rows; the one-hot of a target outside
+    the vocabulary is 0).
 
 logits fp32 / bf16 / fp16, rows may be strided (stride of the last dim must be 1). All arithmetic is fp32.
 """
@@ -27,7 +26,7 @@ from torch import Tensor
 from megalite.ops.fused import CPP, triton_backend
 from megalite.ops.op import TORCH, Op
 
-# Rows are processed in groups of about this many logits, so that fp32 temporaries stay in the CPU's cache.
+# Logits per group of rows, so that fp32 temporaries stay in the CPU's cache.
 _CHUNK_ELEMENTS = 1 << 18
 
 
@@ -37,7 +36,7 @@ def _row_chunks(logits: Tensor) -> list[slice]:
 
 
 def _local_target(target: Tensor, vocab_start: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return (column of the target, 0 on other ranks; whether the target is in this rank's slice), both [N]."""
+    """Return (column of the target, or 0 on other ranks; whether the target is in this rank's shard), both [N]."""
     local = target - vocab_start
     ours = (local >= 0) & (local < columns)
     return local.where(ours, 0), ours
@@ -86,12 +85,12 @@ def cross_entropy_grad_(
 
 
 def softcap_(logits: Tensor, cap: float | None) -> Tensor:
-    """Bound logits in place to cap tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2); None: leave them."""
+    """Soft-cap logits in place: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2); None: no cap."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def softcap_grad_(dlogits: Tensor, tanh: Tensor | None) -> Tensor:
-    """Turn the gradient of capped logits into that of the logits, in place; `tanh`: capped / cap, or None."""
+    """Turn the gradient of soft-capped logits into that of logits, in place; `tanh`: capped / cap, or None."""
     if tanh is not None:
         torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)
     return dlogits

@@ -1,7 +1,7 @@
-"""The CUDA kernels (csrc/cuda): checks of the operands, results, launches. Contracts: the modules of the ops.
+"""The CUDA kernels (csrc/cuda): operand checks, results, launches. Contracts: the modules of the ops.
 
-Each function has the signature of its schema in `native.KERNELS`, launches on the current stream, and refuses operands
-that do not fit with a ValueError.
+Each function has the signature of its schema in `native.KERNELS`, launches on the current stream, and raises a
+ValueError for invalid operands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megalite.ops.entry import check_flat, load_entries
 
-# Number of an element type in the entry points.
+_LIBRARY = Path(__file__).with_name("_native_cuda.so")
+# Numbers of element types in the entry points.
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SIGNATURES = {
     "error_string": "pi",
@@ -26,19 +27,22 @@ _SIGNATURES = {
     "lamb_direction_": "ippppppiiddddip",
     "lamb_apply_": "ipppppiidp",
 }
-# Blocks of a norm's first stage: of a whole buffer (several for each multiprocessor of any card), of a segment.
+# Blocks of a norm's first stage: of a full buffer (several per multiprocessor of any GPU), of a segment.
 _FLAT_BLOCKS, _SEGMENT_BLOCKS = 1024, 128
 _MAX_SEGMENTS = 65535
 _entries: Any = SimpleNamespace()
 
 
-def use(library: Path) -> None:
+def use() -> None:
     """Load the library.
 
     Raises:
+        FileNotFoundError: the library was not built.
         OSError: as `load_entries`.
     """
-    vars(_entries).update(load_entries(library, _SIGNATURES))
+    if not _LIBRARY.exists():
+        raise FileNotFoundError(_LIBRARY)
+    vars(_entries).update(load_entries(_LIBRARY, _SIGNATURES))
 
 
 def _launch(entry: Callable[..., int], device: torch.device, *args: Any) -> None:
@@ -63,6 +67,17 @@ def _multiplier(t: Tensor | None, device: torch.device) -> int:
     return 0 if t is None else check_flat(t, "grad_multiplier", 1, device)
 
 
+def _state(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> list[int]:
+    """Check the operands that AdamW and LAMB share, and return their addresses."""
+    n, device = param.numel(), param.device
+    return [
+        check_flat(param, "param", n, device),
+        check_flat(grad, "grad", n, device, grad.dtype),
+        check_flat(exp_avg, "exp_avg", n, device),
+        check_flat(exp_avg_sq, "exp_avg_sq", n, device),
+    ]
+
+
 def adamw_(
     param: Tensor,
     grad: Tensor,
@@ -80,10 +95,7 @@ def adamw_(
     """Update param, its moments and out_param."""
     n, device = param.numel(), param.device
     operands = [
-        check_flat(param, "param", n, device),
-        check_flat(grad, "grad", n, device, grad.dtype),
-        check_flat(exp_avg, "exp_avg", n, device),
-        check_flat(exp_avg_sq, "exp_avg_sq", n, device),
+        *_state(param, grad, exp_avg, exp_avg_sq),
         _optional(out_param, "out_param", n, device),
         _multiplier(grad_multiplier, device),
     ]
@@ -136,10 +148,7 @@ def lamb_direction_(
     """Update the moments, and write the direction to `update`."""
     n, device = param.numel(), param.device
     operands = [
-        check_flat(param, "param", n, device),
-        check_flat(grad, "grad", n, device, grad.dtype),
-        check_flat(exp_avg, "exp_avg", n, device),
-        check_flat(exp_avg_sq, "exp_avg_sq", n, device),
+        *_state(param, grad, exp_avg, exp_avg_sq),
         check_flat(update, "update", n, device),
         _multiplier(grad_multiplier, device),
     ]

@@ -1,6 +1,7 @@
-"""Entry points of the compiled libraries: plain C functions, called through ctypes with the addresses of tensors.
+"""Entry points of the CUDA library: plain C functions, called through ctypes with addresses of tensors and a stream.
 
-Neither torch's headers nor Python's take part in building them, so one library serves every torch and every Python.
+Unlike the C++ kernels they are not bound with pybind11: nvcc then needs no Python headers, and one library serves all
+versions of Python.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Letters of a signature: how a result is declared, and how an argument is packed.
+# Letters of a signature: ctypes types of results, and struct formats of arguments.
 _RESULTS: dict[str, Any] = {"v": None, "p": ctypes.c_void_p, "i": ctypes.c_int64}
 _PACKED = {"p": "P", "i": "q", "d": "d"}
 
@@ -23,14 +24,14 @@ def load_entries(path: Path, signatures: Mapping[str, str]) -> dict[str, Callabl
     """Load the entry points of a library.
 
     Args:
-        path: the library.
-        signatures: name -> letters of the result and of each argument (csrc/common/entry.h).
+        path: path of the library.
+        signatures: name -> letters of the result and of each argument (csrc/cuda/entry.h).
 
     Returns:
-        name -> function of int (addresses too; 0 is null) and float arguments. It runs without the GIL.
+        name -> function of int (also addresses; 0 is null) and float arguments, which runs without the GIL.
 
     Raises:
-        OSError: the library cannot be loaded, or its functions take other arguments.
+        OSError: the library cannot be loaded, or its functions have other signatures.
     """
     library = ctypes.CDLL(str(path))
     entries = {}
@@ -48,7 +49,7 @@ def load_entries(path: Path, signatures: Mapping[str, str]) -> dict[str, Callabl
 
 
 def _packing(function: Callable[[bytes], Any], pack: Callable[..., bytes]) -> Callable[..., Any]:
-    """Pack the arguments into one: for 15 of them a call then takes 0.3 microseconds in place of 1.2."""
+    """Pack all arguments into one string: with 15 arguments, a call takes 0.3 instead of 1.2 microseconds."""
 
     def entry(*args: float) -> Any:
         return function(pack(*args))
@@ -57,10 +58,10 @@ def _packing(function: Callable[[bytes], Any], pack: Callable[..., bytes]) -> Ca
 
 
 def check_flat(t: Tensor, name: str, numel: int, device: torch.device, dtype: torch.dtype = torch.float32) -> int:
-    """Check a flat operand before its address is taken, and return the address.
+    """Check a flat operand, and return its address.
 
     Raises:
-        ValueError: it is not contiguous, or of another length, type or device.
+        ValueError: it is not contiguous, or has another length, dtype or device.
     """
     if not t.is_contiguous():
         raise ValueError(f"{name} must be contiguous")

@@ -1,6 +1,6 @@
-"""The functions of the ops on kernels in C++, CUDA and Triton, which share schemas (`native.KERNELS`).
+"""The functions of the ops on C++, CUDA and Triton kernels, which share schemas (`native.KERNELS`).
 
-`kernels` names whose: "cpp", "cuda" or "triton". Contracts: the modules of the ops.
+`kernels` selects the kernels: "cpp", "cuda" or "triton". Contracts: the modules of the ops.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from megalite.ops import cpp, cuda, native
 from megalite.ops.op import Backend, Missing, Op
 from megalite.parameter import ShardedParameter
 
-# Activations by their number in the kernels' schemas.
+# Numbers of activations in the kernels' schemas.
 KINDS = {"silu": 0, "none": 1, "tanh": 2}
-
-
 _NATIVE: dict[str, dict[str, Callable[..., Any]]] = {"cpp": cpp.KERNELS, "cuda": cuda.KERNELS}
 
 
 def _kernel(kernels: str, name: str) -> Callable[..., Any]:
-    """Return a kernel: of a compiled library its function itself, which is faster to call than what is registered with
-    torch; but under torch.compile, fake tensors or a dispatch mode, which must see the call, the registered one.
+    """Return a kernel. A compiled library's own function is faster to call than the op registered with torch, which is
+    returned under torch.compile, fake tensors and dispatch modes: these must see the call.
     """
     if kernels == "triton":
         return getattr(torch.ops.megalite, "triton_" + name).default
@@ -41,7 +39,8 @@ def _kernel(kernels: str, name: str) -> Callable[..., Any]:
     return _NATIVE[kernels][name]
 
 
-def _functions(op: Op, kernels: str) -> dict[str, Callable[..., Any]]:
+def functions(op: Op, kernels: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions of an op, {name: callable}, on one kind of kernels."""
     return {name: partial(globals()[name], kernels=kernels) for name in op.functions}
 
 
@@ -56,27 +55,27 @@ def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     from triton import knobs
 
     if device.type == "cpu" and not knobs.runtime.interpret:
-        return "on CPU only under Triton's interpreter (TRITON_INTERPRET=1)"
+        return "runs on CPU only in Triton's interpreter (TRITON_INTERPRET=1)"
     compiler = knobs.build.cc
     if device.type == "cuda" and not any(map(shutil.which, [compiler] if compiler else ["gcc", "clang"])):
         return Missing(
-            f"it compiles its launchers with {compiler or 'gcc or clang'}, which is not on PATH; install gcc"
+            f"Triton requires {compiler or 'gcc or clang'}, which is not on PATH, to compile its launchers; install gcc"
         )
     return None
 
 
 def triton_backend(module: str) -> Backend:
-    """The backend whose kernels `megalite.ops.triton.<module>` registers; imported when chosen."""
+    """Make the backend of the kernels in `megalite.ops.triton.<module>`, which is imported once chosen."""
 
     def load(op: Op) -> dict[str, Callable[..., Any]]:
         importlib.import_module(f"megalite.ops.triton.{module}")
-        return _functions(op, "triton")
+        return functions(op, "triton")
 
     return Backend("triton", load, _why_no_triton)
 
 
-CPP = Backend("cpp", lambda op: _functions(op, "cpp"), native.why_no_cpp)
-CUDA = Backend("cuda", lambda op: _functions(op, "cuda"), native.why_no_cuda)
+CPP = Backend("cpp", lambda op: functions(op, "cpp"), native.why_no_cpp)
+CUDA = Backend("cuda", lambda op: functions(op, "cuda"), native.why_no_cuda)
 
 
 class _Norm(torch.autograd.Function):
@@ -87,7 +86,7 @@ class _Norm(torch.autograd.Function):
         y, total, mean, rstd = _kernel(kernels, "norm")(x, residual, weight, bias, eps)
         ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
         ctx.has_bias, ctx.kernels = bias is not None, kernels
-        # A weight that was computed is not held: recomputation frees what is saved.
+        # Only parameters are kept on ctx: recomputation could not free a computed weight.
         direct = isinstance(weight, ShardedParameter) and weight.requires_grad and not is_compiling()
         ctx.params = (weight, bias) if direct else None
         return y if residual is None else (y, total)
@@ -112,7 +111,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Activation(torch.autograd.Function):
-    """A kernel of one input, which is all that backward keeps."""
+    """A kernel of one input, the only tensor kept for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, kind: str, kernels: str) -> Tensor:
@@ -136,7 +135,7 @@ class _RopeQKV(torch.autograd.Function):
         ctx.kernels = kernels
         packed = qkv.detach() if qkv.stride(-1) == 1 else qkv.detach().contiguous()
         _kernel(kernels, "rope_")(packed, cos, sin, num_heads + num_kv_heads)
-        # Bump the version counter: autograd cannot see in-place writes made by our kernels.
+        # Autograd does not see in-place writes of our kernels.
         increment_version(packed)
         q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=2)
         return q, k, v
@@ -200,7 +199,7 @@ def gelu(x: Tensor, approximate: str = "none", *, kernels: str) -> Tensor:
 def rope_qkv(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, *, kernels: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `rope_qkv` in place going forward; going backward the packed gradient is written in one pass."""
+    """Run `rope_qkv` in place; backward writes the packed gradient in one pass."""
     return _RopeQKV.apply(qkv, cos, sin, num_heads, num_kv_heads, kernels)
 
 

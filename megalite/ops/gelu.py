@@ -1,7 +1,7 @@
 """GELU (Hendrycks and Gimpel 2016).
 
 gelu(x, approximate="none") -> y
-    x [..., F] fp32 / bf16 / fp16; approximate "none" (erf) or "tanh"; y like x. Backward keeps x alone.
+    x [..., F] fp32 / bf16 / fp16; approximate "none" (erf) or "tanh"; y like x. Backward keeps only x.
 """
 
 from __future__ import annotations

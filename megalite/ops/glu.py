@@ -4,7 +4,7 @@ swiglu(gate_up) -> silu(gate) * up
 geglu(gate_up, approximate="none") -> gelu(gate, approximate) * up; approximate "none" (erf) or "tanh"
 
 gate_up [..., 2F] = [gate | up] along the last dim (both halves of the same tensor-parallel rank); result [..., F] of
-the same dtype, freshly allocated. Backward keeps gate_up alone and recomputes the activation.
+the same dtype, freshly allocated. Backward keeps only gate_up and recomputes the activation.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megalite.ops.op import TORCH, Op
 
 
 class _GLU(torch.autograd.Function):
-    """approximate: of GELU, or None for SiLU."""
+    """GLU with GELU, if `approximate` is not None, or SiLU."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, approximate: str | None) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.approximate = approximate
         gate, up = gate_up.chunk(2, dim=-1)
-        # Out of place, here and below: torch 2.11 compiles a forward that writes in place wrongly (pytorch#180642).
+        # Out of place: torch 2.11 miscompiles a forward that writes in place (pytorch#180642).
         return _activate(gate, approximate) * up
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""LAMB in three collective-free pieces on flat buffers (You et al. 2020, algorithm 2), which LARS shares.
+"""LAMB as three functions on flat buffers, without collectives (You et al. 2020, algorithm 2); LARS uses them too.
 
-A flat buffer holds tensors (or a ZeRO shard's parts of them) one after another: `offsets` (0, …, n), non-decreasing, of
-length tensors + 1. The caller sums squared norms over shards, computes the trust ratios, and applies them.
+A flat buffer is a sequence of segments, the tensors of a bucket or what a ZeRO share holds of them. `offsets`
+(0, …, n), non-decreasing, has one element more than there are segments. The caller sums squared norms over ranks and
+computes the trust ratios.
 
 lamb_direction(param, grad, exp_avg, exp_avg_sq, update, *, beta1, beta2, eps, weight_decay, step, grad_multiplier)
     moments as in AdamW, updated in place; update [n] fp32 (may be an fp32 grad itself) is overwritten with

@@ -1,9 +1,9 @@
-"""Output layer and vocab-parallel cross-entropy by chunks of tokens: the logits of all tokens never exist.
+"""Output layer and vocab-parallel cross-entropy by chunks of tokens: the logits of all tokens never exist at once.
 
-Composed of the ops of a run, so every backend works; logits take [chunk, V] instead of [N, V]. In training, the
-gradient of every token's loss is known beforehand, so forward does all of it: the logits of a chunk are turned into
-their gradient in place, which makes that of x and adds to the weight's. Backward has nothing left to compute.
-Source: Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024), with Megatron's split vocabulary.
+Composed of the ops in use, so every backend works; logits take [chunk, V] instead of [N, V]. In training, the gradient
+of every token's loss is known beforehand, so the forward pass computes all gradients: it turns the logits of a chunk
+into their gradient in place, from which it computes those of x and of the weight. Source: Liger-Kernel's fused linear
+cross-entropy (Hsu et al. 2024), with Megatron's sharded vocabulary.
 
 Legend: N tokens, H hidden size, V columns of this rank.
 """
@@ -26,10 +26,10 @@ class LinearCrossEntropy:
 
     Attributes:
         ops: the kernels in use.
-        weight_VH: this rank's rows, of x's dtype.
+        weight_VH: this rank's rows of the weight, in x's dtype.
         target_N, vocab_start, valid: as in `cross_entropy_stats`.
-        chunk: tokens at a time.
-        softcap: see `softcap_`.
+        chunk: number of tokens per chunk.
+        softcap: soft cap of the logits, see `softcap_`; None: no cap.
     """
 
     ops: Ops
@@ -41,7 +41,7 @@ class LinearCrossEntropy:
     softcap: float | None = None
 
     def _chunks(self, x_NH: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield (rows, their x, their logits, in a buffer that the next chunk reuses)."""
+        """Yield (rows, x, logits) of each chunk; the next chunk reuses the memory of the logits."""
         buffer = x_NH.new_empty(min(self.chunk, len(x_NH)), len(self.weight_VH))
         for start in range(0, len(x_NH), self.chunk):
             rows = slice(start, start + self.chunk)
@@ -55,7 +55,7 @@ class LinearCrossEntropy:
 
         Args:
             x_NH: hidden states, the same on every rank.
-            gather: stats [n, 3] of this rank -> [ranks, n, 3]; called once per chunk, on every rank alike.
+            gather: gathers stats, [n, 3] of this rank -> [ranks, n, 3]; a collective, called once per chunk.
             use: called with (rows, x, logits, log-sum-exp) of each chunk; may overwrite the logits.
 
         Returns:
@@ -81,12 +81,12 @@ class LinearCrossEntropy:
 
         Args:
             x_NH, gather: as in `losses`.
-            scale_N: fp32, the gradient of each token's loss (0 for tokens that do not count).
-            main_grad_VH: fp32, receives the weight's gradient.
-            accumulate: add it to what is there.
+            scale_N: gradient of each token's loss, fp32 (0 for ignored tokens).
+            main_grad_VH: buffer of the weight's gradient, fp32.
+            accumulate: add to the buffer instead of overwriting it.
 
         Returns:
-            (loss_N, fp32; dx_NH, this rank's part of the gradient of x, which the caller sums over the ranks).
+            (loss_N, fp32; dx_NH, this rank's summand of the gradient of x, to be summed over the ranks).
         """
         dx = torch.empty_like(x_NH)
 

@@ -1,19 +1,19 @@
 """The three matrix products of a linear layer.
 
 linear(x, w, b=None, out=None) -> y
-    y = x w^T + b. x [..., I], w [O, I], b [O] or None, all of one dtype; y [..., O]. out [N, O]: where to write the
-    result (then x is [N, I] and b None).
+    y = x w^T + b. x [..., I], w [O, I], b [O] or None, all of one dtype; y [..., O]. out [N, O]: buffer for the
+    result (x must be [N, I] and b None).
 
 linear_dgrad(dy, w, out=None) -> dx
-    dx = dy w, the input's gradient. dy [..., O]; dx [..., I]. out [N, I]: where to write it (then dy is [N, O]).
+    dx = dy w, the input's gradient. dy [..., O]; dx [..., I]. out [N, I]: buffer for the result (dy must be [N, O]).
 
 linear_wgrad(main_grad, dy, x, accumulate=True) -> None
-    main_grad += dy^T x in place, summed over all dimensions but the last; without `accumulate` main_grad = dy^T x,
-    whatever it held. dy [..., O] and x [..., I] of one dtype; main_grad [O, I] fp32 (or of that dtype). With an fp32
-    main_grad the sum over micro-batches is fp32. On CUDA so is the product: the GEMM itself writes fp32 (cuBLAS with
-    beta 1 or 0, no extra buffer). A CPU has no such product: there each product is rounded once before it is added.
+    main_grad += dy^T x in place, summed over all dimensions but the last; without `accumulate`, main_grad = dy^T x.
+    dy [..., O] and x [..., I] of one dtype; main_grad [O, I] fp32 (or of that dtype). With an fp32 main_grad, the sum
+    over micro-batches is fp32. On CUDA so is the product: the GEMM writes fp32 (cuBLAS with beta 1 or 0, no extra
+    buffer). On CPU each product is rounded once before it is added.
 
-None is differentiable: the layers that call them (megalite.tensor_parallel) define their own backward.
+These functions are not differentiable: layers that call them (megalite.tensor_parallel) define their own backward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = Tr
     dy_t, x = dy.flatten(0, -2).t(), x.flatten(0, -2)
     if dy.is_cuda and main_grad.dtype != dy.dtype:
         if accumulate:
-            # torch 2.10 and older refuse an fp32 sum of bf16 factors (pytorch#167931).
+            # torch 2.10 and older reject an fp32 sum of bf16 products (pytorch#167931).
             torch.addmm(main_grad, dy_t, x, out_dtype=main_grad.dtype, out=main_grad)
         else:
             torch.mm(dy_t, x, out_dtype=main_grad.dtype, out=main_grad)

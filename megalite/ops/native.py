@@ -1,16 +1,15 @@
-"""Schemas of the kernels in C++, CUDA and Triton, the compiled libraries (`setup.py`), and why one is missing.
+"""Schemas of the C++, CUDA and Triton kernels, and the compiled libraries (`setup.py`).
 
-The kernels are registered with torch for whatever looks at operations instead of running them: torch.compile, fake
-tensors, dispatch modes. Schemas and fake implementations are defined here whatever was built; `_native_cpp.so` and
-`_native_cuda.so` add implementations to them when they are loaded (`megalite.ops.cpp`, `megalite.ops.cuda`), and
-`megalite.ops.triton` registers its own under `triton_<name>`.
+Kernels are registered with torch for everything that inspects operations instead of running them: torch.compile, fake
+tensors, dispatch modes. Schemas and fake implementations are defined here, whatever was built; `_cpu_kernels` and
+`_native_cuda.so` add implementations once they are loaded (`megalite.ops.cpp`, `megalite.ops.cuda`), and
+`megalite.ops.triton` registers its own as `triton_<name>`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from megalite.ops import cpp, cuda
 from megalite.ops.op import Missing
 
 LIBRARY = torch.library.Library("megalite", "FRAGMENT")
-_HERE = Path(__file__).parent
 
 
 def _norm(
@@ -42,7 +40,7 @@ def _in_place(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-# name -> (the rest of its schema, a function that makes empty results of the right shape and dtype).
+# name -> (schema without the name, function that returns empty results of the right shape and dtype).
 _FLOATS = "float beta1, float beta2, float eps, float weight_decay, int step"
 KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "norm": (
@@ -50,7 +48,7 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
         _norm,
     ),
-    # dweight and dbias: written, or added to where there is something to add to. Without dbias it is RMSNorm.
+    # dweight and dbias are overwritten, or added to with add_weight and add_bias. Without dbias: RMSNorm.
     "norm_backward": (
         "(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor(a!) dweight, "
         "Tensor(b!)? dbias, bool add_weight, bool add_bias) -> Tensor dx",
@@ -110,47 +108,49 @@ def define(name: str, prefix: str = "") -> None:
     torch.library.register_fake(f"megalite::{prefix}{name}", fake, lib=LIBRARY)
 
 
-for _name in dict.fromkeys((*cpp.KERNELS, *cuda.KERNELS)):
+for _name in dict.fromkeys((*cpp.NAMES, *cuda.KERNELS)):
     define(_name)
 
 
 def _register(name: str, kernel: Callable[..., Any], key: str) -> None:
-    """Make `kernel` the implementation of `megalite::<name>`; torch gets an empty tensor for a result that is None."""
+    """Register `kernel` as the implementation of `megalite::<name>`; for None it returns an empty tensor to torch."""
 
     def run(*args: Any) -> Any:
         results = kernel(*args)
         if not isinstance(results, tuple):
             return results
-        return tuple(empty if given is None else given for given, empty in zip(results, KERNELS[name][1](*args)))
+        return tuple(empty if x is None else x for x, empty in zip(results, KERNELS[name][1](*args)))
 
     LIBRARY.impl(name, run, key)
 
 
 @lru_cache
-def _why_not_loaded(path: Path) -> str | None:
-    backend, key, tool = (cpp, "CPU", "g++") if "cpp" in path.name else (cuda, "CUDA", "nvcc")
-    if not path.exists():
-        return Missing(f"it was not built; with {tool} on PATH, `pip install` megalite again")
+def _why_not_loaded(key: str) -> str | None:
+    schemas = {name: schema for name, (schema, _) in KERNELS.items()}
+    on_cpu = partial(cpp.use, schemas), cpp.KERNELS, "g++"
+    use, kernels, tool = on_cpu if key == "CPU" else (cuda.use, cuda.KERNELS, "nvcc")
     try:
-        backend.use(path)
-    except OSError as e:
-        return Missing(f"{path.name} cannot be loaded ({e}); `pip install` megalite again")
-    for name, kernel in backend.KERNELS.items():
+        use()
+    except (ModuleNotFoundError, FileNotFoundError):
+        return Missing(f"it was not built; with {tool} on PATH, `pip install` megalite again")
+    except (ImportError, OSError) as e:
+        return Missing(f"it cannot be loaded ({e}); `pip install` megalite again")
+    for name, kernel in kernels.items():
         _register(name, kernel, key)
     return None
 
 
 def why_no_cpp(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why the C++ library cannot run on (device, dtype), or None."""
+    """Return why the C++ library cannot run on (device, dtype), or None."""
     if device.type != "cpu":
         return f"for CPU tensors, not {device.type}"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"for fp32 and bf16, not {dtype}"
-    return _why_not_loaded(_HERE / "_native_cpp.so")
+    return _why_not_loaded("CPU")
 
 
 def why_no_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why the CUDA library cannot run on (device, dtype), or None."""
+    """Return why the CUDA library cannot run on (device, dtype), or None."""
     if device.type != "cuda":
         return f"for CUDA tensors, not {device.type}"
     if torch.version.cuda is None:
@@ -159,4 +159,4 @@ def why_no_cuda(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"for fp32, bf16 and fp16, not {dtype}"
     if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return "for compute capability 8.0 and above, not {}.{}".format(*capability)
-    return _why_not_loaded(_HERE / "_native_cuda.so")
+    return _why_not_loaded("CUDA")

@@ -1,4 +1,4 @@
-"""What an op is: a contract (its module's docstring), a torch reference, and the backends that compute the same."""
+"""An op: a contract (its module's docstring), a torch reference, and the backends that implement it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Missing(str):
-    """A reason why a backend cannot run that an installation can remove, and how."""
+    """A reason why a backend cannot run that an installation would remove; says how."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Backend:
     """One way to compute the functions of an op.
 
     Attributes:
-        name: one of `choose.BACKEND_NAMES` (not "auto").
-        load: imports what it needs and returns {function name: callable} for an op; called only once `why_not` found
-            no reason.
-        why_not: reason why it cannot run on (device, dtype) here, or None.
+        name: name of the backend, one of `choose.BACKEND_NAMES` except "auto".
+        load: function that imports the backend and returns {function name: callable} of an op; called only if `why_not`
+            returns None.
+        why_not: function that returns why the backend cannot run on (device, dtype), or None.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Backend:
 
 @dataclass(frozen=True)
 class Op:
-    """The functions that one choice decides together.
+    """Functions that share a choice of backend.
 
     Attributes:
-        name: as `--ops` spells it; also the name of its module.
-        reference: its functions in torch, which run everywhere and, if the op has a gradient, are differentiable.
-        backends: preferred ones first; `TORCH` is always among them.
+        name: name in `--ops`, and of the op's module.
+        reference: functions in torch, which run everywhere and are differentiable if the op has a gradient.
+        backends: backends in order of preference, always including `TORCH`.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 rmsnorm(x, weight, eps) -> y
     y = x / sqrt(mean(x^2 over the last dim) + eps) * weight.
-    x [..., H] fp32 / bf16 / fp16; weight [H]; y like x. Statistics, products and sums are fp32 whatever x is; the
-    one rounding is that of y. Backward keeps x and one fp32 number per row.
+    x [..., H] fp32 / bf16 / fp16; weight [H]; y like x. Statistics, products and sums are fp32 for every
+    dtype of x; only y is rounded. Backward keeps x and one fp32 number per row.
 
 add_rmsnorm(x, residual, weight, eps) -> (normed, new_residual)
     new_residual = x + residual (rounded to their dtype), normed = rmsnorm(new_residual, weight, eps).
@@ -68,9 +68,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _use_torch(x: Tensor) -> bool:
-    """Return whether torch's own RMSNorm is better: on CUDA its kernels are fused both ways, and torch.compile
-    generates its own (torch 2.11 compiles a Function that writes in place wrongly, pytorch#180642). On CPU its backward
-    is 3 times slower.
+    """Whether to use torch's own RMSNorm: its CUDA kernels are fused, and torch.compile generates fused kernels (torch
+    2.11 miscompiles a Function that writes in place, pytorch#180642). On CPU its backward takes 3 times as long.
     """
     return x.is_cuda or torch.compiler.is_compiling()
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), Hugging Face's rotate-half convention, whole or partial (GPT-NeoX).
+"""Rotary position embedding (Su et al. 2021), Hugging Face's rotate-half convention, full or partial (GPT-NeoX).
 
 rope_qkv(qkv, cos, sin, num_heads, num_kv_heads) -> (q, k, v)
     qkv [S, B, num_heads + 2 num_kv_heads, D], heads packed as q | k | v. **qkv is consumed**: q and k are rotated in
@@ -12,7 +12,7 @@ rope(x, cos, sin) -> y
 cos, sin: fp32 tables [S, R/2] for the positions of the S tokens at hand; R <= D is the rotated width (D for full RoPE,
 rope_fraction * D for GPT-NeoX). Element i < R/2 pairs with i + R/2:
     y[i] = x[i] cos - x[i + R/2] sin;  y[i + R/2] = x[i + R/2] cos + x[i] sin;  elements from R on pass through.
-Products and sums are fp32. Nothing but the tables is kept for backward (they get no gradient).
+Products and sums are fp32. Only the tables are kept for backward (they get no gradient).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`--attention`: which kernel of torch's `scaled_dot_product_attention` runs, chosen by name instead of by torch.
+"""`--attention`: the kernel of torch's `scaled_dot_product_attention`, selected by name instead of by torch.
 
 ==========  ===========================================================================================================
-auto        torch's own order: on sm_90 and above cuDNN, then FlashAttention 2, efficient, math; below flash first
-cudnn       fastest on Hopper and Blackwell; its backward may add in another order on every run
-flash       FlashAttention 2; on a CPU torch's own kernel of that name
+auto        torch's own order: on sm_90 and above cuDNN, then FlashAttention 2, efficient, math; below, flash first
+cudnn       fastest on Hopper and Blackwell; the order of additions in its backward pass may vary between runs
+flash       FlashAttention 2; on CPU torch's own kernel of that name
 efficient   memory-efficient (xFormers); the only fused kernel for fp32 and for masks
 math        matrix products with the scores in memory: slow, the reference
 ==========  ===========================================================================================================
@@ -32,14 +32,14 @@ _LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What a run asks of the kernel.
+    """What a run requires of the attention kernel.
 
     Attributes:
-        device, dtype: of q, k and v.
+        device, dtype: device and dtype of q, k and v.
         head_dim: size of a head.
-        masked: some layer has a window shorter than the sequence.
-        softcap: scores are capped, in plain torch.
-        deterministic: the same bits on every run.
+        masked: whether a layer has a window shorter than the sequence.
+        softcap: whether scores are soft-capped.
+        deterministic: whether results must have the same bits on every run.
     """
 
     device: torch.device
@@ -51,22 +51,22 @@ class AttentionCase:
 
 
 def why_not(name: str, case: AttentionCase) -> str | None:
-    """Return the reason why a kernel cannot serve this case, or None."""
+    """Return why a kernel cannot serve this case, or None."""
     if name in ("auto", "math"):
         return None
     cuda = case.device.type == "cuda"
     if case.softcap:
-        return "capped scores (--attention-softcap) run in plain torch"
+        return "soft-capped scores (--attention-softcap) are computed in plain torch"
     if not cuda and name != "flash":
         return f"it runs on CUDA GPUs, not on {case.device.type}"
     if cuda and name != "efficient" and case.dtype not in _LOW:
-        return "it takes bf16 and fp16, not fp32"
+        return "it supports bf16 and fp16, not fp32"
     if cuda and name != "efficient" and case.masked:
-        return "layers with a window need a mask, which it does not take"
+        return "layers with a window need a mask, which it does not support"
     if cuda and name == "flash" and case.head_dim > 256:
-        return f"it takes heads of at most 256, not {case.head_dim}"
+        return f"it supports head sizes up to 256, not {case.head_dim}"
     if name == "cudnn" and case.deterministic:
-        return "its backward pass is not --deterministic"
+        return "its backward pass is not deterministic (--deterministic)"
     if cuda:
         least = (9, 0) if name == "cudnn" else (8, 0) if name == "flash" else (5, 0)
         capability = torch.cuda.get_device_capability(case.device)
@@ -76,7 +76,7 @@ def why_not(name: str, case: AttentionCase) -> str | None:
 
 
 def select(name: str, attention: Callable[..., Any], case: AttentionCase) -> Callable[..., Any]:
-    """Return the op `attention` with its kernel fixed to `name`; unchanged for auto.
+    """Return the op `attention` with its kernel fixed to `name`, or unchanged for auto.
 
     Raises:
         UserError: the kernel cannot serve this case.

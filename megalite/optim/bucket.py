@@ -1,56 +1,59 @@
-"""Buckets: flat storage of a unit's weights, gradients and optimizer state, each whole or cut over the batch axes.
+"""Buckets: flat storage of a unit's weights, gradients and optimizer state, each full or sharded over the batch axes.
 
-A unit (embedding, block, norm, head) is what a stage uses at one time. Small neighboring units share a bucket; a large
-one has one or more of its own. All parameters of a bucket are treated alike (`GradKind`), so that the optimizer is one
-flat call per bucket, and the few gradients that must also be summed over tensor-parallel ranks or between the two
-copies of a tied embedding are whole buckets. Source of the design: Megatron-LM's distributed optimizer; ZeRO:
-Rajbhandari et al. 2019, section 5.
+A unit (embedding, block, norm, head) is what a stage runs at a time. Small neighboring units share a bucket; a large
+one has one or more of its own. All parameters of a bucket are treated alike (`GradKind`): the optimizer makes one flat
+call per bucket, and gradients that must also be summed over tensor-parallel ranks, or between the two copies of a tied
+embedding, have buckets of their own. Design: Megatron-LM's distributed optimizer; ZeRO: Rajbhandari et al. 2019,
+section 5.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
-from megalite.optim.compress import Codec, Piece, make_codec
+from megalite.optim.compress import BucketParam, Codec, make_codec
 from megalite.optim.host_share import HostGather, on_host
-from megalite.optim.shares import GradKind, Segment, Sharded, bucket_layout, plan_buckets
+from megalite.optim.shares import GradKind, ParamShare, Sharding, bucket_layout
 from megalite.parameter import ShardedParameter
+from megalite.update_rules import RULES
 
-# Reductions under way while the next gradient fills, where gradients are cut. On a GPU each costs memory for a gradient
-# and hides behind the backward pass; on a CPU sending and computing share the cores.
+# Reductions in flight while the next gradient accumulates, where gradients are sharded. On a GPU each takes the memory
+# of a full gradient and overlaps with the backward pass; on a CPU, communication and computation share the cores.
 _IN_FLIGHT = {"cpu": 0}
 
 
 class Bucket:
     """Flat weights and fp32 gradients of some parameters, and this rank's share of both.
 
-    Parameters are views of `weights`, their `main_grad` views of `grad`. Its verbs are `gather` (make the weights
-    whole), `release` (keep the share of them alone) and `reduce` (sum the gradients). A gradient that is cut has memory
-    from its first contribution until it is reduced. The first contribution to each parameter overwrites what the
-    memory held: gradients are not zeroed.
+    Parameters are views of `weights`, and their `main_grad` views of `grad`. `gather` makes the weights full on every
+    rank, `release` frees all but this rank's share, `reduce` sums the gradients. A sharded gradient has memory from its
+    first contribution until it is reduced. The first contribution to each parameter overwrites that memory: gradients
+    are never zeroed.
 
     Args:
-        params: parameters in the order in which they lie in the bucket, all of one type and device.
-        kind: what they have in common.
+        params: parameters in bucket order, all of one dtype and device.
+        kind: what the parameters have in common.
         ctx: this rank's axes.
-        sharded: what is cut over the batch axes.
-        reduce_dtype: type in which gradients travel over the batch axes.
-        overlap: start the reduction when the last gradient is in, not when the step asks for it.
-        compress: the codec that gradients travel in over the batch axes, as `--compress` names it.
-        in_flight: the buckets of this rank whose gradients are cut and being reduced, oldest first.
+        sharded: what is sharded over the batch axes.
+        reduce_dtype: dtype in which gradients are reduced over the batch axes.
+        overlap: start the reduction with the last contribution, not at the end of the backward pass.
+        compress: gradient compression over the batch axes, as in `--compress`.
+        in_flight: buckets of this rank whose sharded gradients are being reduced, oldest first.
 
     Attributes:
-        codec: sums the gradients in place of a collective; None where they are not compressed.
-        bytes_sent: bytes of gradients that this rank has sent in this step.
+        rule: update rule of the weights.
+        batch: axis of all ranks whose gradients are summed.
+        share_axis: axis of the ranks that each own a share.
+        replica_axis: axis of the ranks that hold copies of this share.
+        extra_axes: axes over which gradients are summed besides the batch's.
+        owned: this rank's share, as a range of bucket elements.
+        codec: gradient codec used in place of a collective; None without compression.
+        bytes_sent: gradient bytes sent by this rank in this step.
     """
 
     def __init__(
@@ -59,49 +62,46 @@ class Bucket:
         kind: GradKind,
         ctx: ParallelContext,
         *,
-        sharded: Sharded,
+        sharded: Sharding,
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         compress: str = "none",
         in_flight: list[Bucket] | None = None,
     ) -> None:
         self.params, self.kind, self.sharded = params, kind, sharded
+        self.rule = RULES[kind.rule]
         self.reduce_dtype, self.overlap = reduce_dtype, overlap
         batch = params[0].shard.layout.batch
         self.batch = ctx.axis(*batch)
-        self.shards, self.replicas = ctx.split(*batch, size=sharded.group)
-        self.also = [ctx.axis(name) for name in kind.reduce if name not in batch]
-        shares = self.shards.size if sharded.state else 1
-        # Codecs cut the gradient into shares in any case.
-        cut = shares if compress == "none" else self.batch.size
-        self.starts, self.numel = bucket_layout([p.numel() for p in params], cut)
+        self.share_axis, self.replica_axis = ctx.split(*batch, size=sharded.group)
+        self.extra_axes = [ctx.axis(name) for name in kind.reduce if name not in batch]
+        shares = self.share_axis.size if sharded.state else 1
+        # Codecs always work on one share per rank.
+        divisor = shares if compress == "none" else self.batch.size
+        self.starts, self.numel = bucket_layout([p.numel() for p in params], divisor)
         share = self.numel // shares
-        first = share * self.shards.rank if sharded.state else 0
+        first = share * self.share_axis.rank if sharded.state else 0
         self.owned = slice(first, first + share)
         like = params[0]
         self.weights = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
         self.grad = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
         for param, start in zip(params, self.starts):
             self._adopt(param, start)
-        ends = [start + param.numel() for param, start in zip(params, self.starts)]
-        gaps = (self.grad[end:start] for end, start in zip(ends, [*self.starts[1:], self.numel]))
-        self._padding = [gap for gap in gaps if len(gap)]
-        self._own_weights = None
-        if sharded.weights:
-            own = self.weights[self.owned]
-            self._own_weights = on_host(own) if sharded.host else own.clone()
-        self._own_grad = torch.zeros(share, dtype=torch.float32, device=like.device) if sharded.grad else None
-        self._own_grad_holds = False
+        self._padding = self._gaps()
+        copy = on_host if sharded.host else torch.clone
+        self._weight_share = copy(self.weights[self.owned]) if sharded.weights else None
+        self._grad_share = torch.zeros(share, dtype=torch.float32, device=like.device) if sharded.grad else None
+        self._grad_share_filled = False
         self._missing: Counter[str] = Counter()
-        self._contributions = self._to_come = 0
-        self._filling = False
+        self._contributions = self._outstanding = 0
+        self._accumulating = False
         self._in_flight = [] if in_flight is None else in_flight
         self._sent = self.grad
-        pieces = [Piece(p.shard.spec.name, p.shape, start) for p, start in zip(params, self.starts)]
-        self.codec: Codec | None = make_codec(compress, pieces, self.numel, self.batch, like.device)
+        entries = [BucketParam(p.shard.spec.name, p.shape, start) for p, start in zip(params, self.starts)]
+        self.codec: Codec | None = make_codec(compress, entries, self.numel, self.batch, like.device)
         self.bytes_sent, self._scale = 0, 1.0
         self._reducing: collectives.Work | Codec | None = None
-        self._gathering: collectives.Work | HostGather = collectives.Done()
+        self._gathering: collectives.Work | HostGather = collectives.FinishedWork()
         self.release()
         if sharded.grad:
             _resize(self.grad, 0)
@@ -112,130 +112,139 @@ class Bucket:
             view.copy_(param.data)
         param.data = view
         param.main_grad = self.grad[start : start + param.numel()].view(param.shape)
-        param.before_grad = self._fill if self.sharded.grad else None
-        param.after_grad = partial(self._added, param)
+        param.before_grad = self._allocate_grad if self.sharded.grad else None
+        param.after_grad = partial(self._count_contribution, param)
         if not param.adds_to_main_grad:
             param.register_post_accumulate_grad_hook(_move_grad)
 
-    @property
-    def primary(self) -> bool:
-        """Whether this rank speaks for its share: it counts in norms and is written to checkpoints."""
-        return self.kind.primary and self.replicas.rank == 0
+    def _gaps(self) -> list[torch.Tensor]:
+        """List the views of the gradient that no parameter covers (padding)."""
+        ends = [start + param.numel() for param, start in zip(self.params, self.starts)]
+        gaps = (self.grad[end:start] for end, start in zip(ends, [*self.starts[1:], self.numel]))
+        return [gap for gap in gaps if len(gap)]
 
     @property
-    def whole(self) -> bool:
-        """Whether there is memory for all of the weights."""
+    def is_owner(self) -> bool:
+        """Whether this rank owns its share: counts it in norms and writes it to checkpoints."""
+        return self.kind.is_owner and self.replica_axis.rank == 0
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the full weights have memory."""
         return self.weights.untyped_storage().nbytes() > 0
 
     @property
     def weight_share(self) -> torch.Tensor:
-        """This rank's share of the weights, flat; there while the weights are released too."""
-        return self.weights[self.owned] if self._own_weights is None else self._own_weights
+        """This rank's share of the weights, flat; valid also while the weights are released."""
+        return self.weights[self.owned] if self._weight_share is None else self._weight_share
 
     @property
     def grad_share(self) -> torch.Tensor:
-        """This rank's share of the gradient, fp32 and flat."""
-        return self.grad[self.owned] if self._own_grad is None else self._own_grad
+        """This rank's share of the gradient, flat fp32."""
+        return self.grad[self.owned] if self._grad_share is None else self._grad_share
 
     @cached_property
-    def segments(self) -> tuple[Segment, ...]:
-        """List what the share holds of each parameter."""
+    def param_shares(self) -> tuple[ParamShare, ...]:
+        """What this rank's share holds of each parameter, in bucket order."""
         out = []
         for param, start in zip(self.params, self.starts):
             low = min(max(start, self.owned.start), self.owned.stop)
             high = max(low, min(start + param.numel(), self.owned.stop))
-            out.append(Segment(param, low - start, high - start, low - self.owned.start))
+            out.append(ParamShare(param, low - start, high - start, low - self.owned.start))
         return tuple(out)
 
     def start_step(self, num_microbatches: int, loss_scale: float = 1.0) -> None:
-        """Expect the gradients of `num_microbatches`, multiplied by the loss scale; what is there is forgotten."""
+        """Discard old gradients and expect those of `num_microbatches`, multiplied by the loss scale."""
         self.bytes_sent, self._scale = 0, loss_scale
         self._start_sum()
+        # An interrupted step may have left a reduction in flight, which still uses this memory.
+        if self._reducing is not None:
+            self._reducing.drop()
+            self._reducing, self._sent = None, self.grad
         if self.sharded.grad:
-            # A step that was interrupted may have left something.
-            self._filling = self._own_grad_holds = False
+            self._accumulating = self._grad_share_filled = False
             self._in_flight.clear()
             _resize(self.grad, 0)
         self._missing = Counter({p.shard.spec.name: num_microbatches * p.uses for p in self.params})
-        often = self.sharded.grad and self.sharded.each_microbatch
-        # Counted over all parameters: a split backward may add a bias of the next micro-batch before a matrix of this
-        # one, and the sum is the same.
-        self._contributions = self._to_come = self._missing.total() // (num_microbatches if often else 1)
-        self._reducing = None
+        each_microbatch = self.sharded.grad and self.sharded.each_microbatch
+        # Counted over all parameters: a split backward pass may add a bias gradient of the next micro-batch before a
+        # matrix gradient of this one, and the sum is the same.
+        self._contributions = self._missing.total() // (num_microbatches if each_microbatch else 1)
+        self._outstanding = self._contributions
 
     def _start_sum(self) -> None:
         for param in self.params:
             param.has_grad = False
 
-    def _fill(self) -> None:
-        """Make memory for the whole gradient at its first use, and first free that of others."""
-        if self._filling:
+    def _allocate_grad(self) -> None:
+        """Allocate the full gradient at its first use, after freeing those of other buckets."""
+        if self._accumulating:
             return
         if self._reducing is not None:
-            self._settle()
-        self._settle_others()
+            self._wait_reduction()
+        self._wait_older_reductions()
         _resize(self.grad, self.numel)
-        self._filling = True
+        self._accumulating = True
 
-    def _settle_others(self) -> None:
+    def _wait_older_reductions(self) -> None:
         while len(self._in_flight) > _IN_FLIGHT.get(self.grad.device.type, 1):
-            self._in_flight[0]._settle()
+            self._in_flight[0]._wait_reduction()
 
-    def _added(self, param: ShardedParameter) -> None:
+    def _count_contribution(self, param: ShardedParameter) -> None:
         self._missing[param.shard.spec.name] -= 1
-        self._to_come -= 1
-        if self._to_come:
+        self._outstanding -= 1
+        if self._outstanding:
             return
-        self._to_come = self._contributions
+        self._outstanding = self._contributions
         if self.overlap or self.sharded.grad:
             self.reduce()
         if self.sharded.grad and not self.overlap:
-            self._settle()
+            self._wait_reduction()
 
     @torch.no_grad()
-    def _zero_rest(self) -> None:
-        """Zero what no contribution has written: padding, and parameters that got none."""
-        rest = [*self._padding, *(param.main_grad for param in self.params if not param.has_grad)]
-        if rest:
-            torch._foreach_zero_(rest)
+    def _zero_unwritten(self) -> None:
+        """Zero what no contribution has written: padding, and gradients of unused parameters."""
+        unwritten = [*self._padding, *(param.main_grad for param in self.params if not param.has_grad)]
+        if unwritten:
+            torch._foreach_zero_(unwritten)
 
     def reduce(self) -> None:
-        """Start summing gradients over the batch axes."""
-        self._zero_rest()
+        """Start reducing the gradient over the batch axes."""
+        self._zero_unwritten()
         if self.codec is not None:
             self.codec.start(self.grad, self.owned, self._scale)
             self._reducing = self.codec
             return
-        self._settle_others()
+        self._wait_older_reductions()
         self._sent = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
         if self.sharded.state:
-            self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.shards)
+            self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.share_axis)
         else:
-            self._reducing = collectives.all_reduce(self._sent, self.shards)
+            self._reducing = collectives.all_reduce(self._sent, self.share_axis)
         if self.sharded.grad:
-            self._filling = False
+            self._accumulating = False
             self._start_sum()
             self._in_flight.append(self)
 
-    def _settle(self) -> None:
-        """Wait for a reduction, add its result to this rank's share, and free what was sent."""
+    def _wait_reduction(self) -> None:
+        """Wait for the reduction, add its result to this rank's share, and free the full gradient."""
         assert self._reducing is not None
         self._in_flight.remove(self)
         self._reducing.wait()
         self.bytes_sent += self._reducing.sent
-        (self.grad_share.add_ if self._own_grad_holds else self.grad_share.copy_)(self._sent[self.owned])
-        self._own_grad_holds = True
+        (self.grad_share.add_ if self._grad_share_filled else self.grad_share.copy_)(self._sent[self.owned])
+        self._grad_share_filled = True
         self._reducing, self._sent = None, self.grad
         _resize(self.grad, 0)
 
     def finish_reduce(self) -> torch.Tensor:
-        """Wait until this rank's share of the gradient is complete; returns it (fp32, flat)."""
-        if self._filling or (self._reducing is None and not self.sharded.grad):
+        """Wait until this rank's share of the gradient is complete, and return it (flat fp32)."""
+        if self._accumulating or (self._reducing is None and not self.sharded.grad):
             self.reduce()
         share = self.grad_share
         if self.sharded.grad:
             if self._reducing is not None:
-                self._settle()
+                self._wait_reduction()
         else:
             assert self._reducing is not None
             self._reducing.wait()
@@ -243,8 +252,8 @@ class Bucket:
             if self._sent is not self.grad:
                 share.copy_(self._sent[self.owned])
             self._sent = self.grad
-        for axis in (self.replicas, *self.also):
-            # After the batch axes: the copies' shares cover the same elements, because kinds never mix.
+        for axis in (self.replica_axis, *self.extra_axes):
+            # After the batch axes: shares on these ranks cover the same elements, because kinds never mix.
             work = collectives.all_reduce(share, axis)
             work.wait()
             self.bytes_sent += work.sent
@@ -252,31 +261,31 @@ class Bucket:
 
     @property
     def missing(self) -> list[str]:
-        """Names of parameters whose gradient is not complete (none after a complete backward)."""
+        """Names of parameters with too few or too many gradient contributions; empty after a full backward pass."""
         return [name for name, count in self._missing.items() if count]
 
     def gather(self) -> None:
-        """Start collecting the share of every rank: the weights are whole after `wait_weights`."""
+        """Start gathering the shares of all ranks; the weights are complete after `wait_weights`."""
         if self.sharded.state:
             _resize(self.weights, self.numel)
             if self.sharded.host and self.sharded.weights:
-                self._gathering = HostGather(self.weights, self.owned, self.weight_share, self.shards)
+                self._gathering = HostGather(self.weights, self.owned, self.weight_share, self.share_axis)
                 return
-            self._gathering = collectives.all_gather(self.weights, self.weight_share, self.shards)
+            self._gathering = collectives.all_gather(self.weights, self.weight_share, self.share_axis)
 
     def wait_weights(self) -> None:
-        """Wait until the weights are whole."""
+        """Wait until the full weights are gathered."""
         self._gathering.wait()
 
     def release(self) -> None:
-        """Free the weights but for this rank's share, where they are sharded."""
+        """Free sharded weights, except for this rank's share."""
         if self.sharded.weights:
             self.wait_weights()
             _resize(self.weights, 0)
 
 
 def _resize(flat: torch.Tensor, numel: int) -> None:
-    """Free or take back the memory of a flat tensor; views of it stay valid."""
+    """Free or reallocate the memory of a flat tensor; its views stay valid."""
     storage = flat.untyped_storage()
     if storage.nbytes() != numel * flat.element_size():
         storage.resize_(numel * flat.element_size())
@@ -284,53 +293,8 @@ def _resize(flat: torch.Tensor, numel: int) -> None:
 
 @torch.no_grad()
 def _move_grad(param: torch.Tensor) -> None:
-    """Move a gradient that autograd computed to `main_grad`; a post-accumulate hook."""
+    """Move a gradient that autograd has computed to `main_grad` (a post-accumulate hook)."""
     assert isinstance(param, ShardedParameter)
     if param.grad is not None:
         grad, param.grad = param.grad, None
         param.add_grad(grad)
-
-
-def make_buckets(
-    units: Sequence[Sequence[ShardedParameter]],
-    ctx: ParallelContext,
-    *,
-    sharded: Sharded,
-    bucket_size: int | None,
-    reduce_dtype: torch.dtype = torch.float32,
-    overlap: bool = True,
-    compress: str = "none",
-    whole_below: int = 0,
-    decoupled_lr: bool = False,
-) -> list[Bucket]:
-    """Make buckets over the parameters of units (in forward order): one or more for each kind.
-
-    Where weights are cut, a unit has a bucket of its own for each kind. One with fewer elements than `whole_below` is
-    treated as in stage 1: gathering it would be pure latency. Where gradients are cut, units of that size share no
-    bucket, so that no more memory is taken than for one of them. With `decoupled_lr`, parameters that have a learning
-    rate of their own have buckets of their own.
-    """
-    by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
-    for number, unit in enumerate(units):
-        for param in unit:
-            kept = by_kind.setdefault(GradKind.of(param, sharded, decoupled_lr), [[] for _ in units])
-            kept[number].append(param)
-    buckets: list[Bucket] = []
-    options: dict[str, Any] = {"reduce_dtype": reduce_dtype, "overlap": overlap, "compress": compress, "in_flight": []}
-
-    def make(params: list[ShardedParameter], kind: GradKind, sharded: Sharded) -> None:
-        buckets.append(Bucket(params, kind, ctx, sharded=sharded, **options))
-
-    for kind, params in by_kind.items():
-        rest = sharded
-        if sharded.weights:
-            large = [sum(p.numel() for p in unit) >= max(1, whole_below) for unit in params]
-            for unit, own in zip(reversed(params), reversed(large)):
-                if own:
-                    make(unit[::-1], kind, sharded)
-            params = [[] if own else unit for unit, own in zip(params, large)]
-            rest = replace(sharded, grad=False, weights=False)
-        alone_from = whole_below if rest.grad else math.inf
-        for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size, alone_from):
-            make([params[unit][i] for unit, i in indices], kind, rest)
-    return buckets

@@ -1,9 +1,8 @@
 """Compressed sums of gradients over the batch axes (`--compress`): fewer bytes, for an approximation of the sum.
 
-A codec takes the place of a bucket's reduction, once per step and never per micro-batch. What top-k and PowerSGD leave
-out stays behind as the residual and joins the next step's gradient (error feedback: Seide et al. 2014, section 3;
-Karimireddy et al. 2019). int8 leaves nothing behind. The result depends on dp, tp and the bounds of buckets, but is the
-same on every run.
+A codec replaces a bucket's reduction, once per step, not per micro-batch. What top-k and PowerSGD drop is kept as a
+residual and added to the next step's gradient (error feedback: Seide et al. 2014, section 3; Karimireddy et al. 2019).
+int8 keeps no residual. The result depends on dp, tp and the bucket boundaries, but is the same on every run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megalite.optim.shares import INT8_BLOCK
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketParam:
     """A parameter of a bucket: its name, local shape, and first element in the bucket."""
 
     name: str
@@ -31,47 +30,48 @@ class Piece:
 
     @property
     def span(self) -> slice:
-        """Its elements in the bucket."""
+        """Range of its elements in the bucket."""
         return slice(self.start, self.start + self.shape.numel())
 
 
 class Codec(ABC):
-    """Sums gradients of a bucket over an axis. A step is `start`, `wait` and, if its update is made, `commit`.
+    """Sums the gradients of a bucket over an axis: `start`, `wait` and, if the step is not skipped, `commit`.
 
-    Without `commit` a step leaves no trace: residuals are those from before it.
+    Without `commit`, residuals stay as they were before the step.
 
     Args:
-        pieces: parameters of the bucket.
-        numel: elements of the bucket, a multiple of the ranks of the axis.
-        axis: ranks whose gradients are summed.
-        device: of the bucket.
+        params: parameters of the bucket.
+        numel: elements of the bucket, a multiple of the axis size.
+        axis: axis of the ranks whose gradients are summed.
+        device: device of the bucket.
 
     Attributes:
-        sent: bytes that this rank has sent in this step.
-        residual: what this rank has not sent yet, flat fp32 as the bucket, without loss scale; None if nothing is kept.
+        sent: bytes sent by this rank in this step.
+        residual: gradient that this rank has not sent yet, flat fp32 [numel], without loss scale; None for codecs
+            that drop nothing.
     """
 
     residual: Tensor | None = None
 
-    def __init__(self, pieces: Sequence[Piece], numel: int, axis: Axis, device: torch.device) -> None:
-        self.pieces, self.axis = pieces, axis
+    def __init__(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> None:
+        self.params, self.axis = params, axis
         self.sent = 0
         self._share = numel // axis.size
         self._works: list[collectives.Work] = []
-        # (what is carried to the next step, its value if this step's update is made)
+        # (state carried over to the next step, its value once this step is committed)
         self._next: list[tuple[Tensor, Tensor]] = []
 
     def start(self, grad: Tensor, owned: slice, scale: float) -> None:
-        """Start the sum of `grad`, whole, fp32, flat and multiplied by the loss scale `scale`.
+        """Start summing `grad`, flat fp32 [numel], multiplied by the loss scale `scale`.
 
-        `wait` leaves the elements `owned` of the sum in `grad`, multiplied by `scale` too.
+        `wait` writes the elements `owned` of the sum to `grad`, multiplied by `scale` as well.
         """
         self._grad, self._owned, self._scale, self.sent = grad, owned, scale, 0
         x = grad / scale
         if self.residual is not None:
             x += self.residual
-        # No code stands for NaN, and a residual would keep it for good: other ranks get zeros, and this rank's NaN norm
-        # makes all ranks skip the step.
+        # Codes cannot express NaN, and a residual would never lose it: other ranks receive zeros, and the NaN norm of
+        # this rank makes all ranks skip the step.
         finite = x.isfinite().all()
         self._poison = torch.where(finite, 0.0, torch.nan)
         self._send(x.masked_fill_(~finite, 0.0))
@@ -83,19 +83,26 @@ class Codec(ABC):
         out.mul_(self._scale).add_(self._poison)
         self._works.clear()
 
+    def drop(self) -> None:
+        """Wait for transfers in flight and discard them, after an interrupted step."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._next = []
+
     def commit(self) -> None:
-        """Keep what this step left behind: its update is made."""
+        """Keep the residuals of this step, whose update is applied."""
         for old, new in self._next:
             old.copy_(new)
         self._next = []
 
     @abstractmethod
     def _send(self, x: Tensor) -> None:
-        """Start the sum of `x`, which is this codec's to change."""
+        """Start summing `x`, which may be overwritten."""
 
     @abstractmethod
     def _receive(self, out: Tensor) -> None:
-        """Put the sum into `out`: the whole bucket, or this rank's share."""
+        """Write the sum to `out`: the full bucket, or this rank's share."""
 
     def _begin(self, work: collectives.Work) -> collectives.Work:
         self._works.append(work)
@@ -104,9 +111,9 @@ class Codec(ABC):
 
 
 class _Exchange(Codec):
-    """Each rank gets what all have sent for its share, and sums it in fp32 in the order of the ranks."""
+    """Codec in which each rank receives everyone's code of its share, and sums them in fp32 in rank order."""
 
-    def _trade(self, message: Tensor) -> None:
+    def _send_rows(self, message: Tensor) -> None:
         """Start sending row i of `message` to rank i."""
         self._message = torch.empty_like(message)
         self._begin(collectives.all_to_all(self._message, message, self.axis))
@@ -120,20 +127,20 @@ class _Exchange(Codec):
         if len(out) == self._share:
             out.copy_(total)
         else:
-            # ZeRO-0: the sum travels as it is, so that it is rounded once and equal everywhere.
+            # ZeRO-0: the sum is gathered uncompressed, so that it is rounded once and equal on all ranks.
             self._begin(collectives.all_gather(out, total, self.axis)).wait()
 
     @abstractmethod
     def _add(self, total: Tensor, row: Tensor) -> None:
-        """Add what one rank has sent to the sum of this rank's share."""
+        """Add the code received from one rank to `total`, the sum of this rank's share."""
 
 
 class Int8(_Exchange):
-    """8 bits per element and an fp32 scale per `INT8_BLOCK` elements; nothing is kept (after Dettmers et al. 2022)."""
+    """8 bits per element and one fp32 scale per `INT8_BLOCK` elements, no residual (after Dettmers et al. 2022)."""
 
     def _send(self, x: Tensor) -> None:
         codes, scales = quantize(x.view(self.axis.size, -1))
-        self._trade(torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), 1))
+        self._send_rows(torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), 1))
 
     def _add(self, total: Tensor, row: Tensor) -> None:
         codes, scales = row[: self._share], row[self._share :].clone()
@@ -145,7 +152,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, n = x.shape
     blocks = torch.nn.functional.pad(x, (0, -n % INT8_BLOCK)).view(rows, -1, INT8_BLOCK)
     scales = blocks.abs().amax(2) / 127
-    # The scale of denormal numbers may round to 0, or down.
+    # For denormals the scale may round down, even to 0.
     codes = (blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)).round_().clamp_(-127, 127)
     return codes.to(torch.int8).view(rows, -1)[:, :n].contiguous(), scales
 
@@ -156,10 +163,12 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class TopK(_Exchange):
-    """The largest elements of each rank's share, as fp32 values and int32 indices (Aji and Heafield 2017)."""
+    """The largest elements of each share, as fp32 values and int32 indices (Aji and Heafield 2017)."""
 
-    def __init__(self, pieces: Sequence[Piece], numel: int, axis: Axis, device: torch.device, fraction: float) -> None:
-        super().__init__(pieces, numel, axis, device)
+    def __init__(
+        self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device, fraction: float
+    ) -> None:
+        super().__init__(params, numel, axis, device)
         self.residual = torch.zeros(numel, device=device)
         self._k = max(1, round(fraction * self._share))
 
@@ -169,53 +178,53 @@ class TopK(_Exchange):
         values = rows.gather(1, indices)
         assert self.residual is not None
         self._next = [(self.residual, rows.scatter_(1, indices, 0.0).view(-1))]
-        self._trade(torch.cat((values.view(torch.int32), indices.to(torch.int32)), 1))
+        self._send_rows(torch.cat((values.view(torch.int32), indices.to(torch.int32)), 1))
 
     def _add(self, total: Tensor, row: Tensor) -> None:
-        # Indices of one row differ, so that the order within it does not matter.
+        # The indices of a row are distinct, so the order of additions does not matter.
         total.index_add_(0, row[self._k :], row[: self._k].view(torch.float32))
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
-    """Return the indices [d, k] of the largest absolute values of rows [d, n]; of equal ones, the lowest."""
-    # torch.topk may take any of equal ones.
+    """Return the indices [d, k] of the largest absolute values of rows [d, n]; the lowest indices among equals."""
+    # torch.topk may return any of several equal values.
     return rows.abs().sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
 class PowerSGD(Codec):
-    """Each matrix as a product of two of rank `rank`, found from the last step's (Vogels et al. 2019, algorithm 1).
+    """Rank-`rank` factors of each matrix, one power iteration per step (Vogels et al. 2019, algorithm 1).
 
-    Vectors, and matrices that have no more elements than the factors, travel as they are.
+    Vectors, and matrices with no more elements than their factors, are sent uncompressed.
     """
 
-    def __init__(self, pieces: Sequence[Piece], numel: int, axis: Axis, device: torch.device, rank: int) -> None:
-        super().__init__(pieces, numel, axis, device)
+    def __init__(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device, rank: int) -> None:
+        super().__init__(params, numel, axis, device)
         self.residual = torch.zeros(numel, device=device)
         self.rank = rank
-        self.matrices = [p for p in pieces if len(p.shape) > 1 and rank * sum(_sides(p)) < p.shape.numel()]
-        self._dense = [p for p in pieces if p not in self.matrices]
+        self.matrices = [p for p in params if len(p.shape) > 1 and rank * sum(_sides(p)) < p.shape.numel()]
+        self._dense = [p for p in params if p not in self.matrices]
         self.right = [torch.zeros(_sides(p)[1], rank, device=device) for p in self.matrices]
         self.finish_load()
 
     def finish_load(self) -> None:
-        """Start from random matrices where there is nothing to start from."""
-        for piece, q in zip(self.matrices, self.right):
+        """Initialize right factors that no checkpoint has filled with random values."""
+        for param, q in zip(self.matrices, self.right):
             if not q.any():
-                draws = philox(0, "powersgd", piece.name).standard_normal(tuple(q.shape), dtype="float32")
+                draws = philox(0, "powersgd", param.name).standard_normal(tuple(q.shape), dtype="float32")
                 q.copy_(torch.from_numpy(draws))
 
     def _send(self, x: Tensor) -> None:
         self._x = x
-        left = [_matrix(x, piece) @ q for piece, q in zip(self.matrices, self.right)]
-        self._first = _joined([*left, *(x[piece.span] for piece in self._dense)], x)
+        left = [_matrix(x, param) @ q for param, q in zip(self.matrices, self.right)]
+        self._first = _concat_flat([*left, *(x[param.span] for param in self._dense)], x)
         self._begin(collectives.all_reduce(self._first, self.axis))
 
     def _receive(self, out: Tensor) -> None:
         self._works[0].wait()
-        sizes = [_sides(piece)[0] * self.rank for piece in self.matrices]
-        *left, rest = self._first.split([*sizes, len(self._first) - sum(sizes)])
-        dense = rest.split([piece.shape.numel() for piece in self._dense])
-        # Orthonormalized by one rank: libraries of different machines may round differently.
+        sizes = [_sides(param)[0] * self.rank for param in self.matrices]
+        *left, uncompressed = self._first.split([*sizes, len(self._first) - sum(sizes)])
+        dense = uncompressed.split([param.shape.numel() for param in self._dense])
+        # By one rank: linear algebra libraries of different machines may round differently.
         if self.axis.rank == 0:
             for p in left:
                 columns = p.view(-1, self.rank)
@@ -223,42 +232,42 @@ class PowerSGD(Codec):
         factors = self._first[: sum(sizes)]
         self._begin(collectives.broadcast(factors, self.axis)).wait()
         lefts = [p.view(-1, self.rank) for p in left]
-        second = _joined([_matrix(self._x, piece).t() @ p for piece, p in zip(self.matrices, lefts)], out)
+        second = _concat_flat([_matrix(self._x, param).t() @ p for param, p in zip(self.matrices, lefts)], out)
         self._begin(collectives.all_reduce(second, self.axis)).wait()
-        parts = second.split([_sides(piece)[1] * self.rank for piece in self.matrices])
-        rights = [q.view(-1, self.rank) for q in parts]
+        right = second.split([_sides(param)[1] * self.rank for param in self.matrices])
+        rights = [q.view(-1, self.rank) for q in right]
         total = torch.zeros_like(self._x)
-        for piece, p, q in zip(self.matrices, lefts, rights):
-            _matrix(total, piece).copy_(p @ q.t())
+        for param, p, q in zip(self.matrices, lefts, rights):
+            _matrix(total, param).copy_(p @ q.t())
         self._x.sub_(total, alpha=1 / self.axis.size)
-        for piece, value in zip(self._dense, dense):
-            total[piece.span] = value
-            self._x[piece.span] = 0.0
+        for param, value in zip(self._dense, dense):
+            total[param.span] = value
+            self._x[param.span] = 0.0
         out.copy_(total[self._owned])
         assert self.residual is not None
         self._next = [(self.residual, self._x), *zip(self.right, rights)]
         del self._x, self._first
 
 
-def _sides(piece: Piece) -> tuple[int, int]:
-    return piece.shape[0], piece.shape[1:].numel()
+def _sides(param: BucketParam) -> tuple[int, int]:
+    return param.shape[0], param.shape[1:].numel()
 
 
-def _matrix(flat: Tensor, piece: Piece) -> Tensor:
-    return flat[piece.span].view(_sides(piece))
+def _matrix(flat: Tensor, param: BucketParam) -> Tensor:
+    return flat[param.span].view(_sides(param))
 
 
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts]) if parts else like.new_empty(0)
+def _concat_flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors]) if tensors else like.new_empty(0)
 
 
-def make_codec(spec: str, pieces: Sequence[Piece], numel: int, axis: Axis, device: torch.device) -> Codec | None:
-    """Make the codec of a bucket for a `--compress` that the config has checked; None where nothing is compressed."""
+def make_codec(spec: str, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device) -> Codec | None:
+    """Make the codec of a bucket from a valid `--compress`; None without compression, or for a single rank."""
     name, _, number = spec.partition(":")
     if name == "none" or axis.size == 1:
         return None
     if name == "int8":
-        return Int8(pieces, numel, axis, device)
+        return Int8(params, numel, axis, device)
     if name == "topk":
-        return TopK(pieces, numel, axis, device, float(number))
-    return PowerSGD(pieces, numel, axis, device, int(number))
+        return TopK(params, numel, axis, device, float(number))
+    return PowerSGD(params, numel, axis, device, int(number))

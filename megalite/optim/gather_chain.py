@@ -1,4 +1,4 @@
-"""Gathers of weights that stay whole, each behind the computation with those before it."""
+"""Gathers of unsharded weights, each overlapped with the computation on those before it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megalite.optim.bucket import Bucket
 
 
 class GatherChain:
-    """Gathers the weights of buckets in the order of the forward pass, one bucket ahead of what is waited for.
+    """Gathers the weights of buckets in forward order, one bucket ahead of the one waited for.
 
-    Not all at once: a GPU with one hardware queue (`device.wants_one_queue`) starts no kernel before all that were
-    enqueued earlier have started, and the last of many gathers starts when all others are done. Source: Megatron-LM's
-    `finish_param_sync`.
+    Not all at once: on a GPU with one hardware queue (`device.wants_one_queue`) a kernel starts only after all kernels
+    enqueued before it have started, and the last of many gathers would start only after the others are done. Source:
+    Megatron-LM's `finish_param_sync`.
 
     Args:
-        buckets: the last layers first, as `make_buckets` returns them.
+        buckets: buckets as `make_buckets` returns them, last layers first.
     """
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
@@ -29,12 +29,12 @@ class GatherChain:
         self._post(2)
 
     def wait(self, bucket: Bucket) -> None:
-        """Wait until the weights of a bucket are whole; the gather of the next one is under way then."""
+        """Wait for the gather of a bucket, after starting that of the next one."""
         self._post(self._place[id(bucket)] + 2)
         bucket.wait_weights()
 
     def wait_all(self) -> None:
-        """Wait until all weights are whole."""
+        """Wait until all weights are gathered."""
         for bucket in self._order:
             self.wait(bucket)
 

@@ -1,4 +1,4 @@
-"""Shares of weights that live on the host (`--offload optimizer+params`), and the gather that brings them up."""
+"""Shares of weights in host memory (`--offload optimizer+params`), and their gather on the device."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from megalite.dist.context import Axis
 
 
 def on_host(share: torch.Tensor) -> torch.Tensor:
-    """Copy a share to the host, into pinned memory if it comes from a GPU."""
+    """Copy a share to host memory, pinned if it comes from a GPU."""
     host = torch.empty(share.shape, dtype=share.dtype, pin_memory=share.is_cuda)
     return host.copy_(share)
 
 
 class HostGather:
-    """Copies this rank's share up, then gathers; a work handle.
+    """Work handle: copies this rank's share to the device, then gathers all shares.
 
-    On a GPU both are ordered on a stream of their own, so that they overlap with compute until `wait`.
+    On a GPU both run on a stream of their own and overlap with computation until `wait`.
 
     Args:
-        whole: the weights of a bucket, flat, with memory.
-        owned: this rank's elements of them.
-        share: those elements, on the host.
-        axis: the ranks that share.
+        weights: full weights of a bucket, flat and allocated.
+        owned: range of this rank's elements.
+        share: this rank's elements, on the host.
+        axis: axis of the ranks that share.
     """
 
-    def __init__(self, whole: torch.Tensor, owned: slice, share: torch.Tensor, axis: Axis) -> None:
+    def __init__(self, weights: torch.Tensor, owned: slice, share: torch.Tensor, axis: Axis) -> None:
         self._copied: Any = None
-        if not whole.is_cuda:
-            self._gathering = collectives.all_gather(whole, whole[owned].copy_(share), axis)
+        if not weights.is_cuda:
+            self._gathering = collectives.all_gather(weights, weights[owned].copy_(share), axis)
         else:
-            stream = _upload_stream(whole.device)
-            # What used the memory of `whole` before runs on the compute stream.
-            stream.wait_stream(torch.cuda.current_stream(whole.device))
+            stream = _upload_stream(weights.device)
+            # Earlier users of this memory run on the compute stream.
+            stream.wait_stream(torch.cuda.current_stream(weights.device))
             with torch.cuda.stream(stream):
-                own = whole[owned].copy_(share, non_blocking=True)
-                self._gathering = collectives.all_gather(whole, own, axis)
+                own = weights[owned].copy_(share, non_blocking=True)
+                self._gathering = collectives.all_gather(weights, own, axis)
                 self._copied = stream.record_event()
         self.sent = self._gathering.sent
 
     def wait(self) -> None:
-        """Wait until the weights are whole; on a GPU, the current stream does."""
+        """Wait for the full weights; on a GPU, only the current stream waits."""
         self._gathering.wait()
         if self._copied is not None:
-            # A rank that shares with nobody has only the copy to wait for.
+            # On an axis of one rank there is no collective, only the copy.
             torch.cuda.current_stream().wait_event(self._copied)
 
 

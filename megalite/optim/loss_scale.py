@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from megalite.config.optim import OptimConfig
 
-# Of a loss that is the mean over one sample: what a gradient is multiplied by before it is rounded to fp16.
+# Initial loss scale for a global batch of one sample.
 _PER_SAMPLE = 65536.0
 
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How a dynamic loss scale moves; the defaults leave none.
+    """How a dynamic loss scale changes.
 
     Attributes:
-        window: steps without overflow before it doubles; one more after an overflow, and at the start.
-        hysteresis: overflows before it halves; it has as many chances again once it has doubled.
-        consecutive: it has as many chances again after each step without overflow.
+        window: number of steps without overflow before the scale doubles; one more at the start and after an overflow.
+        hysteresis: number of overflows before the scale halves; the count restarts when the scale doubles.
+        consecutive: whether the count also restarts after each step without overflow.
         minimum: smallest scale.
     """
 
@@ -29,13 +29,13 @@ class ScaleRule:
 
 
 class LossScaler:
-    """Loss scale: a constant, or one that moves by a `ScaleRule` (DeepSpeed's and Megatron-LM's).
+    """Loss scale, constant or dynamic (as in DeepSpeed and Megatron-LM).
 
-    Every rank passes the same all-reduced result, so all ranks hold the same scale.
+    All ranks pass the same all-reduced overflow flag, so they keep the same scale.
 
     Args:
         scale: initial scale.
-        rule: how it moves; None: it is constant.
+        rule: rule of a dynamic scale; None: the scale is constant.
     """
 
     def __init__(self, scale: float = 1.0, rule: ScaleRule | None = None) -> None:
@@ -46,8 +46,8 @@ class LossScaler:
     def of(cls, cfg: OptimConfig, global_batch_size: int) -> LossScaler:
         """Make the scaler of an fp16 run.
 
-        Gradients are divided by the tokens of the global batch before they are summed: the first scale makes up for the
-        number of samples. Those of a large batch would be too small for fp16 until it has doubled often enough.
+        Gradients are divided by the tokens of the global batch before they are summed, so the initial scale grows with
+        the number of samples: otherwise the gradients of a large batch would be too small for fp16 at first.
         """
         if cfg.loss_scale is not None:
             return cls(cfg.loss_scale)
@@ -57,7 +57,7 @@ class LossScaler:
 
     @property
     def minimum(self) -> float:
-        """The scale down to which overflows are expected; a constant one expects none."""
+        """Smallest scale at which overflows are expected; infinite for a constant scale."""
         return self._rule.minimum if self._rule else math.inf
 
     def update(self, overflow: bool) -> None:
@@ -90,5 +90,5 @@ class LossScaler:
     def load_scalars(self, scalars: dict[str, int | float]) -> None:
         """Restore what `scalars` returned."""
         self.scale, self._good = float(scalars["loss_scale"]), int(scalars["loss_scale_good_steps"])
-        # Imports and checkpoints of the first versions do not have it.
+        # Missing in imports and in checkpoints of early versions.
         self._chances = int(scalars.get("loss_scale_chances", self._chances))

@@ -1,9 +1,9 @@
-"""Optimizer state on the host (`--offload optimizer`) or on disk (`--offload-dir`), and the update there.
+"""Optimizer state in host memory (`--offload optimizer`) or on disk (`--offload-dir`), updated by the CPU.
 
-Bucket by bucket, once the norm of all gradients is known: its gradient comes down, the host updates masters and
-moments, its weights go up (Ren et al. 2021, section 4, without the delayed update, which trains on old gradients). On
-a GPU both ways go through two pinned buffers each, on streams of their own, beside the update of the neighbors. On a
-CPU there is nothing to copy, and the run is the same to the bit.
+Once the norm of all gradients is known, each bucket's gradient is copied to the host, masters and moments are updated
+there, and the weights are copied back (Ren et al. 2021, section 4, without the delayed update, which trains on stale
+gradients). On a GPU each direction has two pinned buffers and a stream, and overlaps with the updates of the
+neighboring buckets. On a CPU nothing is copied, and losses are the same to the bit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from megalite.dist.context import local_world_size
+from megalite.dist.rendezvous import local_world_size
 from megalite.errors import require
-from megalite.host import available_memory
+from megalite.hardware import available_memory
 from megalite.log import logger
 from megalite.optim.bucket import Bucket
 from megalite.optim.offload_disk import DiskStates, buffer_bytes
@@ -29,44 +29,44 @@ class States(Protocol):
     """Masters and moments of all buckets.
 
     Attributes:
-        flats: of each bucket, fp32 and flat; to be read and written between updates.
+        flats: flat fp32 tensors of each bucket, for reads and writes between updates.
     """
 
     flats: list[tuple[torch.Tensor, ...]]
 
     def visit(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield those of each bucket in order; what is written into them is kept."""
+        """Yield the tensors of each bucket in order; writes to them are kept."""
         ...
 
 
 class HostStates:
     """Masters and moments in host memory."""
 
-    def __init__(self, shares: Sequence[int], num_states: int) -> None:
-        self.flats = [tuple(torch.zeros(share) for _ in range(num_states)) for share in shares]
+    def __init__(self, shares: Sequence[int], num_states: Sequence[int]) -> None:
+        self.flats = [tuple(torch.zeros(share) for _ in range(number)) for share, number in zip(shares, num_states)]
 
     def visit(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield those of each bucket in order."""
+        """Yield the tensors of each bucket in order."""
         yield from self.flats
 
 
 class Offload:
-    """The state of buckets, away from their device, and the order in which an update visits it.
+    """Optimizer state of buckets, kept off their device, and the transfers of an update.
 
     Args:
-        buckets: in the order in which their gradients become complete.
-        num_states: masters, and moments of the optimizer.
-        device: of the buckets.
-        folder: where scratch files go; None: keep everything in host memory.
+        buckets: buckets in the order in which their gradients become complete.
+        device: device of the buckets.
+        folder: folder for scratch files; None: keep everything in host memory.
 
     Raises:
-        UserError: host memory or disk space does not suffice. Nothing was allocated.
+        UserError: not enough host memory or disk space; nothing was allocated.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], num_states: int, device: torch.device, folder: Path | None) -> None:
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, folder: Path | None) -> None:
         self.buckets = buckets
         shares = [bucket.weight_share.numel() for bucket in buckets]
-        state_bytes = 4 * num_states * sum(shares)
+        num_states = [1 + len(bucket.rule.states) for bucket in buckets]
+        state_bytes = 4 * sum(share * number for share, number in zip(shares, num_states))
         in_memory = state_bytes if folder is None else buffer_bytes(shares, num_states)
         staging = 0 if device.type == "cpu" else staging_bytes(max(shares), buckets[0].weights.element_size())
         check_host_memory(
@@ -77,10 +77,10 @@ class Offload:
         )
         self._staging = None if device.type == "cpu" else _Staging(buckets, device)
         where = "host memory" if folder is None else f"scratch files in {folder}"
-        logger.info(f"offload: {state_bytes / 2**20:,.1f} MiB of optimizer state of this rank are in {where}")
+        logger.info(f"offload: {state_bytes / 2**20:,.1f} MiB of this rank's optimizer state in {where}")
 
     def updates(self) -> Iterator[Update]:
-        """Yield (masters and moments, gradient, weights to fill) of each bucket in order, all on the host."""
+        """Yield (masters and moments, gradient, weights to be written) of each bucket in order, all on the host."""
         shares = (
             ((b.grad_share, b.weight_share) for b in self.buckets) if self._staging is None else self._staging.visit()
         )
@@ -89,12 +89,12 @@ class Offload:
 
 
 class _Staging:
-    """Two pinned buffers each for gradients on their way down and weights on their way up."""
+    """Pinned buffers between device and host: two for gradients, two for weights."""
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
         self._buckets, self._device = buckets, device
         largest = max(bucket.weight_share.numel() for bucket in buckets)
-        # Pinned once: torch rounds every request up to a power of two, and pinning stalls all streams.
+        # Allocated once: torch rounds pinned allocations up to powers of two, and pinning stalls all streams.
         self._grads = [torch.empty(largest, pin_memory=True) for _ in range(2)]
         dtype = buckets[0].weights.dtype
         self._weights = [torch.empty(largest, dtype=dtype, pin_memory=True) for _ in range(2)]
@@ -103,7 +103,7 @@ class _Staging:
         self._sent = [torch.cuda.Event() for _ in range(2)]
 
     def visit(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (gradient, weights) of each bucket on the host; the weights are sent when the next one is asked for."""
+        """Yield (gradient, weights) of each bucket on the host; requesting the next one copies the weights back."""
         compute = torch.cuda.current_stream(self._device)
         self._down.wait_stream(compute)
         self._up.wait_stream(compute)
@@ -112,7 +112,7 @@ class _Staging:
             share, side = bucket.weight_share, i % 2
             self._fetch(i + 1)
             self._fetched[side].synchronize()
-            # The weights of the bucket before the last left from the same buffer.
+            # The same buffer held the weights of the bucket before the last one.
             self._sent[side].synchronize()
             weights = self._weights[side][: share.numel()] if share.is_cuda else share
             yield self._grads[side][: share.numel()], weights
@@ -124,7 +124,7 @@ class _Staging:
         compute.wait_stream(self._up)
 
     def _fetch(self, i: int) -> None:
-        """Start copying the gradient of bucket `i`, if there is one, into a buffer that the host has done with."""
+        """Start copying the gradient of bucket `i`, if there is one, to the buffer that the host no longer reads."""
         if i < len(self._buckets):
             grad = self._buckets[i].grad_share
             with torch.cuda.stream(self._down):

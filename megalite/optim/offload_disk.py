@@ -1,7 +1,7 @@
-"""Optimizer state in a scratch file: read, updated and written back bucket by bucket, past the page cache.
+"""Optimizer state in a scratch file: read, updated and written back bucket by bucket, bypassing the page cache.
 
-The file is never a checkpoint: it has no name, so that a killed run leaves nothing. All of its blocks are allocated at
-the start. Between updates it is mapped, so that checkpoints and initial values see its content as ordinary tensors.
+The file has no name, so that a killed run leaves nothing behind, and all of its blocks are allocated at the start.
+Between updates it is mapped into memory: checkpoints and initialization see its content as ordinary tensors.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ _Transfer = Callable[[memoryview, int], list[Future[None]]]
 
 
 class DiskStates:
-    """Masters and moments of all buckets in one scratch file of this rank, with two buffers of a bucket in memory.
+    """Masters and moments of all buckets in one scratch file per rank, with two bucket-sized buffers in memory.
 
     While one bucket is updated, the next is read into the other buffer.
 
     Args:
-        folder: on the disk to use; made if missing.
-        shares: elements of each bucket's share.
-        num_states: fp32 tensors of each.
+        folder: folder for the file; created if missing.
+        shares: number of elements of each bucket's share.
+        num_states: number of fp32 tensors of each bucket.
 
     Attributes:
-        flats: the file's content, mapped.
+        flats: tensors of each bucket, mapped from the file.
 
     Raises:
-        UserError: the folder cannot be written, or the disk is too small.
+        UserError: the folder is not writable, or the disk is too small.
     """
 
-    def __init__(self, folder: Path, shares: Sequence[int], num_states: int) -> None:
+    def __init__(self, folder: Path, shares: Sequence[int], num_states: Sequence[int]) -> None:
         self._shares, self._num_states = shares, num_states
-        self._sizes = [num_states * _stride(share) for share in shares]
+        self._sizes = [number * _stride(share) for share, number in zip(shares, num_states)]
         self._starts = [sum(self._sizes[:i]) for i in range(len(shares))]
         self._file = ScratchFile(folder, sum(self._sizes))
         self._buffers = [mmap.mmap(-1, max(self._sizes)) for _ in range(2)]
         self.flats = [self._views(self._file.mapped, start, i) for i, start in enumerate(self._starts)]
 
     def visit(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield the tensors of each bucket in order, in memory; asking for the next one writes them back."""
+        """Yield the tensors of each bucket in order, in memory; they are written back when the next is requested."""
         self._file.unmap_pages()
         reads = self._start(self._file.read, 0)
         writes: list[Future[None]] = []
         for i in range(len(self._shares)):
             _wait(reads)
-            _wait(writes)  # of the bucket before, out of the buffer that the next one comes into
+            _wait(writes)  # of the previous bucket, whose buffer the next read fills
             reads = self._start(self._file.read, i + 1)
             yield self._views(self._buffers[i % 2], 0, i)
             writes = self._start(self._file.write, i)
@@ -75,13 +75,13 @@ class DiskStates:
 
     def _views(self, memory: mmap.mmap, start: int, i: int) -> tuple[torch.Tensor, ...]:
         share = self._shares[i]
-        offsets = [start + n * _stride(share) for n in range(self._num_states)]
+        offsets = [start + n * _stride(share) for n in range(self._num_states[i])]
         return tuple(torch.frombuffer(memory, dtype=torch.float32, count=share, offset=at) for at in offsets)
 
 
-def buffer_bytes(shares: Sequence[int], num_states: int) -> int:
-    """Bytes of memory that `DiskStates` takes."""
-    return 2 * num_states * _stride(max(shares))
+def buffer_bytes(shares: Sequence[int], num_states: Sequence[int]) -> int:
+    """Return the bytes of memory that `DiskStates` uses."""
+    return 2 * max(number * _stride(share) for share, number in zip(shares, num_states))
 
 
 def _stride(share: int) -> int:
@@ -94,17 +94,17 @@ def _wait(transfers: Sequence[Future[None]]) -> None:
 
 
 class ScratchFile:
-    """A file without a name, all of it allocated, that threads read and write past the page cache.
+    """An unnamed, fully allocated file that threads read and write past the page cache.
 
     Args:
-        folder: made if missing.
-        size: bytes, a multiple of 4096.
+        folder: folder of the file; created if missing.
+        size: number of bytes, a multiple of 4096.
 
     Attributes:
-        mapped: the file as memory.
+        mapped: memory map of the file.
 
     Raises:
-        UserError: the folder cannot be written, or the disk is too small.
+        UserError: the folder is not writable, or the disk is too small.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -122,12 +122,12 @@ class ScratchFile:
             )
 
     def unmap_pages(self) -> None:
-        """Write back what was stored into `mapped`, and forget its pages: `read` and `write` go past them."""
+        """Flush and drop the pages of `mapped`, which `read` and `write` bypass."""
         self.mapped.flush()
         self.mapped.madvise(mmap.MADV_DONTNEED)
 
     def read(self, into: memoryview, offset: int) -> list[Future[None]]:
-        """Start filling page-aligned memory from the file."""
+        """Start reading from the file into page-aligned memory."""
         return self._split(os.preadv, "reading", into, offset)
 
     def write(self, source: memoryview, offset: int) -> list[Future[None]]:
@@ -147,13 +147,13 @@ class ScratchFile:
         except OSError as e:
             raise OSError(e.errno, f"{e.strerror} while {where}", str(self.folder)) from None
         if done != len(memory):
-            raise OSError(errno.EIO, f"only {done} bytes done while {where}", str(self.folder))
+            raise OSError(errno.EIO, f"stopped after {done} bytes while {where}", str(self.folder))
         if not self._direct:
             os.posix_fadvise(self.descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
 
 def _bypass_cache(descriptor: int) -> bool:
-    """Switch a file to direct input and output; False where the file system has none."""
+    """Switch a file to direct I/O; return False if the file system does not support it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | _O_DIRECT)
         with mmap.mmap(-1, _ALIGN) as page:

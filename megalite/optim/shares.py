@@ -1,4 +1,4 @@
-"""How units of parameters are laid out in buckets, and buckets cut into shares: arithmetic, no storage."""
+"""The layout of units in buckets and of buckets in shares: arithmetic, no storage."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megalite.config.optim import OptimConfig
+from megalite.hardware import pinned_bytes
+
 if TYPE_CHECKING:
     from megalite.parameter import ShardedParameter
 
 INT8_BLOCK = 256
-"""Elements that share one scale where gradients are sent in 8 bits."""
+"""Elements per scale of gradients sent in 8 bits."""
 _PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """What is cut over the batch axes, a share on each rank; the rest is whole on all of them.
+class Sharding:
+    """What is sharded over the batch axes, one share per rank; everything else is replicated.
 
-    ZeRO stages 0 to 3 are four settings of it: none, the optimizer state, gradients too, weights too.
+    ZeRO stages 0 to 3: nothing, the optimizer state, also gradients, also weights.
 
     Attributes:
-        state, grad, weights: what is cut.
-        group: ranks that share, neighbors on the batch axes (hybrid sharding); None: all of them.
-        each_microbatch: reduce gradients that are cut after every micro-batch, not once per step.
-        host: shares of weights that are cut live in host memory.
+        state, grad, weights: whether optimizer state, gradients and weights are sharded.
+        group: number of neighboring batch ranks that share (hybrid sharding); None: all of them.
+        each_microbatch: reduce sharded gradients after every micro-batch, not once per step.
+        host: keep shares of sharded weights in host memory.
     """
 
     state: bool = False
@@ -36,8 +39,8 @@ class Sharded:
     host: bool = False
 
     @classmethod
-    def stage(cls, zero: int, group: int | None = None, each_microbatch: bool = True) -> Sharded:
-        """Return the setting of a ZeRO stage."""
+    def stage(cls, zero: int, group: int | None = None, each_microbatch: bool = True) -> Sharding:
+        """Return what a ZeRO stage shards."""
         return cls(zero >= 1, zero >= 2, zero >= 3, group, each_microbatch)
 
 
@@ -47,26 +50,35 @@ class GradKind:
 
     Attributes:
         weight_decay: whether decoupled weight decay applies.
-        reduce: axes over which their gradients are summed, the batch axes first.
-        primary: whether this rank speaks for them, or for its share of them.
-        decoupled_lr: whether they have a learning rate of their own.
+        reduce: axes over which gradients are summed, the batch axes first.
+        is_owner: whether this rank owns the parameters, or its share of them.
+        decoupled_lr: whether the learning rate is that of `--decoupled-lr`.
+        rule: name of the update rule.
     """
 
     weight_decay: bool
     reduce: tuple[str, ...]
-    primary: bool
+    is_owner: bool
     decoupled_lr: bool = False
+    rule: str = "adamw"
 
     @classmethod
-    def of(cls, param: ShardedParameter, sharded: Sharded, decoupled_lr: bool = False) -> GradKind:
-        """Return the kind of a parameter; `decoupled_lr`: some have a learning rate of their own."""
-        shard = param.shard
-        primary = shard.is_primary(shared=shard.layout.batch if sharded.state else ())
-        return cls(shard.spec.weight_decay, shard.reduce, primary, decoupled_lr and shard.spec.decoupled_lr)
+    def of(cls, param: ShardedParameter, sharded: Sharding, cfg: OptimConfig = OptimConfig()) -> GradKind:
+        """Return the kind of a parameter under the options of the optimizer."""
+        shard, spec = param.shard, param.shard.spec
+        is_owner = shard.is_owner(shared=shard.layout.batch if sharded.state else ())
+        decoupled_lr = spec.decoupled_lr and cfg.decoupled_lr is not None
+        return cls(spec.weight_decay, shard.reduce, is_owner, decoupled_lr, cfg.rule_of(spec.matrix))
 
 
-class Segment(NamedTuple):
-    """The part of a parameter that lies in a rank's share: elements [start, stop) of it, from `at` on in the share."""
+class ParamShare(NamedTuple):
+    """What a rank's share of a bucket holds of one parameter.
+
+    Attributes:
+        param: the parameter.
+        start, stop: range of elements of the flattened parameter; empty where the share holds none.
+        at: position of element `start` in the share.
+    """
 
     param: ShardedParameter
     start: int
@@ -78,27 +90,32 @@ class Segment(NamedTuple):
         """Number of elements."""
         return self.stop - self.start
 
+    @property
+    def span(self) -> slice:
+        """Range of the elements in the share."""
+        return slice(self.at, self.at + self.numel)
+
 
 def plan_buckets(
     units: Sequence[Sequence[int]], bucket_size: int | None, alone_from: float = math.inf
 ) -> list[list[tuple[int, int]]]:
-    """Cut units of parameters into buckets.
+    """Assign the parameters of units to buckets.
 
     Args:
-        units: sizes of the parameters of each unit, in elements and in forward order.
-        bucket_size: a bucket closes when it has reached as many elements; a unit joins those after it if all of it
-            fits. None = one bucket.
-        alone_from: a bucket with as many elements takes no further unit.
+        units: number of elements of each parameter of each unit, in forward order.
+        bucket_size: number of elements at which a bucket is closed; a unit joins the units after it only if all of it
+            fits. None: one bucket.
+        alone_from: number of elements from which a bucket takes no further unit.
 
     Returns:
-        (unit, parameter) indices of each bucket, from the last to the first: gradients are complete in that order.
+        (unit, parameter) indices of each bucket, last bucket first: the order in which gradients become complete.
     """
     limit = math.inf if bucket_size is None else bucket_size
     buckets: list[list[tuple[int, int]]] = [[]]
     filled: float = 0
     for unit in reversed(range(len(units))):
         if filled + sum(units[unit]) > limit or filled >= alone_from:
-            filled = limit  # not even a part of it joins the units after it
+            filled = limit  # start a new bucket: units are not split to fill up the one before
         for i in reversed(range(len(units[unit]))):
             if filled >= limit:
                 buckets.append([])
@@ -109,7 +126,7 @@ def plan_buckets(
 
 
 def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
-    """Lay out a bucket: (start of every parameter, elements of the bucket). Padded only if cut into several shares."""
+    """Return (start of each parameter, elements of the bucket); padded only for more than one share."""
     starts, end = [], 0
     align = _PARAM_ALIGN if shares > 1 else 1
     for size in sizes:
@@ -117,22 +134,17 @@ def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
         starts.append(start)
         end = start + size
     if shares > 1:
-        # Every share begins at a multiple of 16 bytes, in bf16 too, however many there are: kernels read by vectors.
+        # Every share starts at a multiple of 16 bytes, also in bf16: kernels use vector loads.
         unit = math.lcm(8 * shares, _BUCKET_ALIGN)
         end = -(-end // unit) * unit
     return starts, end
 
 
 def staging_bytes(largest: int, element: int) -> int:
-    """Compute the pinned memory that offloaded states pass through: two buffers each of gradients and of weights.
+    """Return the bytes of pinned memory that offloading uses: two buffers each for gradients and weights.
 
     Args:
-        largest: elements of the largest share of a bucket.
-        element: bytes of a weight.
+        largest: elements of the largest bucket share.
+        element: bytes per weight.
     """
     return sum(2 * pinned_bytes(size * largest) for size in (4, element))
-
-
-def pinned_bytes(size: int) -> int:
-    """Compute what torch allocates for `size` bytes of pinned memory: the next power of two."""
-    return 1 << (size - 1).bit_length() if size else 0

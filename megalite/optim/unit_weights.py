@@ -1,10 +1,11 @@
-"""ZeRO-3: the weights of a unit are whole while it runs, and shares otherwise.
+"""ZeRO-3: the weights of a unit are gathered while it runs, and sharded otherwise.
 
-Before a unit's forward pass its weights are gathered, and the next unit's gather starts; after it they are released. An
-identity node on the unit's output does the same when backward reaches it, one on its input releases the weights when
-backward leaves. So weight gradients that a split backward defers need no weights, and neither does the backward pass of
-an embedding, whose input has no gradient. These are hooks of modules: they run outside what torch.compile traces.
-Source: Rajbhandari et al. 2019, section 5.3; the prefetch is that of PyTorch FSDP (Zhao et al. 2023, section 3.3).
+Before a unit's forward pass its weights are gathered, and the next unit's gather starts; afterwards they are released.
+An identity node on the unit's output gathers them again when the backward pass reaches it, and one on its input
+releases them when the backward pass leaves. Weight gradients that a split backward pass defers need no weights, nor
+does the backward pass of an embedding, whose input has no gradient. All of this happens in module hooks, outside of
+what torch.compile traces. Source: Rajbhandari et al. 2019, section 5.3; prefetch as in PyTorch FSDP (Zhao et al. 2023,
+section 3.3).
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ Keep = Literal["none", "backward", "step"]
 
 @dataclass(eq=False)
 class _Unit:
-    """A module whose weights are cut, and where it stands.
+    """A module with sharded weights.
 
     Attributes:
-        name: of its first parameter.
-        buckets: what it uses; a tied embedding's is used by two units.
+        name: name of its first parameter.
+        buckets: buckets of its weights; that of a tied embedding belongs to two units.
         previous, next: neighbors in its stage.
-        used: its weights have to be whole, or soon will.
-        differentiable: a backward pass follows its forward pass.
-        in_backward: between the identity nodes, where recomputation runs forward again.
+        used: whether its weights are in use, or prefetched.
+        differentiable: whether a backward pass follows its forward pass.
+        in_backward: whether the backward pass is between its identity nodes, where recomputation runs forward again.
     """
 
     name: str
@@ -48,12 +49,12 @@ class UnitWeights:
     """Gathers and releases the weights of this rank's units.
 
     Args:
-        stages: the units of each stage, in forward order.
-        buckets: all buckets; only those with cut weights matter here.
-        keep: how long weights stay whole: while their unit runs ("none"), from its forward to its backward pass, or
-            until the end of the step.
-        prefetch: gather the weights of the unit that comes next while one runs.
-        debug: make any use of a released weight an error.
+        stages: units of each stage, in forward order.
+        buckets: buckets of this rank; those without sharded weights are ignored.
+        keep: how long gathered weights are kept: while their unit runs ("none"), from its forward to its backward pass
+            ("backward"), or until the end of the step ("step").
+        prefetch: gather the weights of the next unit while one runs.
+        debug: raise an error when released weights are used.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class UnitWeights:
         debug: bool = False,
     ) -> None:
         self.keep, self.prefetch = keep, prefetch
-        cut = {id(param): bucket for bucket in buckets if bucket.sharded.weights for param in bucket.params}
+        bucket_of = {id(param): bucket for bucket in buckets if bucket.sharded.weights for param in bucket.params}
         self._users: dict[Bucket, list[_Unit]] = {}
         self._units: list[_Unit] = []
         for modules in stages:
             previous = None
             for module in modules:
-                mine = list(dict.fromkeys(cut[id(p)] for p in module.parameters() if id(p) in cut))
-                if mine:
-                    previous = self._add(module, mine, previous)
+                used = list(dict.fromkeys(bucket_of[id(p)] for p in module.parameters() if id(p) in bucket_of))
+                if used:
+                    previous = self._add(module, used, previous)
         if debug:
             for bucket in self._users:
                 for param in bucket.params:
@@ -91,18 +92,25 @@ class UnitWeights:
         module.register_forward_hook(lambda _, args, out: self._after_forward(unit, out))
         return unit
 
+    def start_pass(self) -> None:
+        """Release weights that an interrupted pass has left gathered."""
+        for unit in self._units:
+            unit.in_backward = False
+            if unit.used:
+                self._release(unit)
+
     def end_pass(self) -> None:
-        """Release what is kept until the end of a step or an evaluation.
+        """Release weights that are kept until the end of a step or an evaluation.
 
         Raises:
-            RuntimeError: the weights of some other unit are whole: an update would not reach them.
+            RuntimeError: other weights are still gathered; an update would not reach them.
         """
         if self.keep == "step":
             for unit in self._units:
                 self._release(unit)
-        left = [unit.name for unit in self._units if unit.used or any(bucket.whole for bucket in unit.buckets)]
-        if left:
-            raise RuntimeError(f"not released after the pass: the weights of the units of {', '.join(left)}")
+        remaining = [unit.name for unit in self._units if unit.used or any(bucket.gathered for bucket in unit.buckets)]
+        if remaining:
+            raise RuntimeError(f"weights not released after the pass: units of {', '.join(remaining)}")
 
     def _before_forward(self, unit: _Unit, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if unit.in_backward:
@@ -120,7 +128,7 @@ class UnitWeights:
         return _EnterBackward.apply(out, self, unit) if unit.differentiable else None
 
     def enter_backward(self, unit: _Unit) -> None:
-        """Make the weights of a unit whole for its backward pass."""
+        """Gather the weights of a unit for its backward pass."""
         unit.in_backward = True
         previous = unit.previous
         self._gather(unit, previous if previous is not None and previous.differentiable else None)
@@ -132,11 +140,11 @@ class UnitWeights:
             self._release(unit)
 
     def _gather(self, unit: _Unit, following: _Unit | None) -> None:
-        for wanted in (unit, following if self.prefetch else None):
-            if wanted is not None:
-                wanted.used = True
-                for bucket in wanted.buckets:
-                    if not bucket.whole:
+        for needed in (unit, following if self.prefetch else None):
+            if needed is not None:
+                needed.used = True
+                for bucket in needed.buckets:
+                    if not bucket.gathered:
                         bucket.gather()
         for bucket in unit.buckets:
             bucket.wait_weights()
@@ -149,7 +157,7 @@ class UnitWeights:
 
 
 class _LeaveBackward(torch.autograd.Function):
-    """Identity on the input of a unit; backward comes here last."""
+    """Identity on the input of a unit, the last node of its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: UnitWeights, unit: _Unit) -> torch.Tensor:
@@ -163,7 +171,7 @@ class _LeaveBackward(torch.autograd.Function):
 
 
 class _EnterBackward(torch.autograd.Function):
-    """Identity on the output of a unit; backward comes here first."""
+    """Identity on the output of a unit, the first node of its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, weights: UnitWeights, unit: _Unit) -> torch.Tensor:
@@ -176,12 +184,12 @@ class _EnterBackward(torch.autograd.Function):
         return dy, None, None
 
 
-# What may be asked of a released weight, besides its properties.
+# Methods that are allowed on released weights; properties are too.
 _HARMLESS = {"numel", "size", "dim", "stride", "element_size", "untyped_storage", "is_contiguous", "register_hook"}
 
 
 class GuardedParameter(ShardedParameter):
-    """A parameter of which any use fails while its weights are released (`--debug-zero`)."""
+    """A parameter that raises an error when it is read while released (`--debug-zero`)."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]

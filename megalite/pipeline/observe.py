@@ -1,4 +1,4 @@
-"""The interface of whatever watches a pipeline program: heartbeat, recorder, profiler."""
+"""The interface of what observes a pipeline program: heartbeat, recorder, profiler."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from megalite.pipeline.schedule import Op
 
 
 class Observer:
-    """Watches the executor. It is called on the executor's thread for every operation, so it must be quick.
+    """Observes the executor, on its thread and at every operation: methods must be fast.
 
-    A subclass overrides the methods that it needs; the ones here do nothing.
+    Subclasses override the methods that they need; the defaults do nothing.
     """
 
     def begin(self, op: Op) -> None:

@@ -7,41 +7,41 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megalite.dist.collectives import Pending
+from megalite.dist.collectives import PendingWork
 from megalite.dist.context import Axis
 
 
 class Message(NamedTuple):
-    """Shape and dtype of what passes between two stages, the same for every micro-batch of a run."""
+    """Shape and dtype of the tensors sent between stages, the same for every micro-batch of a run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Channel:
-    """One direction of pipeline traffic.
+    """One direction of pipeline communication.
 
-    Messages between two ranks arrive in the order in which they were posted; no tags are used, as NCCL has none.
+    Messages between two ranks arrive in the order in which they were posted; there are no tags, as NCCL has none.
 
     Args:
         axis: pipeline axis with the group of this direction.
         message: shape and dtype of every message, as declared by the stages.
-        device: of received messages.
+        device: device of received messages.
     """
 
     def __init__(self, axis: Axis, message: Message, device: torch.device) -> None:
         self.axis, self.message, self.device = axis, message, device
 
-    def send(self, x: torch.Tensor, peer: int) -> Pending:
-        """Post a send to a pipeline rank; the tensor is kept alive until the send is waited for."""
+    def send(self, x: torch.Tensor, peer: int) -> PendingWork:
+        """Post a send to a pipeline rank; the returned work keeps the tensor alive until it is waited for."""
         if (x.shape, x.dtype) != self.message:
-            # gloo would accept a short or differently typed message silently.
+            # gloo would silently accept a shorter message, or one of another dtype.
             shape, dtype = self.message
             raise RuntimeError(f"pipeline message is {tuple(x.shape)} {x.dtype}, not {shape} {dtype}")
         x = x.contiguous()
-        return Pending(dist.isend(x, self.axis.ranks[peer], group=self.axis.group), x)
+        return PendingWork(dist.isend(x, self.axis.ranks[peer], group=self.axis.group), x)
 
-    def receive(self, peer: int) -> tuple[torch.Tensor, Pending]:
-        """Post a receive from a pipeline rank: (buffer, work); the buffer is valid once the work was waited for."""
+    def receive(self, peer: int) -> tuple[torch.Tensor, PendingWork]:
+        """Post a receive from a pipeline rank: (buffer, work); the buffer is valid after `work.wait()`."""
         buffer = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.device)
-        return buffer, Pending(dist.irecv(buffer, self.axis.ranks[peer], group=self.axis.group))
+        return buffer, PendingWork(dist.irecv(buffer, self.axis.ranks[peer], group=self.axis.group))

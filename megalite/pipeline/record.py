@@ -1,4 +1,4 @@
-"""When each operation of a pipeline step really ran: `--record-schedule`, read by tools/schedule.py."""
+"""Measured times of a pipeline step's operations (`--record-schedule`), read by `megalite schedule`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megalite.pipeline.schedule import Op, Schedule
 
 
 class Recorder(Observer):
-    """Writes the times of one pipeline's operations: that of the first data- and tensor-parallel rank.
+    """Writes the times of the operations of one pipeline, that of the first data- and tensor-parallel rank.
 
-    One file of JSON lines per pipeline rank: what was run, then for each recorded step
-    {"step": n, "ops": [[op, begun, ready, done], ...]}, seconds since a barrier before the step. `ready` is when the
-    message that the operation waits for had arrived. On a GPU these are the device's times of the enqueued work.
+    One JSON-lines file per pipeline rank: the schedule, then for each recorded step
+    {"step": n, "ops": [[op, begun, ready, done], ...]}, in seconds since a barrier before the step. `ready` is the
+    arrival of the message that the operation waits for. On a GPU, times are those of the enqueued work on the device.
 
     Args:
-        folder: directory for the files.
+        folder: folder of the files.
         ctx: this rank's axes.
-        executor: runs the steps.
-        schedule: the schedule that it runs.
-        steps: steps to record; none when empty.
+        executor: executor of the steps.
+        schedule: schedule that it runs.
+        steps: steps to record; may be empty.
     """
 
     def __init__(
@@ -39,22 +39,22 @@ class Recorder(Observer):
     ) -> None:
         self.path = folder / f"pipeline_rank_{ctx.pp.rank}.jsonl"
         self.ctx, self.executor, self.schedule = ctx, executor, schedule
-        self.steps = steps if ctx.grid.is_first(ctx.rank, "dp", "tp") else range(0)
+        self.steps = steps if ctx.grid.is_first_except(ctx.rank, "pp") else range(0)
         self._marks: list[tuple[str, Any, Any, Any]] = []
         self._begun: Any = None
         self._ready: Any = None
-        self._headed = False
+        self._has_header = False
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Record what the executor runs inside the context, if `step` is one of the requested steps."""
+        """Record the operations that run inside the context, if `step` is to be recorded."""
         if step not in self.steps:
             yield
             return
-        # All ranks of the pipeline leave this at the same time, the zero of their clocks, even on several hosts.
-        meeting = torch.zeros(1, device=self.ctx.device)
-        collectives.all_reduce(meeting, self.ctx.pp).wait()
-        meeting.item()
+        # A barrier: all ranks of the pipeline, on any host, leave it at the same time, the zero of their clocks.
+        barrier = torch.zeros(1, device=self.ctx.device)
+        collectives.all_reduce(barrier, self.ctx.pp).wait()
+        barrier.item()
         self._marks = []
         zero = self._now()
         with self.executor.observed_by(self):
@@ -62,15 +62,15 @@ class Recorder(Observer):
         self._write(step, zero)
 
     def begin(self, op: Op) -> None:
-        """Take the time; an operation that waits for nothing is ready at once."""
+        """Note the start time, which is also `ready` unless a message arrives later."""
         self._begun = self._ready = self._now()
 
     def arrived(self) -> None:
-        """Take the time at which the operation was ready."""
+        """Note the arrival time."""
         self._ready = self._now()
 
     def end(self, op: Op) -> None:
-        """Take the time, and keep all three."""
+        """Note the end time, and keep all three."""
         self._marks.append((str(op), self._begun, self._ready, self._now()))
 
     def _now(self) -> Any:
@@ -88,15 +88,15 @@ class Recorder(Observer):
             self._marks[-1][3].synchronize()
         ops = [[op, *(round(seconds(mark), 7) for mark in marks)] for op, *marks in self._marks]
         lines = [{"step": step, "ops": ops}]
-        if not self._headed:
+        if not self._has_header:
             s = self.schedule
-            head = {"schedule": s.name, "pp": s.pp, "vp": s.vp, "num_microbatches": s.num_microbatches}
-            lines.insert(0, {**head, "pipeline_rank": self.ctx.pp.rank, "device": self.ctx.device.type})
+            header = {"schedule": s.name, "pp": s.pp, "vp": s.vp, "num_microbatches": s.num_microbatches}
+            lines.insert(0, {**header, "pipeline_rank": self.ctx.pp.rank, "device": self.ctx.device.type})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a" if self._headed else "w") as file:
+            with self.path.open("a" if self._has_header else "w") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
-            self._headed = True
+            self._has_header = True
         except OSError as e:
-            logger.warning(f"--record-schedule: {self.path} cannot be written ({e.strerror}); recording stops")
+            logger.warning(f"--record-schedule: {self.path} cannot be written ({e.strerror}); recording stopped")
             self.steps = range(0)

@@ -1,17 +1,17 @@
-"""Pipeline schedules as data: which op each rank runs when, sends and receives included.
+"""Pipeline schedules as data: the order of all operations of each rank, including sends and receives.
 
-`build_schedule` checks the request, takes the compute order of each rank from its generator, and lowers it to programs.
-One executor runs any of them; `validate` proves them, `simulate` times them, `tools/schedule.py` draws them.
+`build_schedule` checks the request, gets the compute order of each rank from the schedule's generator, and lowers it to
+programs. One executor runs any of them; `validate` proves them, `simulate` times them, `megalite schedule` draws them.
 
-Lowering puts the transfers into the compute orders by one rule. A planning simulation (orders fixed, transfers
-independent of each other) gives every compute op the key (finish time, dependency level) and every transfer its
-producer's (finish time, level + 1); ties are broken by rank and position. All events are sorted once, and each rank's
-program is the part of that sequence which concerns the rank.
+Lowering inserts transfers into the compute orders by one rule. A planning simulation (orders fixed, transfers
+independent of each other) assigns each compute op the key (finish time, dependency level), and each transfer its
+producer's (finish time, level + 1); ties are broken by rank and position. All events are sorted by key, and each rank's
+program is the subsequence of events that involve the rank.
 
-Why it cannot deadlock, even if every transfer is a rendezvous that blocks both ranks: the smallest event not yet done
-is the next one on every rank it concerns. And as both ends of a channel see the same sequence, sends and receives
-match in order, so no tags are needed. The level decides between events at equal times (a cost may be zero, or vanish
-in rounding): a dependent event always has the higher one. The planning costs move transfers only, never compute.
+This cannot deadlock, even if every transfer blocks both ranks until they meet: the smallest unfinished event is the
+next one on every rank that it involves. Both ends of a channel see the same sequence, so sends and receives match in
+order and need no tags. The level breaks ties between equal times (costs may be zero, or vanish in rounding): a
+dependent event always has a higher level. Planning costs affect the positions of transfers only, not the compute order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.errors import UserError
-from megalite.schedules.pipeline import RESEARCH_SCHEDULES, SCHEDULES, Op, Orders, PipelineSchedule, Placement
+from megalite.schedules.pipeline import SCHEDULES, Op, Orders, PipelineSchedule, Placement
 
 __all__ = ["Costs", "Op", "Placement", "Schedule", "build_schedule"]
 
 Program = tuple[Op, ...]
-# Sends in flight before the oldest is waited for: they hold memory.
+# Number of sends in flight, which hold memory, before the oldest is waited for.
 MAX_SENDS = 16
 
 
@@ -36,9 +36,13 @@ class Schedule:
     """One step of a pipeline.
 
     Attributes:
-        programs: per rank, compute and transfers in the order in which that rank runs and posts them. "RF"/"RB":
-            post the receive here. "SF"/"SB": post the send here, wait later. F, B, I of a stage wait for the tensor
-            received for it. Between two stages of one rank there is no transfer.
+        name: name of the schedule, a key of `SCHEDULES`.
+        pp, vp: number of pipeline ranks, and of chunks (stages) per rank.
+        num_microbatches: number of micro-batches per step.
+        placement: rank of each stage.
+        programs: operations of each rank, in the order in which it runs compute ops and posts transfers. "RF"/"RB":
+            post a receive. "SF"/"SB": post a send, wait for it later. F, B and I of a stage wait for the tensor that
+            they receive. There are no transfers between stages of one rank.
     """
 
     name: str
@@ -51,15 +55,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations, in any one unit.
+    """Durations, in any unit of time.
 
     Attributes:
-        forward, input_grad, weight_grad: of one op on one chunk; a fused backward takes both gradients' time.
-        transfer: of one message.
-        stage_scale: a factor per global stage (embedding, head, uneven layers); None means 1 for all.
+        forward, input_grad, weight_grad: duration of one op on one chunk; a fused backward pass takes that of both
+            gradients.
+        transfer: duration of one message.
+        stage_scale: factor on the compute ops of each global stage (embedding, head, uneven layers); None: 1 for all.
         jitter: each simulated duration is multiplied by a random factor in [1 - jitter, 1 + jitter].
-        seed: of the jitter.
-        overlapped: time of the input gradient that a fused backward hides behind the weight gradient.
+        seed: seed of the jitter.
+        overlapped: part of the input gradient's duration that a fused backward pass overlaps with the weight gradient.
     """
 
     forward: float = 1.0
@@ -72,7 +77,7 @@ class Costs:
     overlapped: float = 0.0
 
     def per_chunk(self, vp: int) -> Costs:
-        """Divide compute costs given for a rank's whole share over its vp chunks; a message stays as long."""
+        """Divide the compute costs of a rank by its vp chunks; messages take as long as before."""
         compute = ("forward", "input_grad", "weight_grad", "overlapped")
         return replace(self, **{name: getattr(self, name) / vp for name in compute})
 
@@ -89,7 +94,7 @@ class Costs:
         return time * self.stage_scale[op.stage] if self.stage_scale else time
 
 
-# What lowering plans with; whole numbers keep ties exact.
+# Costs of the planning simulation; integer compute costs keep ties exact.
 _PLAN_COSTS = Costs(transfer=0.3)
 
 
@@ -97,11 +102,11 @@ def build_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_siz
     """Build the lowered schedule of one step (cached).
 
     Args:
-        name: a key of `SCHEDULES` (or of `RESEARCH_SCHEDULES`).
+        name: a key of `SCHEDULES`.
         pp: pipeline ranks.
         vp: chunks (stages) per rank.
         num_microbatches: micro-batches per step and pipeline.
-        group_size: interleaved only: micro-batches that run through a chunk before the next chunk (default pp).
+        group_size: interleaved only: micro-batches that run through a chunk before the next chunk starts (default pp).
 
     Raises:
         UserError: the schedule cannot run these numbers.
@@ -110,7 +115,7 @@ def build_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_siz
     return _build(name, _lookup(name), pp, vp, num_microbatches, group_size)
 
 
-# Below, the generator is part of the cache's key: a notebook may define it anew under the same name.
+# The schedule is part of the cache key below: a notebook may redefine it under the same name.
 @lru_cache(maxsize=64)
 def _build(
     name: str, _schedule: PipelineSchedule, pp: int, vp: int, num_microbatches: int, group_size: int | None
@@ -121,7 +126,7 @@ def _build(
 
 
 def compute_orders(name: str, pp: int, vp: int, num_microbatches: int, group_size: int | None = None) -> Orders:
-    """Order the compute operations of each rank: what memory depends on, and much cheaper than a schedule (cached).
+    """Return the order of each rank's compute ops (cached); enough for memory, and much cheaper than a schedule.
 
     Raises:
         UserError: the schedule cannot run these numbers.
@@ -137,12 +142,12 @@ def _orders(schedule: PipelineSchedule, pp: int, vp: int, num_microbatches: int,
 
 
 def placement_of(name: str, pp: int, vp: int) -> Placement:
-    """Place the stages as the named schedule does."""
+    """Return the placement of stages of the named schedule."""
     return Placement(pp, vp, _lookup(name).v_shape)
 
 
 def _lookup(name: str) -> PipelineSchedule:
-    schedule = SCHEDULES.get(name) or RESEARCH_SCHEDULES.get(name)
+    schedule = SCHEDULES.get(name)
     if schedule is None:
         raise UserError(
             f"schedule {name!r}", f"must be one of {', '.join(SCHEDULES)}", "use --schedule auto or one of these names"
@@ -160,11 +165,7 @@ def check_schedule(name: str, pp: int, vp: int, num_microbatches: int, group_siz
     if schedule.vp is not None and vp != schedule.vp:
         other = "interleaved" if vp > 1 else "1f1b"
         remedy = f"use --vp {schedule.vp} or --schedule {other}"
-        raise UserError(f"schedule {name} with vp {vp}", f"{name} needs vp {schedule.vp}", remedy)
-    if m < schedule.min_microbatches_per_rank * pp:
-        rule = f"it needs at least {schedule.min_microbatches_per_rank} * pp"
-        remedy = "raise the global batch size or use another schedule"
-        raise UserError(f"{m} micro-batches with schedule {name} and pp {pp}", rule, remedy)
+        raise UserError(f"schedule {name} with vp {vp}", f"{name} requires vp {schedule.vp}", remedy)
     if schedule.grouped:
         _check_groups(pp, m, pp if group_size is None else group_size)
     elif group_size is not None:
@@ -182,17 +183,17 @@ def _check_groups(pp: int, m: int, group: int) -> None:
         remedy = f"use a multiple of {pp} micro-batches (e.g. {-(-m // pp) * pp}), a group size of {m}, or gpipe"
     raise UserError(
         f"{m} micro-batches with schedule interleaved, pp {pp} and groups of {group} (remainder {remainder})",
-        "needs pp <= group size <= micro-batches, and a remainder of 0 or at least pp",
+        "requires pp <= group size <= micro-batches, and a remainder of 0 or at least pp",
         remedy,
     )
 
 
-# A tensor that one stage makes for another: ("F", stage, microbatch) is its output, ("B", ...) its input gradient.
+# A tensor that a stage produces for another: ("F", stage, microbatch) is its output, ("B", ...) its input gradient.
 Product = tuple[str, int, int]
 
 
 def product_of(op: Op, num_stages: int) -> Product | None:
-    """Return what a compute op makes for another stage, None if nothing."""
+    """Return what a compute op produces for another stage, or None."""
     if op.kind == "F":
         return ("F", op.stage, op.microbatch) if op.stage < num_stages - 1 else None
     if op.kind in ("B", "I"):
@@ -201,7 +202,7 @@ def product_of(op: Op, num_stages: int) -> Product | None:
 
 
 def needed_by(op: Op, num_stages: int) -> Product | None:
-    """Return what a compute op takes from another stage, None if nothing."""
+    """Return what a compute op consumes from another stage, or None."""
     if op.kind == "F":
         return ("F", op.stage - 1, op.microbatch) if op.stage > 0 else None
     if op.kind in ("B", "I"):
@@ -210,13 +211,13 @@ def needed_by(op: Op, num_stages: int) -> Product | None:
 
 
 def consumer_stage(product: Product) -> int:
-    """Return the stage that takes a product: the next one for an output, the one before for an input gradient."""
+    """Return the stage that consumes a product: the next one for an output, the previous one for an input gradient."""
     kind, stage, _ = product
     return stage + 1 if kind == "F" else stage - 1
 
 
 def lower(orders: Orders, place: Placement, costs: Costs = _PLAN_COSTS) -> tuple[Program, ...]:
-    """Return the program of each rank: its order with the transfers inserted.
+    """Return the program of each rank: its compute order with transfers inserted.
 
     Raises:
         ValueError: the orders wait for each other in a cycle.
@@ -243,7 +244,7 @@ def lower(orders: Orders, place: Placement, costs: Costs = _PLAN_COSTS) -> tuple
 
 
 def _plan(orders: Orders, place: Placement, costs: Costs) -> Iterator[tuple[int, int, Op, float, int]]:
-    """Yield (rank, position, op, finish time, dependency level) of every compute op, each rank as far as it can go."""
+    """Yield (rank, position, op, finish time, dependency level) of every compute op, simulating all ranks."""
     num_stages = place.num_stages
     arrival: dict[Product, tuple[float, int, int]] = {}  # (finish, level, rank) of the producer
     position = [0] * len(orders)

@@ -1,16 +1,16 @@
-"""What a schedule costs: makespan, bubble, peaks and a trace, by the longest path through its events.
+"""Simulated cost of a schedule: makespan, bubble, peaks and a trace, by the longest path through its events.
 
-Nodes are compute ops and transfers (a send and its receive are one node: gloo and NCCL both meet before they move).
-A compute op follows the one before it on its rank and the transfer that it needs. A transfer follows whatever its two
-ranks compute before they post it. What else a transfer must follow depends on the transport (`MODES`):
+Nodes are compute ops and transfers (a send and its receive are one node: both gloo and NCCL wait for the peer). A
+compute op depends on the previous one of its rank and on the transfer that it needs, a transfer on what its two ranks
+compute before they post it. Further dependencies of a transfer are those of the transport (`MODES`):
 
 ==========  ==========================================================================================================
-free        nothing else: tagged and independent messages (gloo)
-dir         a stream per direction (activations, gradients) on each rank; those posted together run together
+free        none: independent messages with tags (gloo)
+dir         a stream per direction (activations, gradients) on each rank; transfers posted together run together
 blocking    the main thread waits for each transfer
 ==========  ==========================================================================================================
 
-free <= dir <= blocking in makespan, and what is acyclic under `blocking` is so under any transport.
+Makespans are ordered free <= dir <= blocking, and what is acyclic under `blocking` is acyclic under any transport.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODES = ("free", "dir", "blocking")
 
 
 class DeadlockError(ValueError):
-    """Events wait for each other in a cycle. `cycle` names them, each waiting for the next."""
+    """Events that wait for each other in a cycle; `cycle` names them, each waiting for the next."""
 
     def __init__(self, mode: str, cycle: list[str]) -> None:
         self.cycle = cycle
@@ -38,7 +38,7 @@ class DeadlockError(ValueError):
 
 @dataclass
 class Event:
-    """A compute op, or a transfer: then `op` is the send on `rank`, and `peer` receives."""
+    """A compute op, or a transfer: `op` is the send on `rank`, and `peer` the receiving rank."""
 
     op: Op
     rank: int
@@ -51,7 +51,7 @@ class Event:
 
 
 def event_graph(schedule: Schedule, mode: str) -> tuple[list[Event], list[list[int]]]:
-    """Return the nodes and successor lists of a schedule's events under a mode. Node numbers index the first list."""
+    """Return the events of a schedule under a mode, and the indices of each event's successors."""
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; choose from {MODES}")
     nodes, items = _number_events(schedule)
@@ -82,7 +82,7 @@ Numbered = list[tuple[Op, int]]
 
 
 def _number_events(schedule: Schedule) -> tuple[list[Event], list[Numbered]]:
-    """Return a node per compute op and per matched send and receive; per rank, its ops with their node numbers."""
+    """Return the events (a send and its receive are one), and each rank's ops with the indices of their events."""
     nodes: list[Event] = []
     items: list[Numbered] = []
     one_sided: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -107,9 +107,9 @@ def _number_events(schedule: Schedule) -> tuple[list[Event], list[Numbered]]:
                     nodes[node] = Event(op, rank, op.peer)
             numbered.append((op, node))
         items.append(numbered)
-    left = [str(nodes[i]) for rest in one_sided.values() for i in rest]
-    if left:
-        raise ValueError(f"no other side for {', '.join(left)}")
+    unmatched = [str(nodes[i]) for indices in one_sided.values() for i in indices]
+    if unmatched:
+        raise ValueError(f"no matching send or receive for {', '.join(unmatched)}")
     return nodes, items
 
 
@@ -117,7 +117,7 @@ def _transport_edges(numbered: Numbered, mode: str) -> Iterable[tuple[int, int]]
     """Yield the edges that the transport adds on one rank."""
     if mode == "dir":
         for direction in "FB":
-            # Group after group; the transfers of one group run together.
+            # Groups run one after another, the transfers of a group together.
             for before, after in pairwise(_posted_together(numbered, direction)):
                 yield from product(before, after)
     elif mode == "blocking":
@@ -154,7 +154,7 @@ def topological_order(nodes: list[Event], successors: list[list[int]], mode: str
 
 
 def _find_cycle(successors: list[list[int]], done: set[int]) -> list[int]:
-    """Return a cycle among the nodes not done, each waiting for the next. Each waits for another one not done."""
+    """Return a cycle among the nodes that are not done, each waiting for the next."""
     waits_for: dict[int, int] = {}
     for i, targets in enumerate(successors):
         if i not in done:
@@ -172,14 +172,15 @@ class Simulation:
     """A simulated step. Per-rank lists are indexed by pipeline rank.
 
     Attributes:
-        makespan: start of the first op to the end of the last on any rank (the flush that the optimizer needs).
-        busy: time each rank computes.
-        span: each rank's first start to last finish (no flush).
-        peak_activations: most chunk activations alive at once, from F to B, or to W where the backward is split.
-        peak_pending_w: most weight gradients waiting between I and W.
-        peak_receives: most receives posted and not yet consumed.
-        messages: messages sent.
-        compute, transfers: the trace, by start time.
+        schedule, mode: arguments of `simulate`.
+        makespan: time from the start of the first op to the end of the last on any rank (with a flush).
+        busy: compute time.
+        span: time from the first start to the last finish (without a flush).
+        peak_activations: largest number of live chunk activations, from F to B, or to W of a split backward pass.
+        peak_pending_w: largest number of weight gradients pending between I and W.
+        peak_receives: largest number of posted receives not yet consumed.
+        messages: number of messages sent.
+        compute, transfers: traces, by start time.
     """
 
     schedule: Schedule
@@ -196,7 +197,7 @@ class Simulation:
 
     @classmethod
     def from_events(cls, schedule: Schedule, mode: str, makespan: float, events: list[Event]) -> Simulation:
-        """Sum up the timed events of one step; those of a rank are in program order."""
+        """Summarize the timed events of one step; those of each rank are in program order."""
         compute = [e for e in events if e.peer is None]
         busy = [0.0] * schedule.pp
         window: list[list[float]] = [[] for _ in range(schedule.pp)]
@@ -220,22 +221,22 @@ class Simulation:
 
     @cached_property
     def ideal(self) -> float:
-        """Return the compute time of the busiest rank: no schedule can be faster."""
+        """Compute time of the busiest rank, a lower bound for any schedule."""
         return max(self.busy)
 
     @property
     def bubble(self) -> float:
-        """Return makespan / ideal - 1: (p-1)/(v m) for 1F1B at equal costs."""
+        """Makespan / ideal - 1: (p-1)/(v m) for 1F1B with equal costs."""
         return self.makespan / self.ideal - 1 if self.ideal else 0.0
 
     @property
     def idle_share(self) -> float:
-        """Return the bubble as a fraction of the step, 1 - ideal / makespan."""
+        """Bubble as a fraction of the step, 1 - ideal / makespan."""
         return 1 - self.ideal / self.makespan if self.makespan else 0.0
 
     @property
     def idle(self) -> list[float]:
-        """Return the time that each rank does not compute."""
+        """Time without computation on each rank."""
         return [self.makespan - busy for busy in self.busy]
 
 
@@ -244,7 +245,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, mode: str = "free")
 
     Raises:
         DeadlockError: the programs wait for each other in a cycle.
-        ValueError: a send without its receive, or a compute op without its input.
+        ValueError: a send or receive without its counterpart, or a compute op without its input.
     """
     costs = costs or Costs()
     nodes, successors = event_graph(schedule, mode)
@@ -263,7 +264,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, mode: str = "free")
 
 @dataclass(frozen=True)
 class Peaks:
-    """What one rank holds at most (see `Simulation`), and the messages that it sends."""
+    """Peaks and number of messages of one rank (see `Simulation`)."""
 
     activations: int
     pending_w: int
@@ -272,7 +273,7 @@ class Peaks:
 
 
 def program_peaks(program: Program) -> Peaks:
-    """Count what one rank holds at most, from its program alone: a rank runs in order, so time does not matter."""
+    """Count the peaks of one rank from its program alone: a rank runs in order, so times do not matter."""
     alive = pending = messages = 0
     peak_alive = peak_pending = peak_receives = 0
     posted: set[tuple[str, int, int]] = set()

@@ -1,4 +1,4 @@
-"""Prove that a schedule is right: complete, in order, paired, within memory, and free of deadlock."""
+"""Prove that a schedule is correct: complete, ordered, with matching transfers, within memory, free of deadlock."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megalite.schedules.pipeline import COMPUTE_KINDS, TRANSFER_KINDS, Op
 
 
 class InvalidScheduleError(ValueError):
-    """A schedule that breaks a rule: a bug in its generator or its lowering, never a user's mistake."""
+    """A schedule that breaks a rule: a bug in its generator or in the lowering, not a user's mistake."""
 
 
 def validate(schedule: Schedule, max_activations: Sequence[int] | None = None, modes: Sequence[str] = MODES) -> None:
-    """Check one step's programs.
+    """Check the programs of one step.
 
-    1. Every (stage, micro-batch) has one F and either one B or one I and one W, on the rank that holds the stage, with
-       F before B or I, and I before W. Backwards of a stage are in micro-batch order, its W too (bitwise-equal sums).
-    2. Tensors passed on within one rank are made before they are used.
-    3. Tensors for another rank are sent once, after they are made, and received once, before they are used; nothing
+    1. Every (stage, micro-batch) has one F and either one B or one I and one W, on the stage's rank, with F before B or
+       I, and I before W. B and I of a stage are in micro-batch order, and so are B and W (bitwise-equal sums).
+    2. Tensors passed between stages of one rank are produced before they are used.
+    3. Tensors for another rank are sent once, after they are produced, and received once, before they are used; nothing
        else is sent or received.
-    4. From rank to rank, receives are posted in the order of the sends, so messages need no tags.
+    4. Between two ranks, receives are posted in the order of the sends, so that messages need no tags.
     5. No rank holds more than `max_activations[rank]` chunk activations, if given.
-    6. Nothing waits in a cycle under any of `modes`.
+    6. No events wait for each other in a cycle, under any of `modes`.
 
     Raises:
         InvalidScheduleError: a rule is broken. DeadlockError: rule 6.
@@ -49,14 +49,14 @@ Positions = dict[Op, int]
 
 
 def _positions(program: Program, rank: int) -> Positions:
-    """Return the position of each op. Refuse an op without its peer, or twice, or of an unknown kind."""
+    """Return the position of each op; reject unknown kinds, missing peers and duplicates."""
     for op in program:
         known = COMPUTE_KINDS if op.peer is None else TRANSFER_KINDS
         if op.kind not in known:
             raise InvalidScheduleError(f"rank {rank}: {op} is not an op")
-    doubled = [str(op) for op, n in Counter(program).items() if n > 1]
-    if doubled:
-        raise InvalidScheduleError(f"rank {rank}: more than once: {', '.join(doubled)}")
+    duplicates = [str(op) for op, n in Counter(program).items() if n > 1]
+    if duplicates:
+        raise InvalidScheduleError(f"rank {rank}: more than once: {', '.join(duplicates)}")
     return {op: i for i, op in enumerate(program)}
 
 
@@ -85,7 +85,7 @@ def _check_compute(schedule: Schedule, rank: int, position: Positions) -> None:
 
 
 def _check_hand_overs(schedule: Schedule, rank: int, position: Positions) -> None:
-    """Check rules 2 and 3 on one rank: what each compute op makes and takes."""
+    """Check rules 2 and 3 on one rank: what each compute op produces and consumes."""
     place = schedule.placement
     wanted: set[Op] = set()
     made = {product_of(op, place.num_stages): i for op, i in position.items() if op.is_compute}
@@ -110,14 +110,14 @@ def _check_hand_overs(schedule: Schedule, rank: int, position: Positions) -> Non
             else:
                 available = made.get(needed)
             if available is None or available > i:
-                raise InvalidScheduleError(f"rank {rank}: {op} runs before its input is there (from rank {peer})")
+                raise InvalidScheduleError(f"rank {rank}: {op} runs before its input from rank {peer} is available")
     strays = [str(op) for op in position if not op.is_compute and op not in wanted]
     if strays:
         raise InvalidScheduleError(f"rank {rank}: no operation consumes {', '.join(strays)}")
 
 
 def _check_message_order(schedule: Schedule) -> None:
-    """Check rule 4, activations and gradients together: it then holds on one process group as on two."""
+    """Check rule 4 for activations and gradients together, so that it holds with one process group or two."""
     sent: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[str, int, int]]] = defaultdict(list)
     for rank, program in enumerate(schedule.programs):
@@ -137,6 +137,6 @@ def _check_message_order(schedule: Schedule) -> None:
                 (i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs))
             )
             raise InvalidScheduleError(
-                f"messages from rank {source} to rank {destination} differ from number {first} on: "
+                f"messages from rank {source} to rank {destination} differ from message {first} on: "
                 f"sent {ours[first : first + 2]}, received {theirs[first : first + 2]}"
             )

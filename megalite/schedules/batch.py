@@ -15,7 +15,7 @@ class BatchSizes:
     """Global batch sizes by phase.
 
     Attributes:
-        phases: (completed steps from which on it applies, samples per step), in order; the first from 0 on.
+        phases: (completed steps from which it applies, samples per step), in order; the first from 0.
     """
 
     phases: tuple[tuple[int, int], ...]
@@ -34,25 +34,25 @@ class BatchSizes:
             raise ValueError("must be STEP:SIZE pairs of whole numbers") from None
         steps = [step for step, _ in phases]
         if steps[:1] != [0]:
-            raise ValueError("must begin with the batch size from step 0 on")
+            raise ValueError("must begin with the batch size of step 0")
         if any(later <= step for step, later in zip(steps, steps[1:])):
-            raise ValueError("must name steps in rising order, each once")
+            raise ValueError("must list steps in increasing order, each once")
         return cls(phases)
 
     @classmethod
     def by_samples(cls, thresholds: Phases) -> BatchSizes:
-        """Convert (consumed samples from which on it applies, size) to steps: the first one that begins there or later.
+        """Convert thresholds in samples to steps: a size applies from the first step at or after its threshold.
 
         Args:
-            thresholds: in rising order, the first from 0 on.
+            thresholds: (consumed samples, samples per step), in increasing order, the first from 0.
         """
         phases: list[tuple[int, int]] = []
-        done = consumed = 0
+        steps_before = consumed = 0
         for (_, size), (following, _) in zip(thresholds, thresholds[1:]):
             steps = max(0, -(-(following - consumed) // size))
-            phases += [(done, size)] if steps else []
-            done, consumed = done + steps, consumed + steps * size
-        return cls((*phases, (done, thresholds[-1][1])))
+            phases += [(steps_before, size)] if steps else []
+            steps_before, consumed = steps_before + steps, consumed + steps * size
+        return cls((*phases, (steps_before, thresholds[-1][1])))
 
     def __str__(self) -> str:
         return " ".join(f"{step}:{size}" for step, size in self.phases)
@@ -68,7 +68,7 @@ class BatchSizes:
 
     @property
     def sizes(self) -> list[int]:
-        """The different sizes, in rising order."""
+        """The distinct sizes, in increasing order."""
         return sorted({size for _, size in self.phases})
 
     def size(self, step: int) -> int:
@@ -80,14 +80,14 @@ class BatchSizes:
         return sum(size * max(0, min(steps, end) - start) for start, end, size in self._spans(steps))
 
     def steps(self, samples: int) -> int:
-        """Count the whole steps from the first on that `samples` are enough for."""
-        done = 0
+        """Count the complete steps, from the first, that `samples` are enough for."""
+        completed = 0
         for start, end, size in self._spans(samples):
             fit = min(end - start, samples // size)
-            done, samples = done + fit, samples - fit * size
+            completed, samples = completed + fit, samples - fit * size
             if fit < end - start:
                 break
-        return done
+        return completed
 
     def following(self, step: int) -> Iterator[int]:
         """Yield the samples of each step after step `step`, without end."""

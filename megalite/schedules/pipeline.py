@@ -3,8 +3,8 @@
 Notation: p = pp, v = vp (chunks per rank), m = num_microbatches, r = rank. An order is a list of F (forward),
 B (whole backward), I (input gradient) and W (weight gradient); transfers are added by `pipeline.schedule.lower`.
 
-Every schedule takes the forwards and the backwards of one chunk in micro-batch order. So each weight sums its
-micro-batch gradients in the same order under every schedule, and `main_grad` is bitwise equal over all of them.
+Every schedule runs the forwards and the backwards of a chunk in micro-batch order. So each weight sums its
+micro-batch gradients in the same order under every schedule, and `main_grad` is bitwise equal under all of them.
 """
 
 from __future__ import annotations
@@ -85,33 +85,28 @@ class Placement:
 class Emitter:
     """Collect one rank's ops from patterns like "F0 I0 W0" (kind, chunk), counting micro-batches automatically.
 
-    "B" and "I" of a chunk share a count. A bare "W" is the oldest pending weight gradient of any chunk.
+    "B" and "I" of a chunk share a count.
     """
 
     def __init__(self, place: Placement, rank: int) -> None:
         self.stages = place.stages_of(rank)
         self.ops: list[Op] = []
-        self.pending_w: list[Op] = []
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def add(self, pattern: str, times: int = 1) -> None:
         for _ in range(times):
             for token in pattern.split():
-                self.ops.append(self._next_op(token[0], token[1:]))
+                self.ops.append(self._next_op(token[0], int(token[1:])))
 
-    def _next_op(self, kind: str, chunk: str) -> Op:
-        if not chunk:
-            return self.pending_w.pop(0)
-        key = ("B" if kind == "I" else kind, int(chunk))
-        op = Op(kind, self._counts[key], self.stages[int(chunk)])
+    def _next_op(self, kind: str, chunk: int) -> Op:
+        key = ("B" if kind == "I" else kind, chunk)
+        op = Op(kind, self._counts[key], self.stages[chunk])
         self._counts[key] += 1
-        if kind == "I":
-            self.pending_w.append(Op("W", op.microbatch, op.stage))
         return op
 
 
 def per_rank(emit: Callable[..., None]) -> Callable[..., Orders]:
-    """Make a schedule of `emit(e, p, r, m)`, which adds the ops of rank r of p."""
+    """Make a schedule from `emit(e, p, r, m)`, which adds the ops of rank r of p."""
 
     @wraps(emit)
     def orders(place: Placement, m: int, **options: bool) -> Orders:
@@ -174,14 +169,10 @@ def interleaved(place: Placement, m: int, group_size: int) -> Orders:
 
 
 @per_rank
-def zb_h1(e: Emitter, p: int, r: int, m: int, doubled: bool = False) -> None:
-    """Run zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B.
-
-    Doubled: H2, with twice the warm-up and memory.
-    """
-    factor = 2 if doubled else 1
-    warmup = min((p - r - 1) * factor, m)
-    delay = min(r * factor, m - warmup)
+def zb_h1(e: Emitter, p: int, r: int, m: int) -> None:
+    """Run zero bubble H1 (2401.10241): weight gradients fill what was the cool-down bubble, at the memory of 1F1B."""
+    warmup = min(p - r - 1, m)
+    delay = min(r, m - warmup)
     e.add("F0", warmup)
     e.add("F0 I0", delay)
     e.add("F0 I0 W0", m - warmup - delay)
@@ -205,33 +196,16 @@ def zb_v(e: Emitter, p: int, r: int, m: int) -> None:
     e.ops = [op for op in e.ops if op.microbatch < m]
 
 
-@per_rank
-def dualpipev(e: Emitter, p: int, r: int, m: int) -> None:
-    """Run DualPipeV (DeepSeek-V3's DualPipe cut in half), with the overlapped pairs as two ops. m >= 2p."""
-    e.add("F0", 2 * (p - r - 1))
-    e.add("F0 F1", r + 1)
-    e.add("I1 W F1", p - r - 1)
-    e.add("F0 B1 F1 B0", m - 2 * p + r + 1)
-    e.add("B1 F1 B0", p - r - 1)
-    # Of the last 2(r+1) backwards the second half is split.
-    e.add("B1 B0", (r + 1) // 2)
-    e.add("B1 I0", 1 - r % 2)
-    e.add("I1 I0", (r + 1) // 2)
-    e.add("W I0", p - r - 1)
-    e.add("W", len(e.pending_w))
-
-
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A schedule by its orders, and what it requires of the numbers of ranks, chunks and micro-batches.
+    """A schedule: the order of each rank's operations, and its requirements.
 
     Attributes:
-        orders: (placement, number of micro-batches) -> order of each rank; `per_rank` makes one of a rank's pattern.
+        orders: (placement, number of micro-batches) -> order of each rank; `per_rank` makes it from one rank's pattern.
         auto: whether `--schedule auto` may choose it.
-        vp: the only number of chunks per rank that it can run; None: any.
-        v_shape: how the stages are placed (see `Placement`).
-        grouped: `orders` also takes a group size.
-        min_microbatches_per_rank: it needs at least this times pp micro-batches.
+        vp: required number of chunks per rank; None: any.
+        v_shape: whether the stages are placed in a V (see `Placement`).
+        grouped: whether `orders` also takes a group size.
     """
 
     orders: Callable[..., Orders]
@@ -239,7 +213,6 @@ class PipelineSchedule:
     vp: int | None = None
     v_shape: bool = False
     grouped: bool = False
-    min_microbatches_per_rank: int = 0
 
 
 SCHEDULES: dict[str, PipelineSchedule] = {
@@ -252,9 +225,3 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     "zb-v": PipelineSchedule(zb_v, auto=True, vp=2, v_shape=True),
 }
 """Name (`--schedule`) -> schedule."""
-
-# No flags for these: with a flush zb-h2 is zb-h1 at twice the memory; dualpipev needs overlapped forward and backward.
-RESEARCH_SCHEDULES: dict[str, PipelineSchedule] = {
-    "zb-h2": PipelineSchedule(partial(zb_h1, doubled=True), vp=1),
-    "dualpipev": PipelineSchedule(dualpipev, vp=2, v_shape=True, min_microbatches_per_rank=2),
-}

@@ -13,7 +13,7 @@ from megalite.parameter import ShardedParameter
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of the local table, zero for tokens that live on another rank; the gradient goes into `main_grad`."""
+    """Rows of the local table, zero for tokens of other ranks; the gradient is added to `main_grad`."""
 
     @staticmethod
     def forward(ctx: Any, weight: ShardedParameter, tokens: torch.Tensor, first: int) -> torch.Tensor:
@@ -30,20 +30,20 @@ class _Lookup(torch.autograd.Function):
         rows = dy.masked_fill(elsewhere.unsqueeze(-1), 0.0).reshape(-1, dy.shape[-1]).float()
         grad = ctx.weight.main_grad
         if not ctx.weight.has_grad:
-            grad.zero_()  # most rows get nothing
+            grad.zero_()  # most rows receive no gradient
         grad.index_add_(0, local.reshape(-1), rows)
         ctx.weight.grad_added()
         return None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens_SB -> x_SBH, or x_sBH (this rank's part of the sequence) with sequence parallelism.
+    """tokens_SB -> x_SBH, or x_sBH (this rank's shard of the sequence) with sequence parallelism.
 
     Args:
-        weight: this rank's rows of the (padded) table, [V/T, H].
+        weight: this rank's rows of the padded table, [V/T, H].
         tp: tensor-parallel axis.
         sequence_parallel: return this rank's shard of the sequence.
-        scale: factor on the result.
+        scale: factor on the embeddings.
     """
 
     def __init__(self, weight: ShardedParameter, tp: Axis, sequence_parallel: bool, scale: float = 1.0) -> None:

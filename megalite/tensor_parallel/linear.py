@@ -1,12 +1,12 @@
 """Column- and row-parallel linear layers (Shoeybi et al. 2019, section 3), with sequence parallelism (Korthikanti et
-al. 2022, section 4.2) and weight gradients that go straight into fp32 `main_grad`, immediately or deferred.
+al. 2022, section 4.2) and weight gradients added to fp32 `main_grad`, immediately or deferred.
 
-Shapes: S sequence (s its shard over tp), B micro-batch, I input and O output features of the whole layer, T tp size.
+Shapes: S sequence (s its shard over tp), B micro-batch, I input and O output features of the full layer, T tp size.
 
-    column  y_SB(O/T) = x_SBI  W_(O/T)I^T       x comes replicated, or as shards x_sBI that are gathered first
-    row     y_SBO     = sum over tp of x_SB(I/T) W_O(I/T)^T       y leaves replicated, or as shards y_sBO
+    column  y_SB(O/T) = x_SBI  W_(O/T)I^T       x is replicated, or gathered from shards x_sBI
+    row     y_SBO     = sum over tp of x_SB(I/T) W_O(I/T)^T       y is replicated, or scattered to shards y_sBO
 
-Backward starts the collective of the input gradient, computes the weight gradient meanwhile, then waits.
+The backward pass computes the weight gradient while the collective of the input gradient is in flight.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from megalite.dist.context import Axis
 from megalite.ops import Ops
 from megalite.parameter import ShardedParameter
 
-# Starts what a weight gradient must receive over tp, and returns the work that waits for it and adds the gradient.
+# Starts the collective that a weight gradient needs, and returns the function that waits for it and adds the gradient.
 WgradWork: TypeAlias = Callable[[], Callable[[], None]]
 
 
 class WgradQueue:
-    """Weight-gradient work of one pipeline stage: run immediately, or kept per micro-batch until its W action.
+    """Weight-gradient work of one pipeline stage: run immediately, or kept per micro-batch until its W operation.
 
-    Both modes run the same closures in the same order per weight, so a split backward is bitwise equal to a fused one
-    (zero-bubble pipelines: Qi et al. 2023, section 2).
+    Both modes run the same closures in the same order per weight, so a split backward pass is bitwise equal to a fused
+    one (zero-bubble pipelines: Qi et al. 2023, section 2).
 
     Args:
-        overlap: whether weight gradients are computed while the input's gradient travels over tp.
+        overlap: compute weight gradients while collectives of input gradients are in flight.
     """
 
     def __init__(self, overlap: bool = True) -> None:
         self.overlap = overlap
         self._kept: dict[int, list[WgradWork]] = {}
-        self._into: list[WgradWork] | None = None
+        self._deferred: list[WgradWork] | None = None
 
     @property
     def deferring(self) -> bool:
         """Whether `put` keeps work for later."""
-        return self._into is not None
+        return self._deferred is not None
 
     def put(self, work: WgradWork) -> None:
         """Run `work`, or keep it inside `defer`."""
-        if self._into is None:
+        if self._deferred is None:
             work()()
         else:
-            self._into.append(work)
+            self._deferred.append(work)
 
     def wait_unless_overlapping(self, work: collectives.Work) -> None:
-        """Let the next computation overlap with a collective that has started; without overlap, wait for it."""
+        """Wait for a collective, unless the next computation is to overlap with it."""
         if not self.overlap:
             work.wait()
 
     @contextmanager
     def defer(self, microbatch: int) -> Iterator[None]:
-        """Keep the work that is put inside the context under `microbatch`."""
-        self._into = self._kept.setdefault(microbatch, [])
+        """Keep work put inside the context for `run(microbatch)`."""
+        self._deferred = self._kept.setdefault(microbatch, [])
         try:
             yield
         finally:
-            self._into = None
+            self._deferred = None
 
     @torch.no_grad()
     def run(self, microbatch: int) -> None:
-        """Run the work kept for `microbatch`: each product while the input of the next one travels over tp."""
+        """Run the work kept for `microbatch`, computing each gradient while the next one's input is gathered."""
         finish: Callable[[], None] | None = None
         for work in self._kept.pop(microbatch):
             following = work()
@@ -103,13 +103,13 @@ class _ColumnLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         layer = ctx.layer
         dy = dy.contiguous()
-        # A deferred weight gradient gathers the input again at W: keeping the whole of it would undo what sequence
-        # parallelism saves.
-        again = layer.queue.deferring
-        whole, gathered = (x, collectives.Done()) if again else layer.gather(x)
-        layer.queue.wait_unless_overlapping(gathered)
+        # A deferred weight gradient gathers its input at W: keeping the gathered input until then would undo what
+        # sequence parallelism saves.
+        deferred = layer.queue.deferring
+        x, gathering = (x, collectives.FinishedWork()) if deferred else layer.gather(x)
+        layer.queue.wait_unless_overlapping(gathering)
         dx = layer.ops.linear_dgrad(dy, layer.weight)
-        gathered.wait()
+        gathering.wait()
         dx, work = layer.reduce(dx)
         layer.queue.wait_unless_overlapping(work)
 
@@ -117,7 +117,7 @@ class _ColumnLinear(torch.autograd.Function):
             layer.add_weight_grad(dy, full)
             accumulate_bias_grad(layer.bias, dy)
 
-        layer.put_grads(whole, again, add_grads)
+        layer.put_grads(x, deferred, add_grads)
         work.wait()
         return dx, None, None, None
 
@@ -137,29 +137,29 @@ class _RowLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         layer = ctx.layer
-        whole, work = layer.gather(dy)
+        full_dy, work = layer.gather(dy)
         work.wait()
-        dx = layer.ops.linear_dgrad(whole, layer.weight)
-        # As in the column layer: what is kept until W is this rank's shard.
-        again = layer.queue.deferring
+        dx = layer.ops.linear_dgrad(full_dy, layer.weight)
+        # As in the column layer, only this rank's shard is kept until W.
+        deferred = layer.queue.deferring
 
         def add_grads(full: torch.Tensor) -> None:
             layer.add_weight_grad(full, x)
-            # The bias is added to the (scattered) result, so its gradient is this rank's part of the sequence.
+            # The bias is added to the scattered output, so its gradient sums over this rank's shard of the sequence.
             accumulate_bias_grad(layer.bias, dy)
 
-        layer.put_grads(dy if again else whole, again, add_grads)
+        layer.put_grads(dy if deferred else full_dy, deferred, add_grads)
         return dx, None, None, None
 
 
 class ParallelLinear(nn.Module):
-    """What the two linear layers share: the weight, an optional bias and the queue of weight gradients.
+    """Base of the two linear layers: the weight, an optional bias, and the queue of weight gradients.
 
     Args:
         weight: local weight, [out, in] features of this rank.
-        bias: local bias (column) or whole bias (row), or None.
+        bias: local bias (column), full bias (row), or None.
         tp: tensor-parallel axis.
-        sequence_parallel: the replicated side of the layer travels as shards of the sequence.
+        sequence_parallel: shard the replicated side of the layer (column: input, row: output) along the sequence.
         queue: weight-gradient queue of the pipeline stage.
         ops: the kernels in use.
     """
@@ -178,20 +178,20 @@ class ParallelLinear(nn.Module):
         self.tp, self.sequence_parallel, self.queue, self.ops = tp, sequence_parallel, queue, ops
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, collectives.Work]:
-        """Start gathering the sequence of a tensor on the replicated side: (x_S.., work)."""
-        return collectives.start_all_gather(x, self.tp) if self.sequence_parallel else (x, collectives.Done())
+        """Start gathering a tensor of the replicated side along the sequence: (x_S.., work)."""
+        return collectives.start_all_gather(x, self.tp) if self.sequence_parallel else (x, collectives.FinishedWork())
 
     def reduce(self, x: torch.Tensor) -> tuple[torch.Tensor, collectives.Work]:
-        """Start summing x_S.. over tp, into the layout of the replicated side: (result, work)."""
+        """Start summing x_S.. over tp, scattered with sequence parallelism: (result, work)."""
         if self.sequence_parallel:
             return collectives.start_reduce_scatter(x, self.tp)
         return x, collectives.all_reduce(x, self.tp)
 
     def put_grads(self, x: torch.Tensor, is_shard: bool, add: Callable[[torch.Tensor], None]) -> None:
-        """Queue `add(x)`; of a shard the whole is gathered first, while the work queued before it runs."""
+        """Queue `add(x)`; a shard is gathered first, overlapping with the work queued before."""
 
         def start() -> Callable[[], None]:
-            full, gathered = self.gather(x) if is_shard else (x, collectives.Done())
+            full, gathered = self.gather(x) if is_shard else (x, collectives.FinishedWork())
             self.queue.wait_unless_overlapping(gathered)
 
             def finish() -> None:
@@ -209,14 +209,14 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y = x W^T + b with the output features cut over tp: x_SBI (x_sBI with sequence parallelism) -> y_SB(O/T)."""
+    """y = x W^T + b with the output features sharded over tp: x_SBI (x_sBI with sequence parallelism) -> y_SB(O/T)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _ColumnLinear.apply(x, self.weight, self.bias, self)
 
 
 class RowParallelLinear(ParallelLinear):
-    """y = x W^T + b with the input features cut over tp: x_SB(I/T) -> y_SBO (y_sBO with sequence parallelism)."""
+    """y = x W^T + b with the input features sharded over tp: x_SB(I/T) -> y_SBO (y_sBO with sequence parallelism)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _RowLinear.apply(x, self.weight, self.bias, self)

@@ -1,7 +1,7 @@
-"""Vocabulary-parallel cross-entropy: the softmax over a vocabulary that is cut over ranks, without gathering logits.
+"""Vocabulary-parallel cross-entropy: the softmax over a vocabulary sharded over tp, without gathering logits.
 
-Each rank reduces its own columns to (max, sum of exponentials, target logit); one all-gather of 12 bytes per row
-combines them (the online softmax of Milakov & Gimelshein 2018, over ranks instead of blocks).
+Each rank reduces its columns to (max, sum of exponentials, target logit), 12 bytes per row; one all-gather combines
+them (online softmax, Milakov & Gimelshein 2018, over ranks instead of blocks).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalite.tensor_parallel.linear import ParallelLinear
 
 
 def _columns(width: int, tp: Axis, vocab_size: int) -> tuple[int, int]:
-    """Return (first token id of this rank's columns, how many are real): the rest pads and is not in the softmax."""
+    """Return (first token id of this rank's columns, number of columns that are not padding)."""
     first = tp.rank * width
     return first, max(0, min(width, vocab_size - first))
 
@@ -56,20 +56,20 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
         logits, targets, lse, ignored = ctx.saved_tensors
-        # The gradient overwrites the logits: nothing needs them after this.
+        # The gradient overwrites the logits, which nothing needs any more.
         grad = logits.detach()
         scale = dloss.masked_fill(ignored, 0.0)
         tanh = None if ctx.softcap is None else logits / ctx.softcap
         ctx.ops.cross_entropy_grad_(grad, targets, ctx.first, lse, scale, ctx.real)
         if ctx.smoothing:
-            # d/dlogits of the smoothing term: in the target distribution, uniform replaces part of the one-hot.
+            # Smoothing mixes the uniform distribution into the one-hot targets.
             local = targets - ctx.first
             ours = (local >= 0) & (local < ctx.real)
             real = grad[:, : ctx.real]
             real.sub_((scale * (ctx.smoothing / ctx.vocab_size)).to(grad.dtype).unsqueeze(1))
-            hit = torch.where(ours, scale * ctx.smoothing, 0.0).to(grad.dtype)
+            onehot_change = torch.where(ours, scale * ctx.smoothing, 0.0).to(grad.dtype)
             if ctx.real:
-                real.scatter_add_(1, torch.where(ours, local, 0).unsqueeze(1), hit.unsqueeze(1))
+                real.scatter_add_(1, torch.where(ours, local, 0).unsqueeze(1), onehot_change.unsqueeze(1))
         return softcap_grad_(grad, tanh), None, None, None, None, None, None
 
 
@@ -85,14 +85,14 @@ def vocab_parallel_cross_entropy(
     """Compute the cross-entropy of each row, the same on every tensor-parallel rank.
 
     Args:
-        logits_NV: this rank's columns [N, padded V / tp], any float type; overwritten by the capped ones, and by
-            their gradient in backward.
+        logits_NV: this rank's columns [N, padded V / tp], any float dtype; overwritten by soft-capped logits, and in
+            the backward pass by the gradient.
         targets_N: global token ids, int64; negative ids are ignored (loss and gradient 0).
         tp: tensor-parallel axis.
-        vocab_size: true vocabulary size; columns from there on are padding.
+        vocab_size: vocabulary size without padding.
         ops: the kernels in use.
-        label_smoothing: weight of the uniform distribution over the *global* vocabulary.
-        softcap: bound of the logits, see `softcap_`; None: none.
+        label_smoothing: weight of the uniform distribution over the global vocabulary.
+        softcap: soft cap of the logits, see `softcap_`; None: no cap.
 
     Returns:
         loss_N, fp32.
@@ -101,9 +101,9 @@ def vocab_parallel_cross_entropy(
 
 
 def vocab_parallel_argmax(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:
-    """Find the likeliest token of each row, int64 [N]; the lowest id of equals. For the arguments see above."""
+    """Return the most likely token of each row, int64 [N]; the lowest id among equals. Arguments as above."""
     first, real = _columns(logits_NV.shape[1], tp, vocab_size)
-    # A rank may hold nothing but padding. Doubles hold every id exactly.
+    # A rank may hold only padding. Doubles represent every id exactly.
     best_N2 = torch.full((len(logits_NV), 2), -torch.inf, dtype=torch.float64, device=logits_NV.device)
     if real:
         values, ids = logits_NV[:, :real].max(1)
@@ -137,9 +137,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignored = flat < 0
         first, real = _columns(len(weight), layer.tp, vocab_size)
         output = LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap)
-        whole, work = layer.gather(x)
+        full_x, work = layer.gather(x)
         work.wait()
-        rows, gather = whole.flatten(0, -2), partial(_gather_stats, tp=layer.tp)
+        rows, gather = full_x.flatten(0, -2), partial(_gather_stats, tp=layer.tp)
         if dloss is None:
             loss = output.losses(rows, gather)
         else:
@@ -147,7 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             into = layer.weight.main_grad, layer.weight.has_grad
             loss, dx = output.losses_and_grads(rows, gather, scale, *into)
             layer.weight.grad_added()
-            dx, work = layer.reduce(dx.view(whole.shape))
+            dx, work = layer.reduce(dx.view(full_x.shape))
             work.wait()
             ctx.save_for_backward(dx)
         return loss.masked_fill_(ignored, 0.0).view(targets.shape)
@@ -172,18 +172,18 @@ def linear_cross_entropy(
     softcap: float | None = None,
     dloss: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """Run the output layer and cross-entropy by chunks of tokens, so that the logits of all tokens never exist.
+    """Run output layer and cross-entropy by chunks of tokens: the logits of all tokens never exist at once.
 
-    The gradients are computed here too: that of the weight is in `main_grad` before backward begins.
+    Gradients are computed here too: that of the weight is in `main_grad` before the backward pass begins.
 
     Args:
         x: hidden states x_SBH (x_sBH with sequence parallelism).
-        layer: the output layer, its rows cut over tp.
+        layer: output layer, its rows sharded over tp.
         targets_SB: global token ids; negative ids are ignored.
-        vocab_size: true vocabulary size.
-        chunk: tokens at a time.
-        softcap: bound of the logits, see `softcap_`; None: none.
-        dloss: the gradient that backward will get, fp32 [S, B] or the same for all; None: there is no backward pass.
+        vocab_size: vocabulary size without padding.
+        chunk: number of tokens per chunk.
+        softcap: soft cap of the logits, see `softcap_`; None: no cap.
+        dloss: gradient of the losses in the backward pass, fp32 [S, B] or a number for all; None: no backward pass.
 
     Returns:
         Token losses [S, B], fp32, the same on every tensor-parallel rank.

@@ -1,76 +1,43 @@
-"""From a config to the objects that train: stages, executor, optimizer. Nothing is global; everything is passed."""
+"""Build what trains a model from its config: stages, executor, optimizer. Nothing is global; everything is passed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megalite import ops as kernels
 from megalite.config.run import Config
-from megalite.data import mask_path, prefixes_of
-from megalite.dist.context import ParallelContext, local_world_size
+from megalite.dist.context import ParallelContext
 from megalite.dist.dtypes import DTYPES
+from megalite.dist.rendezvous import local_world_size
 from megalite.dist.seeding import RngStreams
 from megalite.log import logger
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload
+from megalite.model.offload_memory import offloaded_bytes
 from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.ops import Ops
-from megalite.ops.attention import why_masked
 from megalite.ops.cpu_memory import keep_freed_memory
 from megalite.ops.sdpa import KERNELS, AttentionCase, select, why_not
-from megalite.optim.bucket import Bucket, make_buckets
+from megalite.optim.bucket import Bucket
 from megalite.optim.loss_scale import LossScaler
+from megalite.optim.make_buckets import make_buckets
 from megalite.optim.offload import Offload, check_host_memory
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import Sharded
+from megalite.optim.shares import Sharding
 from megalite.optim.unit_weights import UnitWeights
 from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
-from megalite.pipeline.schedule import Placement, Program, Schedule, build_schedule
-from megalite.plan.memory import memory_per_rank
+from megalite.pipeline.schedule import Placement
 from megalite.sharding import Layout
 from megalite.tensor_parallel.linear import ParallelLinear, WgradQueue
-
-
-@dataclass
-class Engine:
-    """All that one rank needs to run training steps.
-
-    Attributes:
-        cfg, ctx: the run's config (vocabulary resolved) and this rank's axes.
-        stages: this rank's pipeline stages by global index.
-        executor: runs programs over the stages.
-        schedule: of a step with the largest batch.
-        eval_program: this rank's forward operations of such a step.
-        optimizer, scaler: optimizer and loss scale.
-        unit_weights: gathers and releases weights where they are sharded.
-    """
-
-    cfg: Config
-    ctx: ParallelContext
-    stages: dict[int, GPTStage]
-    executor: Executor
-    schedule: Schedule
-    eval_program: Program
-    optimizer: DistributedOptimizer
-    scaler: LossScaler
-    unit_weights: UnitWeights
-
-    def schedule_of(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of a step with so many micro-batches per data-parallel rank."""
-        s = self.schedule
-        return build_schedule(s.name, s.pp, s.vp, num_microbatches)
-
-    def train_program(self, num_microbatches: int) -> Program:
-        """Return this rank's operations of such a step."""
-        return self.schedule_of(num_microbatches).programs[self.ctx.pp.rank]
+from megalite.train.engine import Engine
 
 
 def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
@@ -84,11 +51,12 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
         logger.info(f"--schedule auto: {schedule.name}")
     if cfg.train.offload == "activations":
-        needed = memory_per_rank(cfg, ctx.grid)[ctx.pp.rank].host
-        check_host_memory(needed, "--offload activations", "lower --micro-batch-size, or drop --offload")
-    _log_documents(cfg, ctx, dtype)
+        layers = layer_split(cfg.model, schedule.placement.num_stages)
+        needed = offloaded_bytes(cfg, ctx.dp.size, schedule.name, layers, pinned=ctx.device.type != "cpu")
+        remedy = "lower --micro-batch-size, or drop --offload"
+        check_host_memory(needed[ctx.pp.rank], "--offload activations", remedy)
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
-    message = next(iter(stages.values())).message(cfg.train.micro_batch_size)
+    message = next(iter(stages.values())).message(cfg.model.seq_len, cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
     if ctx.device.type == "cuda":
@@ -108,19 +76,8 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     )
 
 
-def _log_documents(cfg: Config, ctx: ParallelContext, dtype: torch.dtype) -> None:
-    """Log how attention stays within documents, if it does."""
-    packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.data.data))
-    if not packed and not cfg.data.document_mask:
-        return
-    model = cfg.model
-    why = why_masked(ctx.device, dtype, model.head_size, model.attention_dropout, model.attention_softcap)
-    how = "FlashAttention over each" if why is None else f"a mask of seq_len x seq_len ({why})"
-    logger.info(f"attention within documents: {how}")
-
-
 def _with_attention(cfg: Config, ops: Ops, device: torch.device) -> Ops:
-    """Fix the kernel of attention to the one asked for, and log which one torch will take."""
+    """Set the requested attention kernel, and log which kernels torch may choose from."""
     m = cfg.model
     case = AttentionCase(
         device,
@@ -131,12 +88,12 @@ def _with_attention(cfg: Config, ops: Ops, device: torch.device) -> Ops:
         deterministic=cfg.train.deterministic,
     )
     name = cfg.train.attention
-    chosen = select(name, ops.attention, case)
+    attention = select(name, ops.attention, case)
     if device.type == "cuda":
-        able = [kernel for kernel in KERNELS if why_not(kernel, case) is None]
-        order = ", ".join(able)
+        usable = [kernel for kernel in KERNELS if why_not(kernel, case) is None]
+        order = ", ".join(usable)
         logger.info(f"attention: {name}" + (f" (torch takes one of {order})" if name == "auto" else ""))
-    return replace(ops, attention=chosen)
+    return replace(ops, attention=attention)
 
 
 def build_stages(
@@ -161,11 +118,11 @@ def build_stages(
             ops=ops,
             rng=rng,
             queue=WgradQueue(cfg.parallel.overlap_tp_reduce),
-            hollow=cfg.parallel.zero == 3,
+            allocate=cfg.zero_stage(ctx.batch.size) < 3,
         )
         last = index == placement.num_stages - 1
         # A tied embedding that is used twice on one rank is one parameter.
-        here = cfg.model.tie_embeddings and last and index > 0 and 0 in stages
+        shared = cfg.model.tie_embeddings and last and index > 0 and 0 in stages
         stages[index] = GPTStage(
             layers,
             split[index],
@@ -174,7 +131,7 @@ def build_stages(
             recompute=cfg.train.recompute,
             loss_chunk=cfg.train.loss_chunk,
             label_smoothing=cfg.train.label_smoothing,
-            shared_embedding=stages[0].embed_tokens.weight if here else None,
+            shared_embedding=stages[0].embed_tokens.weight if shared else None,
             compiled=cfg.train.compile,
             offload=offload,
         )
@@ -183,13 +140,14 @@ def build_stages(
 
 def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout:
     """Describe where parameters live, given this rank's place and the options."""
-    split = placement.rank_of(0) != placement.rank_of(placement.num_stages - 1)
+    separate_ends = placement.rank_of(0) != placement.rank_of(placement.num_stages - 1)
     return Layout(
         ctx.grid,
         ctx.rank,
         multiple=cfg.parallel.vocab_divisible_by,
+        batch=ctx.grid.batch,
         sequence=("tp",) if cfg.sequence_parallel else (),
-        tied=frozenset({"embed_tokens.weight", "lm_head.weight"} if cfg.model.tie_embeddings and split else ()),
+        tied=frozenset({"embed_tokens.weight", "lm_head.weight"} if cfg.model.tie_embeddings and separate_ends else ()),
     )
 
 
@@ -214,9 +172,8 @@ def _build_optimizer(
         overlap=p.overlap_grad_reduce,
         compress=cfg.train.compress,
         whole_below=p.zero_whole_below,
-        decoupled_lr=cfg.optim.decoupled_lr is not None,
+        cfg=cfg.optim,
     )
-    _log_sharding(cfg, ctx, buckets)
     optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
     # Not inside compiled blocks, whose graph a hook would break.
     linear = [m for unit in modules for m in unit.modules() if isinstance(m, ParallelLinear) and not cfg.train.compile]
@@ -225,28 +182,12 @@ def _build_optimizer(
     return optimizer, weights
 
 
-def _log_sharding(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> None:
-    """Log where the options for data-parallel ranks do less than they say."""
-    p, alone = cfg.parallel, ctx.dp.size == 1
-    if cfg.train.compress != "none" and alone:
-        logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
-    if p.zero > 1 and alone and cfg.train.offload != "optimizer+params":
-        logger.info(f"--zero {p.zero}: dp is 1, so there is nothing to shard")
-    if p.zero == 3 and not alone:
-        whole = sum(param.numel() for b in buckets if not b.sharded.weights for param in b.params)
-        total, ranks = sum(param.numel() for b in buckets for param in b.params), buckets[0].shards.size
-        logger.info(
-            f"ZeRO-3: {total - whole:,} weights of this rank are sharded over {ranks} ranks; {whole:,} of small layers "
-            f"stay whole (--zero-whole-below {p.zero_whole_below:,})"
-        )
-
-
 def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[Offload | None, Ops | None]:
-    """Return where optimizer state lives and the kernels that update it there, if that is not the device."""
+    """Return the host's optimizer state and the kernels that update it; None where the device holds and updates it."""
     if not cfg.train.offload.startswith("optimizer"):
         return None, None
     folder = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
-    offload = Offload(buckets, 1 + cfg.optim.num_moments, ctx.device, folder)
+    offload = Offload(buckets, ctx.device, folder)
     if ctx.device.type == "cpu":
         return offload, None
     host_ops = kernels.resolve(None, "cpu", DTYPES[cfg.train.precision])
@@ -254,9 +195,9 @@ def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[
     return offload, host_ops
 
 
-def sharding_of(cfg: Config, ctx: ParallelContext) -> Sharded:
-    """Return what `--zero` cuts over the data-parallel ranks; one rank can only share with its host."""
-    p, host = cfg.parallel, cfg.train.offload == "optimizer+params"
-    zero = p.zero if ctx.dp.size > 1 or host else min(p.zero, 1)
-    group = cfg.zero_group_size(ctx.dp.size, local_world_size())
-    return replace(Sharded.stage(zero, group, p.zero_reduce == "microbatch"), host=host)
+def sharding_of(cfg: Config, ctx: ParallelContext) -> Sharding:
+    """Return what `--zero` shards over the ranks that see different tokens of a batch."""
+    ranks = ctx.batch.size
+    group = cfg.zero_group_size(ranks, local_world_size())
+    sharding = Sharding.stage(cfg.zero_stage(ranks), group, cfg.parallel.zero_reduce == "microbatch")
+    return replace(sharding, host=cfg.train.offload == "optimizer+params")

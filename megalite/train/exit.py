@@ -20,22 +20,23 @@ from megalite.child import signal_when_parent_dies
 from megalite.console import write_or_drop
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext, launched_together, shutdown, under_torchrun
-from megalite.dist.failures import FailureWatch
+from megalite.dist.context import ParallelContext
+from megalite.dist.rendezvous import launched_together, shutdown, under_torchrun
 from megalite.errors import LocalUserError, UserError
 from megalite.log import env_rank, logger, setup_logging, unfinished_code
+from megalite.train.watch.peers import FailureWatch
 
 # Longer than a busy machine takes to start Python and torch, well below the 30 s within which all ranks must exit.
 _PATIENCE_S = 15.0
-# A terminal that is paused for longer does not get the last words.
+# A terminal that is paused for longer misses the last message.
 _READER_PATIENCE_S = 2.0
 
 
-class Diverged(FloatingPointError):
+class DivergenceError(FloatingPointError):
     """Training cannot continue without a change; every rank raises it."""
 
 
-class PeerFailed(RuntimeError):
+class PeerError(RuntimeError):
     """Another rank failed, and reports it itself."""
 
 
@@ -47,14 +48,14 @@ def raise_together(ctx: ParallelContext, failure: Exception | None) -> NoReturn:
 
     Raises:
         UserError, SaveError: the failure of some rank; the same on every rank.
-        Exception: otherwise `failure` itself on its rank, `PeerFailed` on the others.
+        Exception: otherwise `failure` itself on its rank, `PeerError` on the others.
     """
     agree(ctx, lambda: _reraise(failure if isinstance(failure, UserError) else None))
     unsaved = gather_texts(str(failure) if isinstance(failure, SaveError) else "", ctx.world, ctx.device)
     if any(unsaved):
         raise SaveError(next(filter(None, unsaved)))
     _reraise(failure)
-    raise PeerFailed("another rank failed")
+    raise PeerError("another rank failed")
 
 
 def _reraise(failure: Exception | None) -> None:
@@ -63,7 +64,7 @@ def _reraise(failure: Exception | None) -> None:
 
 
 def leave_unfinished(ctx: ParallelContext) -> None:
-    """Exit as the launcher asked for (`unfinished_code`), where 0 would mean to a scheduler that all steps are done.
+    """Exit with the launcher's code for an unfinished run, if it set one: 0 tells a scheduler that all steps are done.
 
     Every rank calls it, after its last save: a launcher that sees one rank fail kills the others.
     """
@@ -84,23 +85,24 @@ def leaving_together() -> Iterator[None]:
         print(f"error: {e}", file=sys.stderr)
         _exit(2)
     setup_logging(rank)
-    # A crash in native code, or of a file that is mapped, prints the stack.
+    # A crash in native code, or while reading a mapped file, prints the stack.
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     if under_torchrun():
-        # Killed, it leaves its ranks running, and nobody could restart them: they save and exit.
+        # A killed torchrun leaves its ranks running, and nobody could restart them: they save and exit.
         signal_when_parent_dies(signal.SIGTERM)
-    watch = FailureWatch(lambda failed: _leave_after(rank, failed))
+    watch = FailureWatch(lambda reason: _leave_after(rank, reason))
     try:
         yield
     except UserError as e:
         if not isinstance(e, LocalUserError):
+            watch.disarm()
             _exit_after_rank_0(rank, 2)
         for line in f"error: {e}".splitlines():
             logger.error(line)
         _exit(2)
     except KeyboardInterrupt:
-        # Another one must not cut the message short.
+        # A second Ctrl-C must not cut the message short.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if rank == 0:
             print("interrupted: exiting immediately, nothing more was saved", file=sys.stderr, flush=True)
@@ -109,32 +111,37 @@ def leaving_together() -> Iterator[None]:
         watch.close()
         shutdown()
         raise
-    except (SaveError, Diverged) as e:
+    except (SaveError, DivergenceError) as e:
         # Every rank raises these, and a traceback would add nothing.
         _exit_after_rank_0(rank, 1)
         logger.error(f"{type(e).__name__}: {e}")
         _exit(1)
     except BaseException as e:
-        if isinstance(e, PeerFailed):
-            _last_words(rank, "exiting: another rank failed first")
-        elif _lost_peer(e):
-            # Where all ranks print this and none anything else, it was the network.
-            _last_words(rank, "exiting: another rank failed first, or the network between them")
-        else:
-            _last_words(rank, traceback.format_exc())
-            watch.announce(rank)
+        _report_failure(e, rank, watch)
         _exit(1)
     watch.close()
     shutdown()
 
 
-def _leave_after(rank: int, failed: int) -> None:
+def _report_failure(e: BaseException, rank: int, watch: FailureWatch) -> None:
+    """Print the error that is being handled, and inform the other ranks unless one of them was first."""
+    if isinstance(e, PeerError):
+        _print_last(rank, "exiting: another rank failed first")
+    elif _lost_peer(e):
+        # Where all ranks print this and none anything else, it was the network.
+        _print_last(rank, "exiting: another rank failed first, or the network between them")
+    else:
+        _print_last(rank, traceback.format_exc())
+        watch.announce(rank)
+
+
+def _leave_after(rank: int, reason: str) -> None:
     """End a rank that still waits for one that has failed."""
-    _last_words(rank, f"exiting: rank {failed} failed first")
+    _print_last(rank, f"exiting: {reason}")
     _exit(1)
 
 
-def _last_words(rank: int, text: str) -> None:
+def _print_last(rank: int, text: str) -> None:
     lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
     sys.stderr.flush()
     with contextlib.suppress(OSError):
@@ -164,7 +171,7 @@ def _exit(code: int) -> None:
 def _lost_peer(e: BaseException) -> bool:
     """Whether a collective failed because a peer exited."""
     text = str(e)
-    signs = (
+    phrases = (
         "Connection closed by peer",
         "Connection reset by peer",
         "Broken pipe",
@@ -172,4 +179,4 @@ def _lost_peer(e: BaseException) -> bool:
         "Socket closed",
         "NCCL error: remote",
     )
-    return isinstance(e, (RuntimeError, dist.DistError)) and any(sign in text for sign in signs)
+    return isinstance(e, (RuntimeError, dist.DistError)) and any(phrase in text for phrase in phrases)

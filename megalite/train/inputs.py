@@ -39,7 +39,7 @@ def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tok
     elif cfg.data.mock_data:
         size = 1024
     elif own_data:
-        rule = "data of your own does not tell the size of the vocabulary"
+        rule = "the vocabulary size cannot be inferred from train_data"
         raise UserError("no vocab_size", rule, "give vocab_size to configure, or a tokenizer")
     else:
         prefixes = data_prefixes(cfg)
@@ -58,8 +58,8 @@ def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tok
 
 def with_vocab_size(cfg: Config) -> Config:
     """Resolve the vocabulary size when a tokenizer or data is given; otherwise return cfg unchanged."""
-    known = cfg.data.tokenizer or cfg.data.data or cfg.data.mock_data
-    return resolve_vocabulary(cfg)[0] if known else cfg
+    has_source = cfg.data.tokenizer or cfg.data.data or cfg.data.mock_data
+    return resolve_vocabulary(cfg)[0] if has_source else cfg
 
 
 def data_prefixes(cfg: Config) -> list[str]:
@@ -79,7 +79,7 @@ def open_data(
     """Open the data sets, and check them against the tokenizer and the vocabulary; or wrap those of the caller.
 
     Args:
-        share: (rank, world): the ranks share the checking of the files.
+        share: (rank, world): the ranks divide the checking of the files among them.
     """
     d, model, seed = cfg.data, cfg.model, cfg.train.seed
     if train_data is not None:
@@ -105,7 +105,7 @@ def _own_datasets(cfg: Config, train: Samples, valid: Samples | None) -> Dataset
     if d.data or d.valid_data or d.mock_data:
         given = "--mock-data" if d.mock_data else f"--data {' '.join(d.data + d.valid_data)}"
         raise UserError(f"{given} with train_data", "a run has one source of samples", "drop one of the two")
-    if d.document_mask or d.loss_on != "all" or d.loss_per != "token":
+    if d.within_documents:
         given = f"document_mask {d.document_mask}, loss_on {d.loss_on}, loss_per {d.loss_per} with train_data"
         rule = "data of your own marks documents and targets in the Rows that its sample(i) returns"
         raise UserError(given, rule, "drop these options")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import resource
+import gc
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,24 +10,23 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megalite.checkpoint.save import SaveError
-from megalite.data import BatchLoader
 from megalite.errors import UserError
 from megalite.log import logger, warn_on_rank_0
-from megalite.plan.flops import flops_per_token, peak_flops
-from megalite.train.exit import Diverged, leave_unfinished, raise_together
-from megalite.train.expect import Forecast
-from megalite.train.quiet import SteppedCollection
+from megalite.train.evaluate import evaluate
+from megalite.train.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.train.rewind import rewind
 from megalite.train.run import Run, save
-from megalite.train.step import StepResult, eval_step, train_step
+from megalite.train.step import StepResult, train_step
+from megalite.train.step_record import step_record
 from megalite.train.watch.straggler import StragglerReport
 from megalite.train.watch.watchdog import CHILDREN, IDLE, OWN, STRICT
 
 # Steps from which on a run without checkpoints gets a warning.
 _LONG_RUN = 1000
+
+# Steps between two garbage collections, the same on all ranks: a pause of one rank is a pause of all.
+_COLLECTION_STEPS = 100
 
 # With fp32 and bf16 there is no loss scale to lower: this many steps in a row without an update mean a broken run.
 _MAX_BAD_STEPS = 3
@@ -40,7 +38,6 @@ class Progress:
 
     Attributes:
         stragglers: compares the ranks' own times.
-        forecast: compares the planner's figures with those of the first steps.
         begun: step after which this process started.
         saved_at: step of the last save.
         bad_steps: steps in a row whose update was skipped, overflows of a dynamic loss scale excluded.
@@ -49,7 +46,6 @@ class Progress:
     """
 
     stragglers: StragglerReport
-    forecast: Forecast
     begun: int
     saved_at: int
     bad_steps: int = 0
@@ -69,7 +65,7 @@ def fit(run: Run, callbacks: Sequence[StepCallback] = ()) -> None:
         callbacks: called after every step on every rank, once it is evaluated and its save has begun.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        run.around.callback(signal.signal, number, signal.signal(number, run.on_signal) or signal.SIG_DFL)
+        run.exit_stack.callback(signal.signal, number, signal.signal(number, run.on_signal) or signal.SIG_DFL)
     for record in steps(run):
         for callback in callbacks:
             run.heartbeat.beat("callback", run.step, OWN)
@@ -81,8 +77,8 @@ def fit(run: Run, callbacks: Sequence[StepCallback] = ()) -> None:
 def steps(run: Run) -> Iterator[dict[str, Any]]:
     """Train step by step: yield each step's line of metrics.jsonl; save and evaluate when no step is left.
 
-    A loop over it that is left early saves nothing (see `save`), and a new one continues where it was left. Ctrl-C
-    interrupts it as any other loop; `run.stop_asked = True` on some rank ends it with a save after the next step.
+    Leaving the loop early saves nothing (see `save`), and a new loop continues from there. Ctrl-C interrupts it like
+    any other loop; `run.stop_asked = True` on some rank ends it with a save after the next step.
     """
     cfg = run.engine.cfg
     saved_at = run.saved[-1][0] if run.saved else 0
@@ -90,8 +86,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
     log_plan(run)
-    progress = Progress(StragglerReport(run.engine.ctx), Forecast(cfg, run.engine.ctx, run.step), run.step, saved_at)
-    with closing(SteppedCollection()) as garbage:
+    progress = Progress(StragglerReport(run.engine.ctx), run.step, saved_at)
+    with closing(PeriodicCollector()) as garbage:
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
             if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
@@ -106,7 +102,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             yield record
     if progress.bad_steps and result.skipped:
         run.checkpointer.finish()
-        raise Diverged(
+        raise DivergenceError(
             f"stopped after step {run.step}, whose update was skipped; nothing was saved after step "
             f"{progress.saved_at}: the same command resumes from there"
         )
@@ -164,8 +160,6 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     run.skipped_steps += result.skipped or result.spiked
     record = step_record(run, result, seconds, waited)
     run.metrics.step(record)
-    if figures := progress.forecast.after_step(seconds - waited):
-        run.metrics.event("forecast", step=step, **figures)
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:
@@ -174,7 +168,7 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
 
 
 def log_batch_size(run: Run) -> None:
-    """Log where the next step's batch has another size than the last one's."""
+    """Log a change of the batch size at the next step."""
     sizes = run.engine.cfg.train.batches
     before, after = (sizes.size(max(1, step)) for step in (run.step, run.step + 1))
     if before != after:
@@ -186,7 +180,7 @@ def _nothing_to_learn(run: Run) -> UserError:
     first, cfg = run.consumed_samples, run.engine.cfg
     return UserError(
         f"samples {first} to {first + cfg.train.batches.size(run.step + 1) - 1} (step {run.step + 1})",
-        f"hold no token to learn with --loss-on {cfg.data.loss_on}",
+        f"contain no target token with --loss-on {cfg.data.loss_on or 'answers'}",
         "check the answers marked in PREFIX.mask.bin, or raise --global-batch-size or --seq-len",
     )
 
@@ -211,7 +205,7 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
     """Report a skipped update.
 
     Raises:
-        Diverged: too many in a row.
+        DivergenceError: too many in a row.
     """
     if result.spiked:
         logger.info(f"loss {result.loss:.4f} of step {run.step} is a spike: update skipped")
@@ -225,7 +219,7 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
     bad = (result.skipped or result.spiked) and not expected
     progress.bad_steps = progress.bad_steps + 1 if bad else 0
     if progress.bad_steps == _MAX_BAD_STEPS:
-        raise Diverged(
+        raise DivergenceError(
             f"{'the loss spiked' if result.spiked else 'gradients were not finite'} in {_MAX_BAD_STEPS} steps in a row "
             f"(up to step {run.step}, loss {result.loss}); nothing was saved after them: lower --lr, or resume from an "
             "earlier checkpoint"
@@ -233,7 +227,7 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
 
 
 def save_if_due(run: Run, progress: Progress) -> None:
-    """Start the save that this step asks for; the state after bad steps is not worth one: wait for a good step."""
+    """Start the save that is due after this step, if any; after bad steps, wait for a good one."""
     options = run.engine.cfg.run
     if progress.bad_steps:
         return
@@ -260,69 +254,29 @@ def save_failure(run: Run) -> SaveError | None:
     return None
 
 
-def evaluate(run: Run) -> float | None:
-    """Log and return the mean loss over `eval_steps` global batches of the evaluation data, the same every time.
+class PeriodicCollector:
+    """Runs Python's garbage collector every `_COLLECTION_STEPS` steps and at saves only, after the first step.
 
-    Returns:
-        The loss on every rank; None where there is no evaluation data.
+    A step leaves no reference cycles, so an automatic collection only walks through objects that stay alive: pauses of
+    up to a second, on one rank after another.
     """
-    cfg, ctx = run.engine.cfg, run.engine.ctx
-    if run.datasets.valid is None:
-        return None
-    run.engine.optimizer.wait_weights()
-    with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, ctx.dp.rank, ctx.dp.size) as loader:
-        total = targets = 0.0
-        for _ in range(cfg.run.eval_steps):
-            run.heartbeat.beat("evaluation", run.step)
-            batch, failure = loader.next()
-            mean, weight, failed = eval_step(run.engine, batch, failed=failure is not None)
-            if failed:
-                raise_together(ctx, failure)
-            total, targets = total + mean * weight, targets + weight
-    if not targets:
-        rule = f"hold no token to learn with --loss-on {cfg.data.loss_on}"
-        remedy = "raise --seq-len if it cuts the answers off, or evaluate on other data"
-        raise UserError(f"the {cfg.run.eval_steps} batches of an evaluation", rule, remedy)
-    loss = total / targets
-    run.metrics.event("eval", step=run.step, loss=loss)
-    logger.info(f"evaluation after step {run.step} | loss {loss:.4f} | perplexity {math.exp(min(loss, 700.0)):.2f}")
-    run.heartbeat.beat("between steps", run.step, IDLE)
-    return loss
 
+    def __init__(self) -> None:
+        self._stopped = False
 
-def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> dict[str, Any]:
-    """Make one line of metrics.jsonl."""
-    cfg, ctx = run.engine.cfg, run.engine.ctx
-    size = cfg.train.batches.size(run.step)
-    tokens = size * cfg.model.seq_len
-    per_second = tokens / seconds
-    flops = flops_per_token(cfg.model).causal * per_second / ctx.world.size
-    peak = peak_flops(ctx.device)
-    return {
-        "step": run.step,
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}),
-        **({} if cfg.optim.start_weight_decay is None else {"weight_decay": result.weight_decay}),
-        **({} if cfg.train.batch_size_schedule is None else {"global_batch_size": size}),
-        "loss_scale": result.loss_scale,
-        "skipped_steps": run.skipped_steps,
-        "consumed_samples": run.consumed_samples,
-        "consumed_tokens": run.consumed_samples * cfg.model.seq_len,
-        "step_time_s": seconds,
-        "tokens_per_s": per_second,
-        "tflops_per_gpu": flops / 1e12,
-        "mfu": flops / peak if peak else None,
-        "data_wait_s": waited,
-        "grad_bytes_sent": run.engine.optimizer.grad_bytes_sent,
-        "memory_gib": peak_memory(ctx.device) / 2**30,
-        **run.gpu.latest,
-    }
+    def end_of_step(self, step: int, saves: bool) -> None:
+        """Collect after this step if one is due; replace automatic collection after the first step."""
+        if not self._stopped and gc.isenabled():
+            self._stopped = True
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        elif self._stopped and (saves or step % _COLLECTION_STEPS == 0):
+            gc.collect()
 
-
-def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def close(self) -> None:
+        """Return to automatic collection. May be called more than once."""
+        if self._stopped:
+            self._stopped = False
+            gc.unfreeze()
+            gc.enable()

@@ -8,9 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megalite.errors import UserError
-from megalite.foreign import BadFile, parse_json, require_regular
 from megalite.log import logger
 from megalite.train.trackers import BackgroundTracker, tensorboard_tracker, wandb_tracker
 
 METRICS_FILE = "metrics.jsonl"
-# Bytes of a file and of a line that are read; a step has some 500.
-_MOST_METRICS, _LONGEST_LINE = 4 << 30, 1 << 20
-_MOST_WARNINGS = 10
 # Window, in steps, over which throughput is averaged for the ETA: long enough to include evaluations and saves.
 _PACE_STEPS = 100
 
@@ -34,7 +29,7 @@ class MetricsLogger:
     """Writes the record of a run. On ranks other than 0 every method does nothing.
 
     `RUN_DIR/metrics.jsonl` is only ever appended to: after a resume, lines of repeated steps follow the old ones, and
-    readers use the last line of each step (`read_metrics`). JSON has no NaN or infinity: such a value is written as
+    readers use the last line of each step. JSON has no NaN or infinity: such a value is written as
     null and named in an extra field, `"nonfinite": {"loss": "nan", "grad_norm": "inf"}`.
 
     Args:
@@ -175,7 +170,7 @@ def _open_for_append(path: Path) -> Any:
         file = path.open("ab", buffering=0)
         if broken:
             # Keep the broken line, but do not let it swallow the first new one.
-            logger.warning(f"{path} ends in the middle of a line (a crash while writing?); continuing below it")
+            logger.warning(f"{path} ends in the middle of a line (a crash while writing?); continuing on a new line")
             file.write(b"\n")
     except OSError as e:
         raise UserError(
@@ -206,73 +201,3 @@ def duration(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     return (f"{days}d " if days else "") + f"{h}:{m:02d}:{s:02d}"
-
-
-def read_metrics(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Read the steps and events of a run.
-
-    Lines that are not JSON (a crash while writing) are skipped with a warning.
-
-    Returns:
-        (steps, events): the last line of each step, by step; event lines in file order. If the run was resumed from an
-        earlier step, or restarted in the same folder, only its last attempt counts.
-
-    Raises:
-        UserError: there is no metrics.jsonl in `run_dir`, or it cannot be read.
-    """
-    path = run_dir / METRICS_FILE
-    steps: dict[int, dict[str, Any]] = {}
-    events: list[dict[str, Any]] = []
-    for record in _records(run_dir, path):
-        if "event" in record:
-            step = _step_of(record)
-            if record["event"] in ("start", "resume") and step is not None:
-                # What an earlier attempt did after this step is no longer part of this run.
-                steps = {s: kept for s, kept in steps.items() if s <= step}
-                events = [e for e in events if e["event"] != "eval" or (_step_of(e) or 0) <= step]
-            events.append(record)
-        elif (step := _step_of(record)) is not None:
-            steps[step] = record
-    return [steps[s] for s in sorted(steps)], events
-
-
-def _records(run_dir: Path, path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the file, line by line; the first broken lines are logged, and the number of all."""
-    broken = 0
-    try:
-        require_regular(path, _MOST_METRICS)
-        with path.open("rb") as f:
-            # A line of megabytes is none of ours, and as JSON may take thirty times its size.
-            for number, line in enumerate(iter(partial(f.readline, _LONGEST_LINE), b""), start=1):
-                record = _record(line)
-                while len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-                    line, record = f.readline(_LONGEST_LINE), None
-                if record is not None:
-                    yield record
-                    continue
-                broken += 1
-                if broken <= _MOST_WARNINGS:
-                    logger.warning(f"{path} line {number} is broken and skipped")
-    except (OSError, BadFile) as e:
-        raise UserError(
-            f"run directory {run_dir}",
-            f"{path.name} in it cannot be read ({getattr(e, 'strerror', None) or e})",
-            "use the --run-dir of a run that has finished a step",
-        ) from None
-    if broken > _MOST_WARNINGS:
-        logger.warning(f"{path}: {broken} broken lines are skipped")
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line, {} of an empty one, None of a broken one."""
-    try:
-        record = parse_json(line) if line.strip() else {}
-    except BadFile:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _step_of(record: dict[str, Any]) -> int | None:
-    """Return the step that a line is about, None where it is no number."""
-    step = record.get("step")
-    return step if type(step) is int else None

@@ -88,7 +88,7 @@ class StepProfiler:
         # Only while profiling: a range costs a few microseconds, and there are many waits.
         waits.mark = partial(record_function, _WAIT)
         try:
-            with record_function(f"{_RANGE}{step}"), executor.observed_by(_Marks()):
+            with record_function(f"{_RANGE}{step}"), executor.observed_by(_OpMarker()):
                 yield
                 if step == self.steps[-1]:
                     settle()
@@ -151,7 +151,7 @@ def _warn_on_error(path: Path) -> Iterator[None]:
         logger.warning(f"{path} cannot be written ({e.strerror or e})")
 
 
-class _Marks(Observer):
+class _OpMarker(Observer):
     """Names each pipeline operation in the trace."""
 
     def begin(self, op: Op) -> None:

@@ -12,7 +12,7 @@ from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.load import find_good, load_checkpoint, model_config, verify_together
 from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.meta import require_parts
+from megalite.checkpoint.meta import require_entries
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
@@ -23,7 +23,8 @@ from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
 from megalite.log import logger
-from megalite.train.build import Engine
+from megalite.model.parameters import param_map
+from megalite.train.engine import Engine
 
 # Data options that determine the order of samples.
 _ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data", "long_documents")
@@ -34,8 +35,10 @@ _UPDATES = {"run": ("on_spike", "spike_threshold"), "data": ("document_mask", "l
 # Model options that a new stage of training may change: they rotate queries and keys, and have no weights.
 _ROTARY = ("rope_theta", "rope_scaling", "rope_linear_factor", "rope_theta_local")
 
-# Parts of a manifest's meta that a run continues from; those of the optimizer only together with its moments.
+# Parts of a manifest's meta that a run continues from; those of the optimizer only together with its moments, those of
+# the order of samples where data were read.
 _PARTS = ("step", "consumed_samples", "config.model")
+_ORDER_PARTS = ("config.data", "config.train")
 _SCALARS = ("scalars.num_steps", "scalars.loss_scale", "scalars.loss_scale_good_steps")
 
 _RESETS = "--reset-data (with it, --reset-optimizer and --reset-step are possible)"
@@ -53,7 +56,7 @@ class Source(NamedTuple):
     def resets(self) -> list[str]:
         """The flags that were given."""
         names = ("data", "optimizer", "step")
-        return [f"--reset-{name}" for name, given in zip(names, self[1:]) if given]
+        return [f"--reset-{name}" for name, is_set in zip(names, self[1:]) if is_set]
 
     def state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata that the run continues from, given what the checkpoint recorded."""
@@ -73,22 +76,22 @@ def check_folders(cfg: Config) -> None:
 
 def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Source | None:
     """Find and verify the checkpoint to start from, the same on every rank; None for a new run."""
-    asked, fallback = cfg.run.resume, cfg.run.resume_fallback
+    requested, fallback = cfg.run.resume, cfg.run.resume_fallback
     own = checkpoints_folder(run_dir)
-    if asked == "never":
+    if requested == "never":
         return None
-    if asked == "latest":
-        found = find_good(own, ctx, fallback)
-        return Source(found) if found else None
-    path = Path(asked)
-    wanted = Source(path, cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
+    if requested == "latest":
+        newest = find_good(own, ctx, fallback)
+        return Source(newest) if newest else None
+    path = Path(requested)
+    source = Source(path, cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
     elsewhere = own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
-    if (elsewhere or wanted.resets) and _saved_by(cfg, own, ctx):
+    if (elsewhere or source.resets) and _saved_by(cfg, own, ctx):
         logger.info(f"the same command has saved checkpoints in {own}: continuing from there, not from {path}")
-        found = find_good(own, ctx, fallback)
-        return Source(found) if found else None
-    if (found := find_good(checkpoints_folder(path), ctx, fallback)) is not None:
-        return wanted._replace(path=found)
+        newest = find_good(own, ctx, fallback)
+        return Source(newest) if newest else None
+    if (newest := find_good(checkpoints_folder(path), ctx, fallback)) is not None:
+        return source._replace(path=newest)
     if not (path / "manifest.json").exists():
         raise UserError(
             f"--resume {path}",
@@ -96,7 +99,7 @@ def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Sourc
             "check the path",
         )
     verify_together(path, ctx)
-    return wanted
+    return source
 
 
 def _saved_by(cfg: Config, root: Path, ctx: ParallelContext) -> bool:
@@ -120,14 +123,15 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
     path, optimizer = source.path, engine.optimizer
     manifest = agree(engine.ctx, lambda: read_manifest(path))
     saved, ours = manifest.meta, json.loads(json.dumps(meta))
-    whole = keeps_moments(engine.cfg.optim, source, manifest)
-    agree(engine.ctx, lambda: require_parts(saved, [*_PARTS, *(_SCALARS if whole else ())], path))
+    with_moments = keeps_moments(engine.cfg, source, manifest)
+    order = _ORDER_PARTS if saved.get("data_hash") and not source.reset_data else ()
+    agree(engine.ctx, lambda: require_entries(saved, [*_PARTS, *(_SCALARS if with_moments else ()), *order], path))
     agree(engine.ctx, lambda: _check_model(engine.cfg, source, saved))
     _check_tokenizer(path, saved, ours)
     if not source.reset_data:
         _check_data(path, saved, ours)
-    load_checkpoint(path, optimizer.states(), engine.ctx, verify=False, moments=whole)
-    if whole:
+    load_checkpoint(path, optimizer.states(), engine.ctx, verify=False, moments=with_moments)
+    if with_moments:
         optimizer.load_scalars(saved["scalars"])
         engine.scaler.load_scalars(saved["scalars"])
     else:
@@ -136,19 +140,22 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
     return saved
 
 
-def keeps_moments(cfg: OptimConfig, source: Source, manifest: Manifest) -> bool:
+def keeps_moments(cfg: Config, source: Source, manifest: Manifest) -> bool:
     """Whether a run continues with the moments of a checkpoint: it holds all of them, and they are not reset."""
-    needed = ("exp_avg", "exp_avg_sq")[: cfg.num_moments]
-    return not source.reset_optimizer and all(role in manifest.tensors for role in needed)
+    held = manifest.tensors
+    specs = [spec for spec in param_map(cfg.model).values() if spec.tied_to is None]
+    return not source.reset_optimizer and all(
+        spec.name in held.get(role, ()) for spec in specs for role in cfg.optim.states_of(spec.matrix)
+    )
 
 
 def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
-    """Log where the run starts, and what it does otherwise than the run that saved the checkpoint."""
+    """Log where the run starts, and how it differs from the run that saved the checkpoint."""
     manifest = read_manifest(source.path)
     saved, state = manifest.meta, source.state(manifest.meta)
     start = f"{source.path} at step {saved['step']}"
     start += f" with {' '.join(source.resets)}" if source.resets else ""
-    if keeps_moments(engine.cfg.optim, source, manifest):
+    if keeps_moments(engine.cfg, source, manifest):
         logger.info(f"resumed from {start}")
     else:
         dtype = "fp32" if "master" in manifest.tensors else "bf16"
@@ -230,7 +237,7 @@ def _check_tokenizer(path: Path, saved: dict[str, Any], ours: dict[str, Any]) ->
 
 
 def _check_data(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Refuse other data: the order of samples would change silently, or losses of evaluations mean something else."""
+    """Refuse other data: the order of samples would change silently, or evaluation losses could not be compared."""
     if not saved.get("data_hash"):
         return
     there, here = (
@@ -245,8 +252,8 @@ def _check_data(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None
             f"checkpoint {path} was trained on other samples ({'; '.join(changed) or 'the files have changed'})",
             f"use the data, --split and --seed of the run, or train on these with --resume {path} {_RESETS}",
         )
-    evaluated = saved.get("valid_data_hash"), ours["valid_data_hash"]
-    if all(evaluated) and evaluated[0] != evaluated[1]:
+    valid_hashes = saved.get("valid_data_hash"), ours["valid_data_hash"]
+    if all(valid_hashes) and valid_hashes[0] != valid_hashes[1]:
         changed = [
             f"{key} {there[key]} there, {here[key]} here" for key in ("valid_data", "split") if there[key] != here[key]
         ]
@@ -254,5 +261,5 @@ def _check_data(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None
             "the evaluation data",
             f"checkpoint {path} was evaluated on other samples ({'; '.join(changed) or 'the files have changed'}), so "
             "losses before and after could not be compared",
-            "use the --valid-data of the run; tools/evaluate.py evaluates a checkpoint on any data",
+            "use the --valid-data of the run; megalite evaluate evaluates a checkpoint on any data",
         )

@@ -7,13 +7,13 @@ from pathlib import Path
 from megalite.checkpoint.load import verify_together
 from megalite.data import BatchLoader
 from megalite.dist.collectives import gather_texts
-from megalite.train.exit import Diverged
+from megalite.train.exit import DivergenceError
 from megalite.train.resume import Source, resume
 from megalite.train.run import Run
 from megalite.train.spike import SpikeDetector
 
-# How often other samples are tried from the same checkpoint.
-_MOST_REWINDS = 3
+# Rewinds to the same checkpoint, each followed by other samples.
+_MAX_REWINDS = 3
 
 
 def rewind(run: Run) -> Path | None:
@@ -25,16 +25,16 @@ def rewind(run: Run) -> Path | None:
         The checkpoint; None if this run has none yet, and nothing was changed.
 
     Raises:
-        Diverged: the loss spiked again after every earlier rewind to this checkpoint.
+        DivergenceError: the loss spiked again after every earlier rewind to this checkpoint.
     """
     run.checkpointer.finish()
     source = _last_commit(run)
     if source is None:
         return None
     run.rewinds[source.name] = run.rewinds.get(source.name, 0) + 1
-    if run.rewinds[source.name] > _MOST_REWINDS:
-        raise Diverged(
-            f"the loss spiked again after {_MOST_REWINDS} rewinds to {source} with other samples; lower --lr, or raise "
+    if run.rewinds[source.name] > _MAX_REWINDS:
+        raise DivergenceError(
+            f"the loss spiked again after {_MAX_REWINDS} rewinds to {source} with other samples; lower --lr, or raise "
             "--spike-threshold"
         )
     sizes, dp, position = run.engine.cfg.train.batches, run.engine.ctx.dp, run.consumed_samples

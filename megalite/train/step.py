@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch.profiler import record_function
 
+from megalite.batch import Documents, MicroBatch, document_bounds
 from megalite.config.run import rates_at
 from megalite.data.rows import Rows
 from megalite.dist import collectives
 from megalite.errors import UserError
-from megalite.pipeline.executor import MicroBatch
-from megalite.train.build import Engine
+from megalite.train.engine import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
 
 
@@ -28,7 +30,7 @@ class StepResult:
         loss: mean next-token cross-entropy over the global batch; NaN without a target.
         targets: weight of all targets of the global batch, their number unless they have weights.
         grad_norm: global L2 norm before clipping.
-        lr, decoupled_lr, weight_decay: of the update.
+        lr, decoupled_lr, weight_decay: rates of the update.
         loss_scale: scale under which the gradients were computed.
         skipped: the update was skipped because a gradient was not finite.
         spiked: the update was skipped because the loss was above the limit.
@@ -64,8 +66,8 @@ def train_step(
 
     Args:
         engine: from `build_engine`.
-        batch: a dp-th of the step's global batch as rows, or that many plain samples of seq_len + 1 token ids, an array
-            or a tensor of whole numbers.
+        batch: this dp rank's samples of the global batch, as rows or as plain samples of seq_len + 1 token ids (an
+            array or a tensor of integers).
         step: number of the step.
         stop: this rank was asked to stop; all ranks learn this from the step's one status all-reduce.
         failed: this rank cannot continue: its data could not be read (`batch` is a placeholder), or its last save
@@ -73,13 +75,14 @@ def train_step(
         loss_limit: a mean loss above it is a spike, and the update is skipped.
     """
     cfg, ctx, optimizer, scale = engine.cfg, engine.ctx, engine.optimizer, engine.scaler.scale
-    rows = on_host(batch, engine)
+    rows = to_rows(batch, engine)
     microbatches = to_microbatches(rows, cfg.train.micro_batch_size, ctx.device)
     optimizer.start_step(len(microbatches), scale)
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     program = engine.train_program(len(microbatches))
-    loss_sum = engine.executor.run(program, microbatches, step, ctx.dp.rank, scale / full)
+    engine.unit_weights.start_pass()
+    loss_sum = engine.executor.run(program, microbatches, step, ctx.batch.rank, scale / full)
     engine.unit_weights.end_pass()
     squared_norm = optimizer.finish_grads()
     totals = sum_over_world(engine, loss_sum, rows, squared_norm, stop, failed)
@@ -116,9 +119,10 @@ def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float
 
     Neither dropout nor label smoothing applies. For the arguments see `train_step`.
     """
-    rows = on_host(batch, engine)
+    rows = to_rows(batch, engine)
     microbatches = to_microbatches(rows, engine.cfg.train.micro_batch_size, engine.ctx.device)
-    loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.dp.rank)
+    engine.unit_weights.start_pass()
+    loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.batch.rank)
     engine.unit_weights.end_pass()
     loss, targets, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, rows, failed=failed))
     return loss / targets if targets else 0.0, targets, failures > 0
@@ -138,12 +142,13 @@ def sum_over_world(
         fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue].
     """
     ctx = engine.ctx
-    # All tensor-parallel ranks of the last stage hold the same losses; other stages hold zero.
-    speaks = ctx.grid.is_first(ctx.rank, "tp")
+    # Ranks of the last stage that see the same tokens hold the same losses; other stages hold zero.
+    is_owner = ctx.grid.is_first_except(ctx.rank, "pp", *ctx.grid.batch)
+    counts_rows = ctx.grid.is_first_except(ctx.rank, "pp", "dp") and _has_last_stage(engine)
     # Counted on the host: the step first waits for the GPU when it reads the status, which `collectives.to_host` times.
-    targets = rows.total_weight() if speaks and _holds_last(engine) else 0.0
+    targets = rows.total_weight() if counts_rows else 0.0
     status = torch.zeros(5, dtype=torch.float64, device=ctx.device)
-    status[0] = loss_sum if speaks else 0.0
+    status[0] = loss_sum if is_owner else 0.0
     status[1] = targets
     if squared_norm is not None:
         status[2] = squared_norm
@@ -153,12 +158,12 @@ def sum_over_world(
     return status
 
 
-def _holds_last(engine: Engine) -> bool:
+def _has_last_stage(engine: Engine) -> bool:
     return any(stage.last for stage in engine.stages.values())
 
 
-def on_host(batch: Batch, engine: Engine) -> Rows:
-    """Return this rank's samples as rows of arrays.
+def to_rows(batch: Batch, engine: Engine) -> Rows:
+    """Make rows of this rank's samples, on the host.
 
     Raises:
         UserError: they are of another shape, not whole numbers, or negative as inputs.
@@ -170,29 +175,32 @@ def on_host(batch: Batch, engine: Engine) -> Rows:
     shapes = [(size // engine.ctx.dp.size, length) for size in sizes]
     if tokens.shape not in shapes or tokens.dtype.kind not in "iu":
         rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {' or '.join(str([*s]) for s in shapes)}"
-        raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "cut it so")
+        raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "reshape the batch to that")
     return Rows.of(tokens).check_inputs("the batch")
 
 
 def to_microbatches(rows: Rows, size: int, device: torch.device) -> list[MicroBatch]:
     """Cut rows into micro-batches of `size` samples, on the device."""
-    given = (None if x is None else _to_device(x, device).t() for x in vars(rows).values())
-    whole = MicroBatch(*given)  # type: ignore[arg-type]
-    microbatches = []
-    for i in range(0, len(rows), size):
-        part = whole.samples(i, i + size)
-        if rows.starts is not None and device.type == "cuda":
-            # Found on the host: the device would have to be asked how many documents there are.
-            bounds = document_bounds(rows.starts[i : i + size])
-            part = replace(part, bounds=_to_device(bounds, device), longest=int(np.diff(bounds).max()))
-        microbatches.append(part)
-    return microbatches
+
+    def split(x_NS: npt.NDArray[Any] | None) -> Iterable[Any]:
+        if x_NS is None:
+            return repeat(None)
+        return [part.contiguous() for part in _to_device(x_NS, device).t().split(size, dim=1)]
+
+    inputs, targets, weights = split(rows.inputs), split(rows.targets), split(rows.weights)
+    documents: Iterable[Documents | None] = repeat(None)
+    if rows.starts is not None:
+        # Bounds are found on the host: a GPU would have to be asked how many documents there are.
+        host_starts = (rows.starts[i : i + size] for i in range(0, len(rows), size))
+        documents = [_documents(*starts, device) for starts in zip(host_starts, split(rows.starts))]
+    return [MicroBatch.of_samples(*parts) for parts in zip(inputs, targets, documents, weights)]
 
 
-def document_bounds(starts_BS: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return where documents begin in samples laid end to end, and the number of tokens, int32 [documents + 1]."""
-    begins = np.flatnonzero(starts_BS == np.arange(starts_BS.shape[1]))
-    return np.append(begins, starts_BS.size).astype(np.int32)
+def _documents(starts_BS: npt.NDArray[np.int64], starts_SB: torch.Tensor, device: torch.device) -> Documents:
+    if device.type != "cuda":
+        return Documents(starts_SB)
+    bounds = document_bounds(starts_BS)
+    return Documents(starts_SB, _to_device(bounds, device), longest=int(np.diff(bounds).max()))
 
 
 def _to_device(x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -23,9 +23,9 @@ from tests.shards import tp_shard
 
 INJECT = str(Path(__file__).with_name("inject"))
 SPECS = [
-    ParamSpec("embed_tokens.weight", (50, 16), cut=(("tp", 0),), padded=True),
-    ParamSpec("layers.0.qkv_proj.weight", (48, 16), cut=(("tp", 0),), parts=(24, 12, 12)),
-    ParamSpec("layers.0.o_proj.weight", (16, 24), cut=(("tp", 1),)),
+    ParamSpec("embed_tokens.weight", (50, 16), sharded_dims=(("tp", 0),), padded=True),
+    ParamSpec("layers.0.qkv_proj.weight", (48, 16), sharded_dims=(("tp", 0),), parts=(24, 12, 12)),
+    ParamSpec("layers.0.o_proj.weight", (16, 24), sharded_dims=(("tp", 1),)),
     ParamSpec("norm.weight", (16,)),
 ]
 
@@ -45,7 +45,7 @@ def states_at(step: int, tp_rank: int = 0, tp: int = 1, specs: list[ParamSpec] |
             full = value(spec, kind, step)
             flat = (shard.take(full) if step >= 0 else torch.full(shard.shape, float("nan"))).view(-1)
             slices = shard.flat_slices(0, flat.numel())
-            out.append(StateTensor(spec.name, kind, spec.shape, flat, slices, shard.is_primary()))
+            out.append(StateTensor(spec.name, kind, spec.shape, flat, slices, shard.is_owner()))
     return out
 
 

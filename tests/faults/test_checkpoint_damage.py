@@ -21,9 +21,9 @@ from megalite.checkpoint.safetensors_io import BLOCK
 from megalite.checkpoint.save import Checkpointer
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
+from megalite.extras.view.checkpoint import describe
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
-from tools.inspect_checkpoint import describe
 
 SHARD0, SHARD1 = "rank_00000.safetensors", "rank_00001.safetensors"
 
@@ -366,8 +366,10 @@ def test_of_another_model(root: Path) -> None:
 
 def test_no_load_path_can_read_a_pickle() -> None:
     root = Path(__file__).resolve().parents[2]
-    sources = [*(root / "megalite" / "checkpoint").rglob("*.py"), *(root / "tools").glob("*.py")]
-    assert len(sources) > 15
+    sources = [*(root / "megalite").rglob("*.py"), *(root / "tools").glob("*.py")]
+    # What a notebook sends to its own processes is a pickle; no file is read that way.
+    sources = [path for path in sources if path.parent.name != "notebook"]
+    assert len(sources) > 200
     able = re.compile(r"import (c?[pP]ickle|shelve|marshal|dill)|torch\.(load|save)\(|allow_pickle=True")
     found = [(path.name, line) for path in sources for line in path.read_text().splitlines() if able.search(line)]
     # Checkpoints of Megatron-LM are pickles; this reader makes nothing but plain records of them.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +24,12 @@ def write(prefix: Path, shift: int = 0, sidecar: bool = True) -> Path:
             writer.add_documents((np.arange(4000) + 50 * i + shift) % 100, [4000])
         writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 100} if sidecar else None)
     return prefix
+
+
+def rewrite(manifest: Path, content: dict[str, Any]) -> None:
+    """Whoever changes a manifest can also write its COMMIT."""
+    manifest.write_text(json.dumps(content))
+    (manifest.parent / "COMMIT").write_text(hashlib.sha256(manifest.read_bytes()).hexdigest() + "\n")
 
 
 def errors(zygote: Zygote, folder: Path, *flags: str, world: int = 1) -> list[str]:
@@ -47,6 +56,13 @@ def test_data_that_changed_since_the_save(zygote: Zygote, tmp_path: Path) -> Non
     (line,) = errors(zygote, tmp_path, *flags, *more, world=2)
     assert "train.bin, bytes 262144 to 524288: differ from what preprocessing wrote" in line
     write(train)
+    manifest = tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json"
+    whole = json.loads(manifest.read_text())
+    without = {name: options for name, options in whole["meta"]["config"].items() if name != "data"}
+    rewrite(manifest, {**whole, "meta": {**whole["meta"], "config": without}})
+    (line,) = errors(zygote, tmp_path, *flags, *more)
+    assert "its manifest has no meta.config.data" in line
+    rewrite(manifest, whole)
     assert not errors(zygote, tmp_path, *flags, *more)
 
 

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from megalite.config.options import GROUP_OF, LAYOUT
-from megalite.plan.cluster import DEVICES, FITTED, write_calibration
-from megalite.train.metrics import read_metrics
+from megalite.extras.plan.cluster import FITTED, write_calibration
+from megalite.extras.view.metrics import read_metrics
+from megalite.hardware import DEVICES
 from tests.faults.zygote import Zygote
 
 FLAGS = (

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.dist.elastic import wait_for_name
+from megalite.child import children, process_state
 from megalite.errors import UserError, run_tool
-from megalite.train import command
-from megalite.train.watch.watchdog import children, process_state
+from megalite.extras.launch import train as command
+from megalite.extras.launch.local import wait_for_name
 from tests.faults.test_runtime_faults import FOREVER, RUN, committed
 
 # What a rank does; it leaves files in its folder. It needs no torch, so that it starts quickly.
@@ -39,6 +39,8 @@ if kind == "mistake" and rank == "1":
     print("[rank 1] error: --x 3: must be even; use 4", file=sys.stderr, flush=True)
     sys.exit(2)
 if kind == "fails_once" and rank == "1" and attempt == 1:
+    while not (place / "begun_0").exists():
+        time.sleep(0.01)
     sys.exit(5)
 if kind == "unfinished":
     os._exit(75)
@@ -97,6 +99,14 @@ def start(folder: Path, kind: str, *own: str, rest: tuple[str, ...] = ()) -> Sta
     """Two ranks that do what `RANK` says."""
     (folder / "rank.py").write_text(RANK)
     return Started(folder, ["--nproc", "2", *own, str(folder / "rank.py"), kind, str(folder), *rest])
+
+
+def test_a_module_in_place_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.chdir(tmp_path)
+    started = Started(tmp_path, ["--nproc", "2", "-m", "rank", "done", str(tmp_path), "--nproc=7"])
+    assert started.end() == 0, started.err()
+    assert (tmp_path / "begun_1").read_text() == "['--nproc=7']"
 
 
 def test_arguments_arrive_unchanged(tmp_path: Path) -> None:
@@ -178,10 +188,11 @@ def test_ranks_that_do_not_end_are_killed_after_the_shutdown_timeout(tmp_path: P
     ("words", "rule"),
     [
         (["--nproc", "3", "--tp", "2"], "--tp 2 --pp 1 on 3 ranks: "),
+        (["--nproc", "3", "-m", "pretrain_gpt", "--tp", "2"], "--tp 2 --pp 1 on 3 ranks: "),
         (["--nproc", "x"], "megalite train: argument --nproc"),
         (["--nproc", "0"], "--nproc 0: must be from 1 to 1024"),
         (["--nproc", "999999999"], "--nproc 999999999: must be from 1 to 1024"),
-        (["--nproc", "2", "--nnodes", "2"], "--nnodes 2: needs --master-addr; use tools/launch.py"),
+        (["--nproc", "2", "--nnodes", "2"], "--nnodes 2: needs --master-addr; use megalite launch"),
         (["--nproc", "2", "--nnodes", "2", "--master-addr", "n", "--max-restarts", "1"], "--max-restarts with"),
         (["--nproc", "2", "--nnodes", "2", "--master-addr", "n", "--node-rank", "2"], "--node-rank 2: must be below"),
         (["--nproc", "2", "--global-batch-size", "3"], "--global-batch-size 3: must be divisible"),

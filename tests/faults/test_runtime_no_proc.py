@@ -33,7 +33,7 @@ def test_a_run_trains_saves_and_resumes(tmp_path: Path) -> None:
 def test_memory_is_still_limited_by_the_machine() -> None:
     """What the process uses is unknown there: counted as nothing, never as a failure."""
     code = (
-        "import os, torch\nfrom megalite.diagnose.memory import usable_bytes\n"
+        "import os, torch\nfrom megalite.extras.diagnose.memory import usable_bytes\n"
         "assert not hasattr(os, 'memfd_create')\n"
         "try:\n    open('/proc/self/status')\nexcept FileNotFoundError:\n"
         "    print(usable_bytes(torch.device('cpu')))\n"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.hf.convert import export_hf
-from megalite.train.inference import generate, load_model
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.inference.generate import generate
+from megalite.extras.inference.load import load_model
 from tests.faults.test_runtime_faults import RUN, codes, committed, events, once_committed, outcome
 from tests.faults.zygote import Zygote
 

@@ -16,8 +16,8 @@ import torch
 import megalite
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.ops.choose import OPS
-from megalite.plan.memory import memory_per_rank
 from megalite.train.build import build_engine
 from tests.parity import jobs
 

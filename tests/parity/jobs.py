@@ -91,7 +91,7 @@ def start(rank: int, cfg: Config, world: int) -> Any:
     from megalite.dist.grid import Grid
     from megalite.train.build import build_engine
 
-    topology = Grid.of(world, cfg.parallel.tp, cfg.parallel.pp)
+    topology = Grid.from_config(cfg.parallel, world)
     engine = build_engine(cfg, ParallelContext.create(topology, torch.device("cpu")))
     engine.optimizer.init_parameters(cfg.train.seed)
     spoil_gradients(engine)
@@ -107,9 +107,9 @@ def spoil_gradients(engine: Any) -> None:
             (bucket.grad_share if bucket.sharded.grad else bucket.grad).fill_(np.nan)
 
         def fill(bucket: Any = bucket) -> None:
-            filling = bucket._filling
-            bucket._fill()
-            if not filling:
+            accumulating = bucket._accumulating
+            bucket._allocate_grad()
+            if not accumulating:
                 bucket.grad.fill_(np.nan)
 
         bucket.start_step = start_step

@@ -40,8 +40,8 @@ def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
     from megalite.train.build import build_engine
 
     # One grid of ranks for all of them: making process groups takes longer than a step.
-    (grid,) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
-    ctx = ParallelContext.create(Grid.of(world, *grid), torch.device("cpu"))
+    (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
+    ctx = ParallelContext.create(grid, torch.device("cpu"))
     out = []
     for cfg in cfgs:
         engine = build_engine(cfg, ctx)

@@ -73,8 +73,8 @@ def test_loss_and_bits(pool: WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--compress topk:0", "must be none, int8, topk:F with F above 0"),
-        ("--compress powersgd:1.5", "or powersgd:R with a whole R"),
+        ("--compress topk:0", "must be none, int8, topk:F with 0 < F"),
+        ("--compress powersgd:1.5", "or powersgd:R with a whole number R"),
         ("--compress int8 --grad-reduce-dtype bf16", "have a format of their own"),
         ("--compress int8 --zero 2", "--zero 2"),
     ],

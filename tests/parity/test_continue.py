@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.checkpoint.hf.convert import export_hf
 from megalite.checkpoint.load import resolve_checkpoint
 from megalite.config.options import GROUPS
 from megalite.errors import UserError
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.convert.hf import export_hf
 from tests.parity.test_resume import losses, train
 from tests.ranks import ROOT
 from tests.unit.checkpoint.jobs import whole_tensors
@@ -71,9 +72,10 @@ def stage(rank: int, arguments: list[str], world: int) -> dict[str, Any]:
     from megalite.dist.context import ParallelContext
     from megalite.dist.grid import Grid
     from megalite.train.loop import fit
-    from megalite.train.run import open_run
+    from megalite.train.start import open_run
 
-    run = open_run(cli.parse(arguments).config, ParallelContext.create(Grid.of(world), torch.device("cpu")))
+    context = ParallelContext.create(Grid.of(world), torch.device("cpu"))
+    run = open_run(cli.parse(arguments, dialect=DIALECT).config, context)
     try:
         optimizer, scaler = run.engine.optimizer, run.engine.scaler
         start = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.batch import ForwardPass
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.data import Rows
-from megalite.pipeline.executor import Pass
 from tests.parity import jobs
 from tests.parity.test_layouts import LAYOUTS, micro_batch_size
 from tests.parity.test_zero import boxes_of, put_together
@@ -64,7 +64,7 @@ def test_token_losses_are_those_of_each_document_alone(name: str) -> None:
     @torch.no_grad()
     def losses(rows: Rows) -> np.ndarray:
         (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
-        out = engine.stages[0](batch.tokens_SB, batch, Pass(0, 0, 0, training=False))
+        out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, 0, training=False))
         return out.t()[batch.targets_SB.t() >= 0].numpy()
 
     want = losses(alone())
@@ -80,7 +80,7 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:
     from megalite.train.step import eval_step, train_step
 
     ((tp, pp),) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
-    ctx = ParallelContext.create(Grid.of(world, tp, pp), torch.device("cpu"))
+    ctx = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), torch.device("cpu"))
     out = []
     for cfg in cfgs:
         engine = build_engine(cfg, ctx)

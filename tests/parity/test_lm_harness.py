@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import megalite
-from megalite.checkpoint.hf.convert import export_hf
-from megalite.data.prepare.preprocess import preprocess
 from megalite.errors import UserError
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.inference import command
+from megalite.extras.inference.lm_eval import run_tasks
+from megalite.extras.prepare.preprocess import preprocess
 from tests.workers import WorkerPool
 
 MISSING = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
@@ -73,14 +74,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ours(rank: int, folder: str, path: str, tp: int, pp: int, *more: str) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-    import lm_harness
-
-    answers = lm_harness.main(
+    args = command.lm_eval_parser().parse_args(
         [str(Path(folder, path)), "--tasks", *TASKS, "--include-path", str(Path(folder, "tasks")), "--device", "cpu"]
         + ["--tp", str(tp), "--pp", str(pp), "--batch-size", "2", "--json", str(Path(folder, "ours.json")), *more]
     )
-    assert answers is None
+    run_tasks(args)
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +106,13 @@ def test_results_are_those_of_lm_evals_own_model(
 
 
 def test_every_single_answer_is_that_of_lm_evals_own_model(made: Path, theirs: dict[str, Any]) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
     from lm_eval.api.instance import Instance
 
-    from lm_eval_model import HarnessLM
     from megalite.data.tokenizer import load_tokenizer
     from megalite.dist.context import ParallelContext
-    from megalite.train.inference import find_weights
-    from megalite.train.scoring import Scorer, scoring_config
+    from megalite.extras.inference.lm_eval_model import HarnessLM
+    from megalite.extras.inference.load import find_weights
+    from megalite.extras.inference.score import Scorer, scoring_config
 
     weights = find_weights(made / "run")
     scorer = Scorer(scoring_config(weights, 1), ParallelContext.single(), weights)

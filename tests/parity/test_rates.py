@@ -36,13 +36,13 @@ def weights(rank: int, cfgs: Sequence[Config], world: int, steps: int) -> list[A
     def boxes(engine: Any) -> dict[str, Any]:
         held: dict[str, Any] = {}
         for s in engine.optimizer.states():
-            if s.role == "master" and s.primary:
+            if s.role == "master" and s.is_owner:
                 parts = held.setdefault(s.name, (s.shape, []))[1]
                 parts += [(b.index, s.flat[b.at : b.at + b.numel].view(b.shape).numpy().copy()) for b in s.slices]
         return held
 
     ((tp, pp),) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
-    ctx = ParallelContext.create(Grid.of(world, tp, pp), torch.device("cpu"))
+    ctx = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), torch.device("cpu"))
     out = []
     for cfg in cfgs:
         engine = build_engine(cfg, ctx)

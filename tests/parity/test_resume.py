@@ -46,11 +46,12 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
     from megalite.config import cli
     from megalite.dist.context import ParallelContext
     from megalite.dist.grid import Grid
+    from megalite.extras.compat.dialect import DIALECT
     from megalite.train.loop import fit
-    from megalite.train.run import open_run
+    from megalite.train.start import open_run
 
-    cfg = cli.parse(arguments).config
-    context = ParallelContext.create(Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), torch.device("cpu"))
+    cfg = cli.parse(arguments, dialect=DIALECT).config
+    context = ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu"))
     with open_run(cfg, context) as run:
         fit(run)
         digest = hashlib.sha256()
@@ -101,13 +102,14 @@ def carried(rank: int, arguments: list[str], world: int) -> tuple[dict[str, tupl
     from megalite.dist.context import ParallelContext
     from megalite.dist.grid import Grid
     from megalite.train.loop import steps
-    from megalite.train.run import open_run, save
+    from megalite.train.run import save
+    from megalite.train.start import open_run
 
     cfg = cli.parse(arguments).config
-    context = ParallelContext.create(Grid.of(world, cfg.parallel.tp, cfg.parallel.pp), torch.device("cpu"))
+    context = ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu"))
     held: dict[str, tuple[Any, Any]] = {}
     with open_run(cfg, context) as run:
-        for state in (state for state in run.engine.optimizer.states() if state.primary):
+        for state in (state for state in run.engine.optimizer.states() if state.is_owner):
             _, pieces = held.setdefault(f"{state.role} {state.name}", (state.shape, []))
             for piece in state.slices:
                 part = state.flat[piece.at : piece.at + piece.numel].view(piece.shape)
@@ -214,7 +216,7 @@ def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:
 
 def test_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
     """A run exported and started anew in another layout has the evaluation loss that it had."""
-    from megalite.checkpoint.hf.convert import export_hf
+    from megalite.extras.convert.hf import export_hf
 
     arguments = [*MODEL, "--train-steps", "3", "--eval-every", "3", "--run-dir", str(tmp_path / "a")]
     train(0, arguments, 1)

@@ -12,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.hf.convert import import_hf
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
-from megalite.train.inference import find_weights, load_model
-from megalite.train.scoring import Scorer, scoring_config
+from megalite.extras.convert.hf import import_hf
+from megalite.extras.inference.command import lm_eval_parser
+from megalite.extras.inference.lm_eval import join, run_tasks
+from megalite.extras.inference.load import find_weights, load_model
+from megalite.extras.inference.score import Scorer, scoring_config
 from tests.ranks import reserve_port
 from tests.unit.checkpoint import hf_models
 from tests.workers import WorkerPool
-from tools import lm_harness
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def rows() -> list[list[int]]:
 
 def scored(rank: int, path: str, tp: int, pp: int, world: int) -> tuple[list[tuple[float, bool]], np.ndarray] | None:
     """Score all but the first id of each row, the last row's last two only; then the logits after the first rows."""
-    ctx = ParallelContext.create(Grid.of(world, tp, pp), CPU)
+    ctx = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), CPU)
     weights = find_weights(Path(path))
     scorer = Scorer(scoring_config(weights, world, tp, pp, rows=4, max_length=32), ctx, weights)
     if rank > 0:
@@ -81,7 +82,7 @@ def test_the_likeliest_continuation_is_found_likeliest(pool: WorkerPool, tmp_pat
 
 
 def continued(rank: int, path: str, given: list[tuple[list[int], int]]) -> list[tuple[float, bool]] | None:
-    ctx, weights = ParallelContext.create(Grid.of(2, 2, 1), CPU), find_weights(Path(path))
+    ctx, weights = ParallelContext.create(Grid.of(2, tp=2), CPU), find_weights(Path(path))
     scorer = Scorer(scoring_config(weights, 2, tp=2), ctx, weights)
     if rank > 0:
         scorer.serve()
@@ -99,7 +100,7 @@ def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--max-length 64: must be at most 32"):
         scoring_config(weights, 1, max_length=64)
     # Not given: 32 tokens are rounded up to 33.
-    with pytest.raises(UserError, match="--tp 3: 32 tokens make 33, .* at most 32"):
+    with pytest.raises(UserError, match="--tp 3: 32 tokens are padded to 33, .* at most 32"):
         scoring_config(weights, 3, tp=3)
 
 
@@ -118,12 +119,12 @@ def test_a_mistake_within_a_request_does_not_look_like_one_between_two(tmp_path:
 
 
 def joined(rank: int, port: int) -> list[float]:
-    """Join as a process that lm_harness.py runs in, and return the groups' time limits in seconds."""
+    """Join as a process that `megalite lm-eval` runs in, and return the groups' time limits in seconds."""
     dist.destroy_process_group()
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update(place)
     try:
-        ctx = lm_harness.join(CPU, 2, tp=2, pp=1)
+        ctx = join(CPU, 2, tp=2, pp=1)
     finally:
         for name in place:
             del os.environ[name]
@@ -141,11 +142,15 @@ def test_lm_harness_checks_before_it_reads_weights(tmp_path: Path) -> None:
     import_hf(tmp_path / "hf", tmp_path / "ckpt")
     for file in (tmp_path / "ckpt").rglob("*.safetensors"):
         file.unlink()
+
+    def run(words: list[str]) -> None:
+        run_tasks(lm_eval_parser().parse_args(words))
+
     arguments = [str(tmp_path / "ckpt"), "--tokenizer", "bytes", "--tasks", "any", "--device", "cpu"]
     with pytest.raises(UserError, match=r"--json .*: is in a folder that does not exist"):
-        lm_harness.main([*arguments, "--json", str(tmp_path / "none" / "found.json")])
+        run([*arguments, "--json", str(tmp_path / "none" / "found.json")])
     with pytest.raises(UserError, match="tokenizer bytes with ids up to 257: .* vocabulary of 90"):
-        lm_harness.main(arguments)
+        run(arguments)
     manifest, commit = tmp_path / "ckpt" / "manifest.json", tmp_path / "ckpt" / "COMMIT"
     before = manifest.read_bytes()
     content = json.loads(before)
@@ -154,4 +159,4 @@ def test_lm_harness_checks_before_it_reads_weights(tmp_path: Path) -> None:
     old, new = (hashlib.sha256(data).hexdigest() for data in (before, manifest.read_bytes()))
     commit.write_text(commit.read_text().replace(old, new))
     with pytest.raises(UserError, match="tokenizer bytes of SHA-256 .*: the model was trained with the one of .* 0000"):
-        lm_harness.main(arguments)
+        run(arguments)

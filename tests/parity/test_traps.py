@@ -88,7 +88,7 @@ def test_replicas_stay_bitwise_equal_and_padding_zero(pool: WorkerPool, case: st
             padded += shard.spec.padded and sum(p.shape[0] for p in shard.slices) < shard.shape[0]
             # Over dp and, where a parameter is not cut, over tp; tied copies over the pipeline as well.
             tied = model.tie_embeddings and name in ("embed_tokens.weight", "lm_head.weight")
-            key = ("tied", tp) if tied else (name, pp, tp if shard.spec.cut else None)
+            key = ("tied", tp) if tied else (name, pp, tp if shard.spec.sharded_dims else None)
             copies.setdefault(key, set()).add(sha)
     assert padded
     drifted = [key for key, hashes in copies.items() if len(hashes) > 1]

@@ -16,20 +16,21 @@ import yaml
 from torch.distributed.checkpoint import filesystem, metadata
 
 from megalite.checkpoint.lock import RunLock
-from megalite.checkpoint.megatron.config import model_of
-from megalite.checkpoint.megatron.convert import import_megatron
-from megalite.checkpoint.megatron.names import place
 from megalite.config import cli
-from megalite.data.prepare.chat import ChatEncoder
-from megalite.data.prepare.documents import BadRecord, parse, read_chunks
-from megalite.data.prepare.template import find_template
 from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import UserError, printable
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.convert.megatron.config import model_of
+from megalite.extras.convert.megatron.convert import import_megatron
+from megalite.extras.convert.megatron.names import place
+from megalite.extras.prepare.chat import ChatEncoder
+from megalite.extras.prepare.documents import BadRecord, parse, read_chunks
+from megalite.extras.prepare.template import find_template
+from megalite.extras.view.metrics import read_metrics
 from megalite.model.parameters import param_map
-from megalite.train.metrics import read_metrics
 from tests.soak import mutate
 from tests.soak.reader import Reader
-from tests.unit.checkpoint.test_megatron_files import ARGS, write_legacy
+from tests.unit.extras.convert.test_megatron_files import ARGS, write_legacy
 
 # --------------------------------------------------------------------------------------------------------------- lock
 
@@ -121,11 +122,15 @@ def _yaml_of(rng: Random, data: bytes) -> bytes:
 
 
 def _read_deepspeed(folder: Path) -> Any:
-    return cli.parse(["--deepspeed-config", str(folder / "config.json"), "--mock-data"], world=4).config
+    return cli.parse(
+        ["--deepspeed-config", str(folder / "config.json"), "--mock-data"], world=4, dialect=DIALECT
+    ).config
 
 
 def _read_accelerate(folder: Path) -> Any:
-    return cli.parse(["--accelerate-config", str(folder / "config.yaml"), "--mock-data"], world=4).config
+    return cli.parse(
+        ["--accelerate-config", str(folder / "config.yaml"), "--mock-data"], world=4, dialect=DIALECT
+    ).config
 
 
 # ---------------------------------------------------------------------------------------- texts, conversations, metrics

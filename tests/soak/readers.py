@@ -17,27 +17,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.checkpoint.hf.convert import export_hf
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.load import model_config
 from megalite.checkpoint.manifest import commit_text, read_manifest
 from megalite.checkpoint.reader import ShardReader
-from megalite.checkpoint.stream import Imported, write_checkpoint
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.data.build import build_datasets, read_sidecar
-from megalite.data.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
-from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
 from megalite.errors import printable
-from megalite.launch.hosts import check_equal_slots, filter_hosts, parse_hostfile
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.convert.stream import ImportedTensor, write_checkpoint
+from megalite.extras.launch.hosts import check_equal_slots, filter_hosts, parse_hostfile
+from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
+from megalite.extras.prepare.train_tokenizer import train_tokenizer
+from megalite.extras.view.checkpoint import describe
 from megalite.model.parameters import param_map
 from megalite.slices import Slice
 from tests.soak import mutate
 from tests.soak.more_readers import MORE
 from tests.soak.reader import Reader
-from tools.inspect_checkpoint import describe
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, 12 times 34, and the loss did not.\n"
 _MODEL = {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "vocab_size": 64, "seq_len": 16}
@@ -76,7 +76,7 @@ def _make_checkpoint(folder: Path) -> None:
         for spec in param_map(cfg.model).values():
             if spec.tied_to is None:
                 make = lambda s=spec: torch.arange(s.numel, dtype=torch.float32).view(s.shape)  # noqa: E731
-                tensors.append(Imported(kind, spec.name, spec.shape, make))
+                tensors.append(ImportedTensor(kind, spec.name, spec.shape, make))
     meta = {
         "config": dataclasses.asdict(cfg),
         "data_hash": "0" * 64,
@@ -138,7 +138,7 @@ def _make_hf(folder: Path) -> None:
 
 def _read_hf(folder: Path) -> Any:
     source = HFSource(folder / "model")
-    return [source.whole(spec, where).sum() for spec, where in source.tensors()], source.config, source.special
+    return [source.full(spec, where).sum() for spec, where in source.tensors()], source.config, source.special
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers

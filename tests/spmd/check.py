@@ -21,7 +21,8 @@ from megalite.parameter import ShardedParameter
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op
 from megalite.tensor_parallel import linear
-from megalite.train.build import Engine, build_engine
+from megalite.train.build import build_engine
+from megalite.train.engine import Engine
 from megalite.train.step import train_step
 from tests.spmd import ranks as threads
 from tests.spmd.ranks import World, collectives_of_threads, context_of
@@ -151,9 +152,8 @@ class Checker(Observer):
         self.raw = {name: p.main_grad.clone() for name, p in self.params.items()}
         result = finish()
         for made in engine.optimizer.buckets:
-            for segment in made.segments:
-                share = made.grad_share[segment.at : segment.at + segment.numel].clone()
-                self.shares[segment.param.shard.spec.name] = segment.start, share
+            for own in made.param_shares:
+                self.shares[own.param.shard.spec.name] = own.start, made.grad_share[own.span].clone()
         if self.rank is None:
             self.world.one_process = self
             return result
@@ -200,7 +200,7 @@ def check(cfg: Config, grid: Grid, spoil: Callable[[Engine], None] = lambda engi
     """
     world, parallel = World(grid), replace(cfg.parallel, overlap_grad_reduce=False)
     cfg = replace(cfg, parallel=parallel)
-    alone = replace(cfg, parallel=replace(parallel, tp=1, pp=1))
+    alone = replace(cfg, parallel=replace(parallel, pp=1))
 
     with collectives_of_threads():
         run_step(alone, Grid.of(1), Checker(world, None, cfg.sequence_parallel), spoil)
@@ -231,10 +231,10 @@ def check_gradients(world: World, ranks: Sequence[Checker]) -> None:
             if unchanged and not close(reduced[-1], summed[-1]):
                 raise SpmdTypeError(f"{name}: its reduced gradient is P over dp; it must be S(shares)")
         shards = [ranks[rank].params[name].shard for rank in world.grid.groups("tp")[0]]
-        before = "S(cut)" if shards[0].spec.cut else "P" if "tp" in shards[0].reduce else "R"
-        after = "S(cut)" if shards[0].spec.cut else "R"
+        before = "S(cut)" if shards[0].spec.sharded_dims else "P" if "tp" in shards[0].reduce else "R"
+        after = "S(cut)" if shards[0].spec.sharded_dims else "R"
         for what, parts, wanted in (("gradient", summed, before), ("reduced gradient", reduced, after)):
             found = found_types(parts, total)
-            if shards[0].spec.cut and all(close(x, shard.take(total)) for x, shard in zip(parts, shards)):
+            if shards[0].spec.sharded_dims and all(close(x, shard.take(total)) for x, shard in zip(parts, shards)):
                 found.append("S(cut)")
             demand(f"{name}: its {what}", "tp", wanted, found, total.dim())

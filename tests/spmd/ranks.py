@@ -103,18 +103,18 @@ def _member() -> Member:
 
 def _all_reduce(x: torch.Tensor, axis: Axis, op: Any = None) -> collectives.Work:
     x.copy_(torch.stack(_member().exchange("all_reduce", x, axis)).sum(0))
-    return collectives.Done()
+    return collectives.FinishedWork()
 
 
 def _all_gather(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> collectives.Work:
     out.view(-1).copy_(torch.cat([part.reshape(-1) for part in _member().exchange("all_gather", x, axis)]))
-    return collectives.Done()
+    return collectives.FinishedWork()
 
 
 def _reduce_scatter(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> collectives.Work:
     total = torch.stack(_member().exchange("reduce_scatter", x, axis)).sum(0)
     out.view(-1).copy_(total.view(axis.size, -1)[axis.rank])
-    return collectives.Done()
+    return collectives.FinishedWork()
 
 
 def _start_all_gather(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, collectives.Work]:

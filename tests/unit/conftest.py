@@ -1,6 +1,36 @@
-"""Rules tried on examples: how long one takes says more about the machine's other work than about the rule."""
+"""Real text and a tokenizer trained on it, made once; and rules tried on examples without a deadline."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
+from examples.corpus import python_corpus
+from megalite.extras.prepare.train_tokenizer import train_tokenizer
+
+# How long an example takes says more about the machine's other work than about the rule.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JSON lines of about 1 MB of real source and prose."""
+    out = tmp_path_factory.mktemp("corpus") / "stdlib.jsonl"
+    python_corpus(out, max_mb=1.0)
+    return out
+
+
+@pytest.fixture(scope="session")
+def corpus_texts(corpus: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").split("\n") if line]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer([str(corpus)], 1200, out)
+    return out

@@ -14,10 +14,10 @@ from megalite.config.options import with_options
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
+from megalite.extras.plan.report import dry_run_report
+from megalite.extras.view.metrics import read_metrics
 from megalite.pipeline.choose import name_of, names_of
-from megalite.plan.dry_run import dry_run_report
 from megalite.schedules.batch import BatchSizes
-from megalite.train.metrics import read_metrics
 
 
 def config(words: str) -> Config:
@@ -52,9 +52,9 @@ def test_thresholds_in_samples() -> None:
     ("words", "error"),
     [
         ("0:16,400:32", "must be STEP:SIZE pairs of whole numbers; write it as '0:16 400:32'"),
-        ("", "must begin with the batch size from step 0 on"),
-        ("1:16", "must begin with the batch size from step 0 on"),
-        ("0:16 8:32 8:64", "must name steps in rising order, each once"),
+        ("", "must begin with the batch size of step 0"),
+        ("1:16", "must begin with the batch size of step 0"),
+        ("0:16 8:32 8:64", "must list steps in increasing order, each once"),
         ("0:16 8:0", "must have sizes from 1 to 9999999"),
     ],
 )
@@ -99,7 +99,7 @@ def test_every_size_must_divide_and_run() -> None:
 
 def test_dry_run_shows_the_ramp() -> None:
     cfg = config("--batch-size-schedule|0:4 2:8|--vocab-size|96|--preset|tiny")
-    page = dry_run_report(cfg, Grid.of(2, 1, 1))
+    page = dry_run_report(cfg, Grid.of(2))
     assert "8 samples = 1,024 tokens per step; 4 micro-batches of 1 per dp rank\n" in page
     assert "ramp: 4 samples, 8 from step 3 on; all figures are of the largest\n" in page
     many = BatchSizes.read(" ".join(f"{i}:{i + 8}" for i in range(100)))

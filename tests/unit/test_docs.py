@@ -11,27 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from megalite.__main__ import COMMANDS
 from megalite.config import cli
-from megalite.config import megatron as aliases
-from megalite.config.cli import parse
-from megalite.config.options import TYPES, Start
-from megalite.config.refused import MEGATRON, OTHERS, refusal
+from megalite.config.options import TYPES
 from megalite.dist.grid import Grid
 from megalite.errors import UserError
-from megalite.pipeline.choose import USUAL_COSTS, resolve_schedule, simulate_all
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.compat.refusals import MEGATRON, TRAINER, find_refusal
+from megalite.extras.compat.table import all_patterns
+from megalite.extras.plan.report import dry_run_report
+from megalite.pipeline.choose import USUAL_COSTS, Request, choose_schedule, simulate_all
 from megalite.pipeline.schedule import build_schedule
-from megalite.plan.dry_run import dry_run_report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "SECURITY.md", *(ROOT / "docs").glob("*.md")])
 SCRIPTS = (
-    "tools/*.py",
     "examples/*.py",
-    "benchmarks/*.py",
+    "benchmarks/**/*.py",
     "*.py",
     "examples/*.sh",
     "tests/*.sh",
-    "megalite/launch/*.sbatch",
+    "megalite/extras/launch/*.sbatch",
 )
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -107,9 +107,9 @@ def test_pictures_are_small_and_shown() -> None:
 @cache
 def trainer_flags() -> set[str]:
     """Flags of pretrain_gpt.py, ours and theirs (those refused by name as well: pages say that they are refused)."""
-    options = [*TYPES, *Start.__dataclass_fields__, *(f"no_{option}" for option in TYPES)]
-    refused = [flag for entry in [*MEGATRON, *OTHERS] for flag in entry.flags]
-    theirs = [*cli.OTHERS, *aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *refused]
+    options = [*TYPES, *DIALECT.start.__dataclass_fields__, *(f"no_{option}" for option in TYPES)]
+    refused = all_patterns([*MEGATRON, *TRAINER])
+    theirs = [*DIALECT.renamed, *DIALECT.switches, *DIALECT.computed, *refused]
     return {"--help", *(f"--{option.replace('_', '-')}" for option in options), *(f"--{flag}" for flag in theirs)}
 
 
@@ -123,16 +123,23 @@ def flags_in_source(path: Path) -> set[str]:
     return {flag for t in texts for flag in re.findall(r"--[a-z][\w-]*", t)}
 
 
+def file_of(command: str) -> Path:
+    """The module of a `megalite` command."""
+    module, _, _ = COMMANDS[command].place.partition(":")
+    return ROOT / "megalite/extras" / f"{module.replace('.', '/')}.py"
+
+
 @cache
 def other_flags() -> set[str]:
     """Flags of the scripts and tools, and of those programs of others that the pages call."""
     files = [path for pattern in SCRIPTS for path in ROOT.glob(pattern)]
-    files += [path for room in ("launch", "data", "ops") for path in (ROOT / "megalite" / room).glob("*.py")]
-    files += [ROOT / "megalite/train/command.py", ROOT / "tests/soak/__main__.py"]
+    files += [path for room in ("extras/launch", "data", "ops") for path in (ROOT / "megalite" / room).glob("*.py")]
+    files += [*(file_of(command) for command in COMMANDS), ROOT / "tests/soak/__main__.py"]
     theirs = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"}
     # docker, pyxis, apptainer
     theirs |= {"--build-arg", "--gpus", "--ipc", "--shm-size", "--ulimit", "--cap-add", "--device", "--network", "--rm"}
     theirs |= {"--container-image", "--container-mounts", "--container-workdir", "--nv", "--bind"}
+    theirs.add("--local-dir")  # hf
     return theirs.union(*(flags_in_source(path) for path in files))
 
 
@@ -141,28 +148,29 @@ def test_flags_exist(page: Path) -> None:
     known = trainer_flags() | other_flags()
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w*-])", page.read_text()))
     unknown = [flag.replace("_", "-") for flag in named if flag.replace("_", "-") not in known]
-    assert sorted(flag for flag in unknown if not refusal(flag[2:], [])) == []
+    assert sorted(flag for flag in unknown if not find_refusal(flag[2:], [])) == []
 
 
-def program_of(words: list[str]) -> Path | None:
-    """The file of ours that a command runs."""
-    for word in words:
+def program_of(words: list[str]) -> tuple[str, Path, list[str]] | None:
+    """The program of ours that a command runs: its name, its file, and the words after it."""
+    for i, word in enumerate(words):
+        if word == "megalite" and i + 1 < len(words):
+            return words[i + 1], file_of(words[i + 1]), words[i + 2 :]
         if word.endswith((".py", ".sh")) and not word.startswith("-") and "=" not in word:
-            return ROOT / word
+            return word, ROOT / word, words[i + 1 :]
     return None
 
 
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_commands_name_programs_and_flags_that_exist(page: str, command: str) -> None:
-    words = command.split()
-    program = program_of(words)
+    program = program_of(command.split())
     if program is None:
         return
-    assert program.exists(), f"{page}: {command}"
-    own = words[words.index(str(program.relative_to(ROOT))) + 1 :]
+    name, path, own = program
+    assert path.exists(), f"{page}: {command}"
     named = {word.partition("=")[0] for word in own if word.startswith("--") and word != "--"}
-    known = set() if program.name == "pretrain_gpt.py" else flags_in_source(program)
-    if program.name in ("pretrain_gpt.py", "plan.py", "estimate.py"):
+    known = set() if name == "pretrain_gpt.py" else flags_in_source(path)
+    if name in ("pretrain_gpt.py", "train", "plan", "estimate"):
         known = known | trainer_flags()
     if "--" not in own:
         assert named <= known, f"{page}: {command}: {named - known}"
@@ -175,8 +183,10 @@ def test_programs_named_in_the_text_exist(page: Path) -> None:
         r"(?:python|bash|torchrun [^`\n]*?) ((?:tools|examples|tests|benchmarks)/[\w./-]+|\w+\.py)", text
     )
     modules = re.findall(r"python -m (megalite[\w.]*)", text)
+    named_commands = re.findall(r"(?:^ {4}|`|-m )megalite ([a-z][\w-]*)", text, re.M)
     places = [ROOT / m.replace(".", "/") for m in modules]
     assert [n for n in named if not (ROOT / n).exists()] == []
+    assert [command for command in named_commands if command not in COMMANDS] == []
     assert [p for p in places if not p.with_suffix(".py").exists() and not (p / "__main__.py").exists()] == []
 
 
@@ -189,7 +199,7 @@ def test_bash_blocks_are_bash(page: str, text: str) -> None:
 @pytest.mark.parametrize(("page", "command"), [c for c in commands() if "pretrain_gpt.py" in c[1] and "…" not in c[1]])
 def test_training_commands_are_accepted(page: str, command: str) -> None:
     """As they stand; a launcher's words before the program are left out."""
-    parse(command.partition("pretrain_gpt.py")[2].split())
+    cli.parse(command.partition("pretrain_gpt.py")[2].split(), dialect=DIALECT)
 
 
 # ---------------------------------------------------------------------------------------------------------- figures
@@ -210,8 +220,8 @@ def rows(table: str) -> Iterator[list[str]]:
 
 
 def report(world: int, flags: str) -> str:
-    config = parse(flags.split()).config
-    return dry_run_report(config, Grid.of(world, config.parallel.tp, config.parallel.pp))
+    config = cli.parse(flags.split(), dialect=DIALECT).config
+    return dry_run_report(config, Grid.from_config(config.parallel, world))
 
 
 def test_dry_run_on_the_page_is_the_tools() -> None:
@@ -232,13 +242,13 @@ def test_memory_tables() -> None:
 def test_bubble_table() -> None:
     ((_, table),) = marked("layout.md", "bubbles")
     for pp, vp, m, *shown, auto in rows(table):
-        numbers = int(pp), int(vp), int(m)
-        bubbles = {s.schedule.name: s.bubble for s in simulate_all(*numbers, USUAL_COSTS.per_chunk(int(vp)))}
+        numbers, costs = (int(pp), int(vp), int(m)), USUAL_COSTS.per_chunk(int(vp))
+        bubbles = {s.schedule.name: s.bubble for s in simulate_all(*numbers, costs)}
         if vp == "1":
             del bubbles["interleaved"]
         names = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
         assert [f"{bubbles[n]:.1%}".replace("%", " %") if n in bubbles else "–" for n in names] == shown, numbers
-        assert resolve_schedule("auto", *numbers) == auto, numbers
+        assert choose_schedule(Request(*numbers[:2], (numbers[2],)), costs).name == auto, numbers
 
 
 def test_programs_on_the_page() -> None:
@@ -264,7 +274,7 @@ def test_places_in_the_code_that_the_step_names() -> None:
 def test_the_example_line_is_what_the_library_says() -> None:
     text = (ROOT / "docs/troubleshooting.md").read_text()
     with pytest.raises(UserError) as caught:
-        parse(["--tp", "3"])
+        cli.parse(["--tp", "3"])
     assert f"    error: {caught.value}\n" in text
 
 
@@ -272,4 +282,5 @@ def test_this_file_reads_pages() -> None:
     """An empty list of pages or commands would pass every test above."""
     assert len(PAGES) >= 8
     assert len(commands()) >= 12
+    assert sum(program_of(command.split()) is not None for _, command in commands()) >= 40
     assert sys.version_info >= (3, 10)

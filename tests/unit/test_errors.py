@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megalite.__main__ import find_main
 from megalite.errors import ToolParser, UserError
 from megalite.log import logger, setup_logging
 from tests.ranks import ROOT
@@ -90,9 +90,10 @@ def test_a_reader_that_goes_away() -> None:
 @pytest.mark.parametrize(
     ("program", "argument"),
     [
-        (["-c", "from megalite.config.cli import parse; parse()"], "--help"),
+        (["-c", "import sys; from megalite.extras.compat.help import *; show_help_if_asked(sys.argv)"], "--help"),
         (["pretrain_gpt.py"], "--print-config"),
         (["tools/preprocess_data.py"], "--help"),
+        (["-m", "megalite"], "--help"),
     ],
 )
 def test_what_is_printed_may_be_cut_short(program: list[str], argument: str) -> None:
@@ -109,19 +110,19 @@ def test_what_is_printed_may_be_cut_short(program: list[str], argument: str) -> 
 
 
 TOOLS = {
-    "tools.generate": ["run"],
-    "tools.evaluate": ["run", "--data", "x"],
-    "tools.train_tokenizer": ["--input", "x", "--vocab-size", "300", "--out", "x"],
-    "megalite.launch.cli": ["--hostfile", "missing", "--", "pretrain_gpt.py"],
-    "megalite.train.command": ["--dry-run"],
+    "generate": ["run"],
+    "evaluate": ["run", "--data", "x"],
+    "tokenizer": ["--input", "x", "--vocab-size", "300", "--out", "x"],
+    "launch": ["--hostfile", "missing", "--", "pretrain_gpt.py"],
+    "train": ["--dry-run"],
 }
 
 
-@pytest.mark.parametrize("module", TOOLS)
-def test_every_number_of_a_tool_has_a_range(module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", TOOLS)
+def test_every_number_of_a_tool_has_a_range(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What cannot be meant is refused, by its flag, before a file is read or anything is started."""
     monkeypatch.chdir(tmp_path)
-    main, words = importlib.import_module(module).main, TOOLS[module]
+    main, words = find_main(command), TOOLS[command]
     seen: list[argparse.Action] = []
     parse = ToolParser.parse_known_args
 
@@ -131,7 +132,7 @@ def test_every_number_of_a_tool_has_a_range(module: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ToolParser, "parse_known_args", note)
     with contextlib.suppress(UserError):
-        main([*words, "--no-such-flag"] if module != "megalite.train.command" else ["--tp", "0"])
+        main([*words, "--no-such-flag"] if command != "train" else ["--tp", "0"])
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert seen

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu, gpu_parts
+from megalite.config.run import Config
+from megalite.dist.context import ParallelContext
+from megalite.train.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +48,21 @@ def test_every_part_runs(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     figures = {"machine": "torch", "attention": "forward_tflops", "step": "tokens_per_s", "profile": "busy_ms"}
     assert any(row.get(figures.get(part, "forward_tflops")) for row in rows)
+
+
+def test_a_row_of_steps_holds_no_memory_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients: list[weakref.ref[torch.Tensor]] = []
+    build = gpu_parts.build_engine
+
+    def recorded(cfg: Config, ctx: ParallelContext) -> Engine:
+        assert [ref() for ref in gradients] == [None] * len(gradients)
+        engine = build(cfg, ctx)
+        gradients.extend(weakref.ref(bucket.grad) for bucket in engine.optimizer.buckets)
+        return engine
+
+    monkeypatch.setattr(gpu_parts, "build_engine", recorded)
+    gpu_parts.step(torch.device("cpu"))
+    assert len(gradients) >= 2
 
 
 def test_parts_fit_and_their_files_exist() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,21 +16,21 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.checkpoint.hf.convert import export_hf
+from megalite.__main__ import find_main
 from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.data.prepare.preprocess import preprocess
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.prepare.preprocess import preprocess
+from megalite.extras.view.metrics import read_metrics
 from megalite.families import FAMILIES
 from megalite.families.parts import ACTIVATIONS, NORMS
 from megalite.schedules.lr import LR_DECAYS, learning_rate
 from megalite.schedules.pipeline import SCHEDULES
-from megalite.train.metrics import read_metrics
+from megalite.update_rules import RULES
 from tests.parity import jobs
 from tests.parity.test_resume import train
 from tests.workers import WorkerPool
-from tools.convert_hf import main as convert_main
-from tools.preprocess_data import main as preprocess_main
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -106,8 +105,8 @@ def test_the_stages_of_training(pool: WorkerPool, tmp_path: Path, monkeypatch: p
     for words in map(shlex.split, code.splitlines()):
         world, script = (int(words[2]), words[3:]) if words[0] == "torchrun" else (1, words[1:])
         if script[0] != "pretrain_gpt.py":
-            monkeypatch.setattr(sys, "argv", script)
-            {"preprocess_data": preprocess_main, "convert_hf": convert_main}[Path(script[0]).stem]()
+            assert words[0] == "megalite"
+            find_main(script[0])(script[1:])
             continue
         name = Path(parse(script[1:]).config.run.run_dir).name
         # Ranks have a folder of their own.
@@ -143,7 +142,7 @@ def in_folder(rank: int, folder: str, arguments: list[str], world: int) -> Any:
 @contextmanager
 def tables_restored() -> Iterator[None]:
     """Recipes add to tables of the process, which other tests read."""
-    tables: list[dict[str, Any]] = [FAMILIES, ACTIVATIONS, NORMS, LR_DECAYS, SCHEDULES]
+    tables: list[dict[str, Any]] = [FAMILIES, ACTIVATIONS, NORMS, LR_DECAYS, RULES, SCHEDULES]
     before = [dict(table) for table in tables]
     try:
         yield
@@ -155,11 +154,11 @@ def tables_restored() -> Iterator[None]:
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The page's blocks, of which the first four (family, parts, learning rate, schedule) have run; and their names."""
+    """The page's blocks, and the names they made: the first six (family, parts, rate, optimizers, schedule) ran."""
     monkeypatch.chdir(tmp_path)
     with tables_restored():
         names: dict[str, Any] = {}
-        for text in (texts := blocks("extending.md"))[:4]:
+        for text in (texts := blocks("extending.md"))[:6]:
             exec(compile(text, "recipe", "exec"), names)
         yield texts, names
 
@@ -175,19 +174,20 @@ def train_with_recipes(rank: int, texts: list[str], cfg: Config, world: int) -> 
 
 @pytest.mark.parametrize("own_parts", [False, True])
 def test_recipes_train_in_a_layout_as_in_one_process(pool: WorkerPool, recipes: Any, own_parts: bool) -> None:
-    """The family, then the activation and the norm in place of its own, under the page's two schedules."""
+    """The family, then the activation and the norm in place of its own, under the page's schedules and optimizers."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": jobs.VOCAB}
     parts = {"activation": "relu2", "norm": "layernorm_no_bias"} if own_parts else {}
     model = ModelConfig.from_arch("starcoder2", **sizes, seq_len=jobs.SEQ, **parts)
     assert (model.norm, model.tie_embeddings, model.gated) == (parts.get("norm", "layernorm"), True, False)
-    optim = dataclasses.replace(jobs.OPTIM, lr_decay="wsd-sqrt", wsd_decay_steps=3)
+    rule = "normalized-rows" if own_parts else "lion"
+    optim = dataclasses.replace(jobs.OPTIM, optimizer=rule, lr_decay="wsd-sqrt", wsd_decay_steps=3)
     cfg, one = (
         dataclasses.replace(jobs.make_config(model, layout), optim=optim)
         for layout in ({"tp": 2, "pp": 2, "schedule": "gpipe-groups"}, {})
     )
     expected = jobs.train(0, one, 1)
     assert expected[-1][0] < expected[0][0]
-    for figures in pool.run(4, train_with_recipes, recipes[0][:4], cfg, 4):
+    for figures in pool.run(4, train_with_recipes, recipes[0][:6], cfg, 4):
         np.testing.assert_allclose(figures, expected, rtol=1e-5)
 
 
@@ -233,7 +233,7 @@ def test_all_recipes_in_one_run(
     recipes: tuple[list[str], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts, names = recipes
-    proof, data, callback, everything = texts[4:]
+    proof, data, callback, everything = texts[6:]
     # Two groups of 4 on 4 ranks: 2 (p - 1)(F + B) of m (F + B).
     assert run_block(proof, names, capsys) == ["bubble 75.0%, activations [4, 4, 4, 4]"]
     (np.arange(3000) % 50257).astype(np.uint16).tofile("train.bin")

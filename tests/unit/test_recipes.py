@@ -8,8 +8,8 @@ import pytest
 
 from megalite.config import cli
 from megalite.dist.grid import Grid
+from megalite.extras.plan.report import dry_run_report
 from megalite.families import PRESETS
-from megalite.plan.dry_run import dry_run_report
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
 STAGES = ("continue", "domain", "sft")  # on top of a model's recipe
@@ -26,5 +26,5 @@ def test_recipe(recipe: Path) -> None:
     if recipe.stem in STAGES:
         base = ["--config", str(recipe.with_name("quickstart.yaml"))]
     cfg = cli.parse([*base, "--config", str(recipe), *FLAGS.get(recipe.stem, [])]).config
-    report = dry_run_report(cfg, Grid.of(WORLD[recipe.stem], cfg.parallel.tp, cfg.parallel.pp))
+    report = dry_run_report(cfg, Grid.from_config(cfg.parallel, WORLD[recipe.stem]))
     assert "parameters" in report

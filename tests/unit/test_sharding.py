@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ MODELS = {
 
 def slice_by_hand(full: torch.Tensor, spec: ParamSpec, rank: int, tp: int) -> torch.Tensor:
     """Each packed part cut into tp equal chunks, chunk `rank` of each joined: written with torch alone."""
-    if not spec.cut:
+    if not spec.sharded_dims:
         return full
-    ((_, dim),) = spec.cut
+    ((_, dim),) = spec.sharded_dims
     parts = full.split(spec.parts or (spec.shape[dim],), dim)
     return torch.cat([part.chunk(tp, dim)[rank] for part in parts], dim)
 
@@ -79,15 +80,43 @@ def test_values_of_drawn_parameters() -> None:
 def test_values_do_not_depend_on_which_rows_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large tensors are drawn in blocks of rows; a rank that needs few blocks gets the same numbers."""
     monkeypatch.setattr(module, "_INIT_BLOCK", 5 * 7)  # blocks of 5 rows of 7
-    rows = ParamSpec("w", (36, 7), cut=(("tp", 0),), parts=(12, 24))
-    columns = ParamSpec("w", (36, 8), cut=(("tp", 1),))
-    padded = ParamSpec("w", (33, 7), cut=(("tp", 0),), padded=True)
+    rows = ParamSpec("w", (36, 7), sharded_dims=(("tp", 0),), parts=(12, 24))
+    columns = ParamSpec("w", (36, 8), sharded_dims=(("tp", 1),))
+    padded = ParamSpec("w", (33, 7), sharded_dims=(("tp", 0),), padded=True)
     for spec in (rows, columns, padded):
         whole = Shard(spec).initial(3)
         assert len(torch.unique(whole)) == whole.numel()
         for rank in range(4):
             shard = tp_shard(spec, rank, 4, 4)
             assert torch.equal(shard.initial(3), shard.take(whole)), (spec, rank)
+
+
+@pytest.mark.parametrize("init", ["normal", "ones"])
+def test_a_share_is_a_range_of_the_local_value(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
+    """ZeRO-3 keeps a share of each matrix, and draws little more than that."""
+    block, drawn = 5 * 8, 0
+    monkeypatch.setattr(module, "_INIT_BLOCK", block)
+    normal_blocks = module._normal_blocks
+
+    def counted(*args: Any) -> Iterator[tuple[Slice, torch.Tensor]]:
+        nonlocal drawn
+        for box, values in normal_blocks(*args):
+            drawn += box.numel
+            yield box, values
+
+    monkeypatch.setattr(module, "_normal_blocks", counted)
+    rows = ParamSpec("w", (36, 8), sharded_dims=(("tp", 0),), parts=(12, 24), init=init)
+    columns = ParamSpec("w", (36, 32), sharded_dims=(("tp", 1),), init=init)
+    vector = ParamSpec("w", (36,), init=init)
+    padded = ParamSpec("w", (33, 8), sharded_dims=(("tp", 0),), padded=True, init=init)
+    for spec, rank in product((rows, columns, vector, padded), (0, 3)):
+        shard = tp_shard(spec, rank, 4, 4)
+        local = shard.initial(3).flatten()
+        for start, stop in ((0, len(local)), (3, 4), (7, 30), (len(local) - 9, len(local)), (5, 5)):
+            drawn = 0
+            assert torch.equal(shard.initial(3, start, stop), local[start:stop]), (spec, rank, start)
+            if spec is rows:
+                assert drawn <= 2 * (stop - start) + 2 * block
 
 
 def test_rows_nobody_needs_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +129,12 @@ def test_rows_nobody_needs_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(module, "_INIT_BLOCK", 8)
     monkeypatch.setattr(module, "philox", counted)
-    tp_shard(ParamSpec("w", (32, 4), cut=(("tp", 0),)), 3, 4).initial(0)
+    tp_shard(ParamSpec("w", (32, 4), sharded_dims=(("tp", 0),)), 3, 4).initial(0)
     assert drawn == [12, 13, 14, 15]
 
 
 def test_padding_of_the_vocabulary() -> None:
-    spec = ParamSpec("embed_tokens.weight", (90, 4), cut=(("tp", 0),), padded=True)
+    spec = ParamSpec("embed_tokens.weight", (90, 4), sharded_dims=(("tp", 0),), padded=True)
     assert [tp_shard(spec, r, 4, 8).shape for r in range(4)] == [(24, 4)] * 4
     assert tp_shard(spec, 0, 1, 128).shape == (128, 4)
     last = tp_shard(spec, 3, 4, 8)
@@ -114,7 +143,7 @@ def test_padding_of_the_vocabulary() -> None:
     assert value[:18].ne(0).all()
     assert not value[18:].any()
     # A rank that holds nothing but padding.
-    assert tp_shard(ParamSpec("e", (10, 4), cut=(("tp", 0),), padded=True), 3, 4, 8).slices == []
+    assert tp_shard(ParamSpec("e", (10, 4), sharded_dims=(("tp", 0),), padded=True), 3, 4, 8).slices == []
 
 
 def test_count_leaves_tied_copies_out() -> None:
@@ -131,14 +160,19 @@ def cut(draw: st.DrawFn) -> tuple[ParamSpec, int, int, int]:
     kind = draw(st.sampled_from(["rows", "columns", "padded", "vector", "replicated", "replicated-vector"]))
     n, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     if kind == "padded":
-        return ParamSpec("w", (draw(st.integers(1, 40)), width), cut=(("tp", 0),), padded=True), tp, multiple, shares
+        return (
+            ParamSpec("w", (draw(st.integers(1, 40)), width), sharded_dims=(("tp", 0),), padded=True),
+            tp,
+            multiple,
+            shares,
+        )
     if kind.startswith("replicated"):
         return ParamSpec("w", (n, width) if kind == "replicated" else (n,)), tp, multiple, shares
     if kind == "columns":
-        return ParamSpec("w", (n, width * tp), cut=(("tp", 1),)), tp, multiple, shares
+        return ParamSpec("w", (n, width * tp), sharded_dims=(("tp", 1),)), tp, multiple, shares
     parts = tuple(p * tp for p in draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     shape = (sum(parts), width) if kind == "rows" else (sum(parts),)
-    return ParamSpec("w", shape, cut=(("tp", 0),), parts=parts if len(parts) > 1 else ()), tp, multiple, shares
+    return ParamSpec("w", shape, sharded_dims=(("tp", 0),), parts=parts if len(parts) > 1 else ()), tp, multiple, shares
 
 
 def zero_slices(shape: tuple[int, ...], before: int, shares: int) -> Iterator[tuple[int, int]]:
@@ -176,17 +210,17 @@ def test_pieces_cover_every_element_once_and_put_the_whole_together(
         # Nothing of the padding is in a piece: all elements of `whole` are above zero.
         assert covered == int((flat > 0).sum())
     assert torch.equal(rebuilt, whole)
-    assert torch.equal(count, torch.full(spec.shape, 1.0 if spec.cut else float(tp)))
+    assert torch.equal(count, torch.full(spec.shape, 1.0 if spec.sharded_dims else float(tp)))
 
 
 def test_uneven_parts_are_refused() -> None:
-    shard = tp_shard(ParamSpec("w", (10, 2), cut=(("tp", 0),), parts=(4, 6)), 0, 4)
+    shard = tp_shard(ParamSpec("w", (10, 2), sharded_dims=(("tp", 0),), parts=(4, 6)), 0, 4)
     with pytest.raises(AssertionError, match="w: part of 6 is not divisible by 4 ranks"):
         _ = shard.shape
 
 
 def test_a_sharded_parameter_is_an_ordinary_one_too() -> None:
-    shard = tp_shard(ParamSpec("w", (6, 4), cut=(("tp", 0),)), 1, 2)
+    shard = tp_shard(ParamSpec("w", (6, 4), sharded_dims=(("tp", 0),)), 1, 2)
     param = ShardedParameter.empty(shard, torch.bfloat16, torch.device("cpu"), adds_to_main_grad=True)
     assert isinstance(param, torch.nn.Parameter)
     assert (tuple(param.shape), param.dtype, param.requires_grad) == ((3, 4), torch.bfloat16, True)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.slices import box_index, contiguous_parts, contiguous_runs
+from megalite.slices import box_index, contiguous_boxes, contiguous_runs
 
 
 @st.composite
@@ -20,11 +20,11 @@ def boxes(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @given(boxes())
-def test_contiguous_parts_make_up_the_box(box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
+def test_contiguous_boxes_make_up_the_box(box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
     shape, offset, extent = box
     flat = np.arange(np.prod(shape))
     expected = flat.reshape(shape)[box_index(offset, extent)].ravel()
-    parts = list(contiguous_parts(shape, offset, extent))
+    parts = list(contiguous_boxes(shape, offset, extent))
     np.testing.assert_array_equal(np.concatenate([flat[p.at : p.at + p.numel] for p in parts]), expected)
     starts, run = contiguous_runs(shape, offset, extent)
     assert [(start, run) for start in starts] == [(p.at, p.numel) for p in parts]

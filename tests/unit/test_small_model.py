@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.__main__ import find_main
 from tests.ranks import ROOT
 
 RECIPE = """model: {num_layers: 1, hidden_size: 16, num_heads: 2, ffn_hidden_size: 32, seq_len: 32}
@@ -48,15 +49,18 @@ def test_the_script_from_text_to_an_evaluated_export(
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     given = "--out o --recipe tiny.yaml --vocab-size 280 --input a.txt --held-out b.txt -- --device cpu --lr 2e-2"
     for command in commands(tmp_path, *given.split()):
-        # `megalite train --nproc 1` starts one rank of this script.
-        started = (
-            ["pretrain_gpt.py", *command[5:]] if command[:5] == ["-m", "megalite", "train", "--nproc", "1"] else command
-        )
-        monkeypatch.setattr(sys, "argv", started)
         monkeypatch.chdir(ROOT)
         capsys.readouterr()
-        importlib.import_module(started[0].removesuffix(".py").replace("/", ".")).main()
-        if started[0] == "tools/evaluate.py":
+        if command[:5] == ["-m", "megalite", "train", "--nproc", "1"]:
+            # It starts one rank of this script.
+            monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *command[5:]])
+            importlib.import_module("pretrain_gpt").main()
+        elif command[:2] == ["-m", "megalite"]:
+            find_main(command[2])(command[3:])
+        else:
+            monkeypatch.setattr(sys, "argv", command)
+            importlib.import_module(command[0].removesuffix(".py").replace("/", ".")).main()
+        if command[2] == "evaluate":
             held_out = json.loads(capsys.readouterr().out)
     out = tmp_path / "o"
     assert held_out["source"] == str(tmp_path / "b.txt")
@@ -66,8 +70,7 @@ def test_the_script_from_text_to_an_evaluated_export(
     assert max(line["lr"] for line in lines if "lr" in line) == pytest.approx(2e-2, rel=0.1)
     assert (out / "loss.png").stat().st_size > 1000
     # Started again, it makes neither tokenizer nor tokens.
-    names = [command[:2] for command in commands(tmp_path, *given.split())]
-    assert names[0] == ["-m", "megalite"]
+    assert commands(tmp_path, *given.split())[0][:3] == ["-m", "megalite", "train"]
 
 
 @pytest.mark.parametrize(
@@ -94,5 +97,5 @@ def test_without_input_the_text_is_this_environments_code(tmp_path: Path) -> Non
     corpus, tokenizer, text, held_out, train, *_ = commands(tmp_path, "--out", "o", "--nproc", "2")
     out = tmp_path / "o"
     assert corpus[1:] == ["--packages", "--out", f"{out}/text.jsonl", "--held-out", f"{out}/held_out.jsonl"]
-    assert (tokenizer[2], text[2], held_out[2]) == (f"{out}/text.jsonl", f"{out}/text.jsonl", f"{out}/held_out.jsonl")
+    assert (tokenizer[4], text[4], held_out[4]) == (f"{out}/text.jsonl", f"{out}/text.jsonl", f"{out}/held_out.jsonl")
     assert train[3:6] == ["--nproc", "2", "--config"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_type_hints
 
-from megalite.checkpoint.meta import fits
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.values import fits, rule_of
 from megalite.errors import UserError
 from megalite.families import FAMILIES
 from megalite.families.common import Family
@@ -21,15 +21,15 @@ _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "
 _SCALING_KEYS = {"default": (), "llama3": tuple(f.name for f in dataclasses.fields(RopeScaling)), "linear": ("factor",)}
 _NUMBERS = ("rope_theta", "rope_theta_local", "partial_rotary_factor", "factor", *_SCALING_KEYS["llama3"])
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a run may change without changing the meaning of the weights.
+# Options that a run may change without changing the meaning of the weights.
 TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std")
 
 
 def _activations(family: Family) -> dict[str, str]:
-    """Return the activations that a family can name: its own where that is gated, else all plain ones."""
-    own = family.options.get("activation", "swiglu")
-    named = {name: kind.hf for name, kind in ACTIVATIONS.items() if kind.hf and not kind.gated}
-    return {own: ACTIVATIONS[own].hf or own} if own not in named else named
+    """Return the activations that the family's config.json can name: its own if that is gated, else all plain ones."""
+    default = family.options.get("activation", "swiglu")
+    plain = {name: kind.hf for name, kind in ACTIVATIONS.items() if kind.hf and not kind.gated}
+    return {default: ACTIVATIONS[default].hf or default} if default not in plain else plain
 
 
 def family_of(config: dict[str, Any], where: str) -> Family:
@@ -42,10 +42,10 @@ def family_of(config: dict[str, Any], where: str) -> Family:
 
 
 def read_config(config: dict[str, Any], where: str) -> ModelConfig:
-    """Read the `ModelConfig` of a config.json; seq_len is the number of positions it is made for.
+    """Read the `ModelConfig` of a config.json; seq_len is its number of positions.
 
     Raises:
-        UserError: an unknown family, a missing key, or something that megalite does not compute.
+        UserError: an unknown family, a missing key, or something that megalite does not support.
     """
     family = family_of(config, where)
     values = {**family.defaults, **config}
@@ -64,7 +64,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         options[name], source_of[name] = values[key], key
     window = values.get("sliding_window")
     if isinstance(window, int) and window >= (options["max_position_embeddings"] or 0):
-        # As long as the longest sequence, so equal to full attention.
+        # No shorter than the longest sequence, so equal to full attention.
         values["sliding_window"] = None
     for key, value in family.constants.items():
         # Null and false mean the same.
@@ -82,7 +82,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     options["activation"] = activation
     if options.get("position") != "learned":
         options.update(_read_rope(config, values, family, where))
-    # Absent and null both mean the default that follows from the other sizes.
+    # Absent and null both mean the default, derived from the other sizes.
     options = {k: v for k, v in options.items() if v is not None}
     if "ffn_hidden_size" not in options:
         options["ffn_hidden_size"] = 4 * options["hidden_size"]
@@ -104,17 +104,20 @@ def _check_types(values: dict[str, Any], family: Family, where: str) -> None:
         family.activation: str,
     }
     for key, hint in expected.items():
-        if values.get(key) is not None and not fits(hint, values[key]):
-            rule = f"is of the wrong type: must be {getattr(hint, '__name__', hint)}"
-            raise BadCheckpoint(f"{where}: {key} {values[key]!r:.80}", rule, "correct it")
+        if values.get(key) is not None:
+            _check_type(where, key, values[key], hint)
     nested = [values.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
-    nested += [part for rope in nested for part in rope.values() if isinstance(part, dict)]
+    nested += [inner for rope in nested for inner in rope.values() if isinstance(inner, dict)]
     kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(("rope_type", "type"), str)}
     kinds |= dict.fromkeys(("full_attention", "sliding_attention"), dict)
     for key, value in (item for rope in nested for item in rope.items()):
-        if key in kinds and not fits(kinds[key], value):
-            rule = f"is of the wrong type: must be {kinds[key].__name__}"
-            raise BadCheckpoint(f"{where}: {key} {value!r:.80}", rule, "correct it")
+        if key in kinds:
+            _check_type(where, key, value, kinds[key])
+
+
+def _check_type(where: str, key: str, value: Any, hint: Any) -> None:
+    if not fits(hint, value):
+        raise BadCheckpoint(f"{where}: {key} {value!r:.80}", f"is of the wrong type: {rule_of(hint)}", "correct it")
 
 
 def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -> int:
@@ -141,7 +144,7 @@ def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, w
     """Read the rotary options from the new keys or the old ones; raise where both are present and differ."""
     new = _new_rope(config.get("rope_parameters") or {}, family, where)
     # A null rope_scaling means none.
-    old = _typed(config["rope_scaling"] or {}) if "rope_scaling" in config else {}
+    old = _with_type(config["rope_scaling"] or {}) if "rope_scaling" in config else {}
     old_keys = {
         "rope_theta": family.old_theta,
         "rope_theta_local": family.local_theta,
@@ -165,19 +168,19 @@ def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, w
 def _new_rope(rope: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Read `rope_parameters`, with those of sliding-window layers as `rope_theta_local`."""
     if not any(isinstance(value, dict) for value in rope.values()):
-        return _typed(rope) if rope else {}
+        return _with_type(rope) if rope else {}
     full, local = (rope.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
-    if not family.local_theta or _typed(local)["rope_type"] != "default":
-        rule = f"{rope!r:.80} is not supported: megalite scales no frequencies of sliding-window layers"
+    if not family.local_theta or _with_type(local)["rope_type"] != "default":
+        rule = f"{rope!r:.80} is not supported: megalite does not scale frequencies of sliding-window layers"
         raise BadCheckpoint(f"{where}: rope_parameters", rule, "convert another model")
-    return {**_typed(full), **({"rope_theta_local": local["rope_theta"]} if "rope_theta" in local else {})}
+    return {**_with_type(full), **({"rope_theta_local": local["rope_theta"]} if "rope_theta" in local else {})}
 
 
 def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
     """Read the scaling of the frequencies: none, llama3 or linear."""
     kind = rope.get("rope_type", "default")
     if kind not in _SCALING_KEYS:
-        rule = f"is none of {', '.join(_SCALING_KEYS)}"
+        rule = f"is not one of {', '.join(_SCALING_KEYS)}"
         raise BadCheckpoint(f"{where}: rope_type {kind!r:.60}", rule, "convert another model")
     missing = [key for key in _SCALING_KEYS[kind] if key not in rope]
     if missing:
@@ -187,10 +190,10 @@ def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
     return {"rope_linear_factor": float(rope["factor"])} if kind == "linear" else {}
 
 
-def _typed(rope: dict[str, Any]) -> dict[str, Any]:
+def _with_type(rope: dict[str, Any]) -> dict[str, Any]:
     """Return a rope dictionary with its type under `rope_type`, whichever key it had."""
-    rest = {k: v for k, v in rope.items() if k != "type"}
-    return {"rope_type": rope.get("type", "default"), **rest}
+    others = {k: v for k, v in rope.items() if k != "type"}
+    return {"rope_type": rope.get("type", "default"), **others}
 
 
 def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[str, Any]:
@@ -248,14 +251,14 @@ def _write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _check_round_trip(cfg: ModelConfig, out: dict[str, Any]) -> None:
-    """Check that what was written reads back as the model: otherwise its family has no key for some option."""
+    """Check that the config.json reads back as the model: otherwise its family has no key for some option."""
     remedy = f"export needs options that {cfg.arch} models have"
     try:
-        again = read_config(out, "config.json of this export")
+        read_back = read_config(out, "config.json of this export")
     except UserError as e:
         raise UserError(f"a model of --arch {cfg.arch}", f"cannot be exported ({e})", remedy) from None
     for f in dataclasses.fields(ModelConfig):
-        written, meant = getattr(again, f.name), getattr(cfg, f.name)
+        written, meant = getattr(read_back, f.name), getattr(cfg, f.name)
         if f.name not in TRAINING_ONLY and written != meant:
             rule = f"has {f.name} {meant!r}, but a config.json of this family means {written!r}"
             raise UserError(f"a model of --arch {cfg.arch}", rule, remedy)

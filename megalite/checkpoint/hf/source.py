@@ -15,19 +15,19 @@ from safetensors import SafetensorError, safe_open
 
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
 from megalite.checkpoint.hf.packing import file_shapes, row_runs
-from megalite.checkpoint.reader import Staging, StoredTensor, read_parts
+from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, parse_header
 from megalite.config.model import ModelConfig
 from megalite.dist.dtypes import DTYPES, STORED, torch_name
-from megalite.families.common import Family, Packed
-from megalite.foreign import BadFile, read_json
+from megalite.families.common import Family, Packing
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
+from megalite.untrusted import BadFile, read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Parsed, JSON takes up to twenty times the memory. The largest real index, of 91,000 tensors, has 9 MB.
 _MAX_INDEX, _MAX_CONFIG = 32 << 20, 4 << 20
-# Some 70,000 tensors in one file. The library takes 20 times the memory, and forever for a shape of many extents.
+# Enough for 70,000 tensors in one file. The library takes 20 times the memory, and forever for very many dimensions.
 _MAX_HEADER, _MAX_DIMS = 8 << 20, 8
 
 
@@ -39,12 +39,12 @@ class _Tensor(StoredTensor):
 
 
 class HFSource:
-    """Check a model folder and read parts of its tensors. No file stays open.
+    """Check a model folder, and read slices of its tensors. No file stays open.
 
     Attributes:
         config: the model.
         special: ids of its special tokens.
-        dtype: type of its weights, as config.json names it.
+        dtype: type of its weights, in the spelling of config.json.
 
     Raises:
         UserError: tensors missing, unexpected, or of the wrong shape or type; files that are not safetensors.
@@ -58,46 +58,46 @@ class HFSource:
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
         self.specs: Mapping[str, ParamSpec] = param_map(self.config)
-        self._tensors = self._renamed(self._find_tensors())
+        self._tensors = self._rename(self._find_tensors())
         self._check()
         types = {STORED[t.dtype] for t in self._tensors.values()}
         self.dtype = torch_name(next((dtype for dtype in DTYPES.values() if types == {dtype}), torch.float32))
 
-    def tensors(self) -> Iterator[tuple[ParamSpec, Packed]]:
+    def tensors(self) -> Iterator[tuple[ParamSpec, Packing]]:
         """Yield the tensors of megalite that the folder holds, without tied copies."""
         for spec in self.specs.values():
             if spec.tied_to is None:
                 yield spec, self.family.place(spec.name)
 
-    def read(self, spec: ParamSpec, where: Packed, offset: Sequence[int], out: torch.Tensor) -> None:
+    def read(self, spec: ParamSpec, packing: Packing, offset: Sequence[int], out: torch.Tensor) -> None:
         """Fill `out` (any type, any device) with the elements of megalite's tensor from `offset` on; read no others."""
-        low, high, transposed = offset[0], offset[0] + out.shape[0], where.how == "transposed"
+        low, high, transposed = offset[0], offset[0] + out.shape[0], packing.how == "transposed"
         inner = [slice(o, o + n) for o, n in zip(offset[1:], out.shape[1:])]
-        for name, runs in row_runs(where, spec, self.config.num_heads):
-            inside = [(a, max(low, b), min(high, b + n), b) for a, b, n in runs if low < b + n and b < high]
-            if not inside:
+        for name, runs in row_runs(packing, spec, self.config.num_heads):
+            overlaps = [(a, max(low, b), min(high, b + n), b) for a, b, n in runs if low < b + n and b < high]
+            if not overlaps:
                 continue
             source = self._tensors[name]
-            for there, first, last, here in inside:
+            for there, first, last, here in overlaps:
                 box = [slice(there + first - here, there + last - here), *inner]
                 target = out[first - low : last - low]
-                for row, part in self._parts(source, box[::-1] if transposed else box):
+                for row, rows in self._rows(source, box[::-1] if transposed else box):
                     into = target.t() if transposed else target
-                    into[row : row + len(part)].copy_(part)
+                    into[row : row + len(rows)].copy_(rows)
 
-    def _parts(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _rows(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
         """Read a box of a tensor, some rows at a time."""
         offset, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
         fd = open_inside(source.path.parent, source.path.name)
         try:
-            yield from read_parts(fd, source.path, source, offset, shape, Staging())
+            yield from read_rows(fd, source.path, source, offset, shape, StagingBuffer())
         finally:
             os.close(fd)
 
-    def whole(self, spec: ParamSpec, where: Packed) -> torch.Tensor:
-        """Read a whole tensor of megalite, fp32."""
+    def full(self, spec: ParamSpec, packing: Packing) -> torch.Tensor:
+        """Read a full tensor of megalite, fp32."""
         out = torch.empty(spec.shape)
-        self.read(spec, where, (0,) * out.dim(), out)
+        self.read(spec, packing, (0,) * out.dim(), out)
         return out
 
     def _find_tensors(self) -> dict[str, _Tensor]:
@@ -118,28 +118,28 @@ class HFSource:
             raise BadCheckpoint(where, "has no weight_map", "complete the download")
         tensors: dict[str, _Tensor] = {}
         for file in sorted(set(weight_map.values())):
-            found = self._list(file)
+            stored = self._list(file)
             listed = {name for name, f in weight_map.items() if f == file}
-            if listed != found.keys():
-                name = min(listed ^ found.keys())
+            if listed != stored.keys():
+                name = min(listed ^ stored.keys())
                 rule = f"{file} and the index do not list the same tensors ({name})"
                 raise BadCheckpoint(where, rule, "complete the download")
-            tensors.update(found)
+            tensors.update(stored)
         return tensors
 
     def _list(self, name: str) -> dict[str, _Tensor]:
         """List the tensors of a file, whose header the library checks."""
         path = resolve_inside(self.folder, name)
         start, header = _check_header(path)
-        # The library checks the header, that it fits the file too.
-        with _opened(path) as file:
+        # The library checks the header, and that it fits the file.
+        with _open(path) as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (not a dict)
             return {
                 t: _Tensor(s.get_dtype(), tuple(s.get_shape()), start + header[t]["data_offsets"][0], path)
                 for t, s in slices.items()
             }
 
-    def _renamed(self, tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
+    def _rename(self, tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
         """Drop tensors that are not weights, and add the prefix that hub files of GPT-2 lack."""
         prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
         out = {}
@@ -179,9 +179,9 @@ class HFSource:
             embedding = self.family.place("embed_tokens.weight").names[0]
             one, other = self._tensors[head], self._tensors[embedding]
             boxes = [[slice(0, n) for n in tensor.shape] for tensor in (one, other)]
-            parts = zip(self._parts(one, boxes[0]), self._parts(other, boxes[1]))
+            blocks = zip(self._rows(one, boxes[0]), self._rows(other, boxes[1]))
             alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-            if not alike or not all(torch.equal(a, b) for (_, a), (_, b) in parts):
+            if not alike or not all(torch.equal(a, b) for (_, a), (_, b) in blocks):
                 rule = f"tie_word_embeddings is true, and {head} differs from {embedding}"
                 raise BadCheckpoint(where, rule, "set tie_word_embeddings to false in config.json, or remove the head")
 
@@ -191,7 +191,7 @@ def _some(names: list[str]) -> str:
 
 
 def _check_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Refuse a header that would take the library all memory or time; other mistakes are the library's to find.
+    """Refuse a header that would cost the library too much memory or time; it finds other mistakes itself.
 
     Returns:
         Where the tensors' bytes begin, and the entries of the header.
@@ -212,14 +212,14 @@ def _check_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, "pt") as file:
             yield file
     except (SafetensorError, OSError) as e:
         what = str(e).removeprefix("Error while deserializing header: ")
         raise BadCheckpoint(
-            str(path), f"is not a whole safetensors file ({what:.200})", "complete the download"
+            str(path), f"is not a complete safetensors file ({what:.200})", "complete the download"
         ) from None
 
 
@@ -238,7 +238,7 @@ def resolve_inside(folder: Path, name: str) -> Path:
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     where = str(folder / name)
     if not folder.is_dir():
-        raise BadCheckpoint(str(folder), "is not a directory", "pass the directory of a model")
+        raise BadCheckpoint(str(folder), "is not a directory", "get a model with: hf download NAME --local-dir DIR")
     path = resolve_inside(folder, name)
     try:
         content = read_json(path, _MAX_INDEX if name == _INDEX else _MAX_CONFIG)

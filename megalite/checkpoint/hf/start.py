@@ -11,6 +11,7 @@ from megalite.config.model import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
+from megalite.log import warn_on_rank_0
 from megalite.sharding import StateTensor
 
 
@@ -26,7 +27,7 @@ def hf_model_config(folder: str | Path) -> ModelConfig:
 def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> str:
     """Fill the masters of all ranks from a Hugging Face folder; moments become zero. Every rank calls this.
 
-    Each rank reads only the parts that it holds.
+    Each rank reads only the slices that it holds.
 
     Args:
         folder: config.json and safetensors.
@@ -41,13 +42,15 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
         UserError: see `HFSource`; or the run's model differs. Raised on every rank.
     """
     source = agree(ctx, lambda: _open(folder, cfg))
+    if (positions := source.config.positions) < cfg.seq_len:
+        warn_on_rank_0(f"--seq-len {cfg.seq_len} is more than the {positions} positions of the model in {folder}")
 
     def fill() -> None:
-        places = {spec.name: (spec, where) for spec, where in source.tensors()}
+        tensors = {spec.name: (spec, packing) for spec, packing in source.tensors()}
         for state in states:
             flat = state.flat.detach().zero_()
             for box in state.slices if state.role == "master" else ():
-                source.read(*places[state.name], box.offset, flat[box.at : box.at + box.numel].view(box.shape))
+                source.read(*tensors[state.name], box.offset, flat[box.at : box.at + box.numel].view(box.shape))
 
     agree(ctx, fill)
     return source.dtype
@@ -55,14 +58,14 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
 
 def _open(folder: str | Path, cfg: ModelConfig) -> HFSource:
     source = HFSource(folder)
-    differ = [
+    differences = [
         f"{name} {getattr(cfg, name)!r} here, {value!r} there"
         for name, value in vars(source.config).items()
         if name not in (*TRAINING_ONLY, "max_position_embeddings") and getattr(cfg, name) != value
     ]
     if cfg.position == "learned" and cfg.positions != source.config.positions:
-        differ.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
-    if differ:
-        rule = f"its model differs from the run's: {'; '.join(differ)}"
+        differences.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
+    if differences:
+        rule = f"its model differs from the run's: {'; '.join(differences)}"
         raise UserError(f"--init-from-hf {folder}", rule, "remove the model options: they come from the directory")
     return source

@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm with optional residual addition, forward and backward. Contracts: ops/rmsnorm.py, layernorm.py.
 
 Forward: one program per row, which reads its inputs once. Backward: a few programs per multiprocessor walk over the
-rows and keep their share of dweight (and dbias) in registers; a second stage adds the shares, and adds them to what is
-there: no atomics. Rows that are too wide for that are cut into chunks, one program per chunk.
+rows and keep partial sums of dweight (and dbias) in registers; a second stage adds them up, without atomics. Rows too
+wide for that are divided into chunks, one program per chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalite.ops.triton.support import FUSE, num_multiprocessors, register, row
 
 # Columns per program in backward: 16384 would spill, because 1024 threads have 64 registers each.
 BACKWARD_WIDTH = 8192
-# Shares of dweight and columns that a program of the second stage adds at a time.
+# Partial sums of dweight and columns that a program of the second stage adds at a time.
 FINISH_ROWS, FINISH_WIDTH = 32, 64
 
 
@@ -91,7 +91,7 @@ def norm_backward_kernel(
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
     for row in range(program, rows, tl.num_programs(1)):
         if CHUNKS > 1:
-            # First, while few registers are in use.
+            # Before the rest, while few registers are in use.
             other_projection, other_shift = _other_sums(
                 dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, row, width, RMS, CHUNKS, BLOCK
             )

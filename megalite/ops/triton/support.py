@@ -1,4 +1,4 @@
-"""Shared pieces: torch.library registration and launch shapes."""
+"""Registration with torch.library, and launch shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalite.ops import native
 
 # Rows up to this width are kept in the registers of one program; Llama 3 405B has 16384.
 MAX_WIDTH = 16384
-# Contraction of a * b + c is off by default from Triton 3.10 on: set explicitly, it is the same in every version.
+# Contract a * b + c in every version of Triton: from 3.10 on, the default is not to.
 FUSE = {"enable_fp_fusion": True}
 
 

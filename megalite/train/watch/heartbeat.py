@@ -19,8 +19,8 @@ from megalite.pipeline.schedule import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
 
-# A host on which it is killed as often has no memory for it.
-_MOST_STARTS = 10
+# A host that kills it this often has no memory for it.
+_MAX_STARTS = 10
 
 
 class Heartbeat(Observer):
@@ -57,11 +57,11 @@ class Heartbeat(Observer):
         beats, stacks = self._files
         # faulthandler writes from the signal's handler, without the interpreter lock.
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
-        theirs, self._alive = os.pipe()
-        settings = self._settings | {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": theirs}
+        read_end, self._alive = os.pipe()
+        settings = self._settings | {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": read_end}
         self._starts += 1
-        self._process = start_child(watchdog.__name__, settings, [beats, stacks, theirs], isolated=True)
-        os.close(theirs)
+        self._process = start_child(watchdog.__name__, settings, [beats, stacks, read_end], isolated=True)
+        os.close(read_end)
 
     def beat(self, phase: str, step: int = 0, patience: int = STRICT) -> None:
         """Report that the rank has entered `phase`.
@@ -80,12 +80,12 @@ class Heartbeat(Observer):
         """Start another watchdog if this one was killed: unwatched, a rank that hangs would never be named."""
         if self._process is None or self._process.poll() is None:
             return
-        ended = f"the watchdog of this rank ended (code {self._process.returncode})"
-        if self._starts == _MOST_STARTS:
-            logger.warning(f"{ended} for the {_MOST_STARTS}th time: a hang of this rank will not be noticed")
+        event = f"the watchdog of this rank ended (code {self._process.returncode})"
+        if self._starts == _MAX_STARTS:
+            logger.warning(f"{event} for the {_MAX_STARTS}th time: a hang of this rank will not be noticed")
             self.close()
             return
-        logger.warning(f"{ended}: starting another")
+        logger.warning(f"{event}: starting another")
         os.close(self._alive)
         self._start()
 
@@ -94,7 +94,7 @@ class Heartbeat(Observer):
         LAYOUT.pack_into(self._memory, 0, self._count, *self._now, operation)
 
     def begin(self, op: Op) -> None:
-        """Report an operation of the pipeline, as part of the present phase."""
+        """Report an operation of the pipeline, as part of the current phase."""
         self._write(_description(op))
 
     def finished(self) -> None:

@@ -8,7 +8,7 @@ import re
 _COMPILERS = ("/triton/compiler/", "/torch/_inductor/", "/torch/_dynamo/")
 
 
-def is_whole(stacks: str) -> bool:
+def is_complete(stacks: str) -> bool:
     """Whether a faulthandler dump is complete: the main thread comes last, with its outermost frame or "..." for it."""
     return stacks.endswith((" in <module>\n", " in _run_module_as_main\n", "\n  ...\n"))
 

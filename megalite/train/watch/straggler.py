@@ -5,7 +5,7 @@ collectives shows which one is slow. Ranks of a pipeline stage do the same work 
 stages have a single rank each, stages are compared.
 
 On CUDA the host runs ahead of its GPU and waits for nobody, so the time is the GPU's: that of one step per interval,
-less the gaps in which its stream waited for a collective, between events that are read a step later.
+less the gaps in which its stream waited for a collective; the events that measure it are read one step later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERVAL = 20
 # A slow rank takes this many times as long as its peers.
 SLOW = 1.5
 # Smaller differences, in seconds or as a share of the step, do not matter.
-_LEAST_S, _LEAST_SHARE = 0.002, 0.05
+_MIN_S, _MIN_SHARE = 0.002, 0.05
 
 
 class StragglerReport:
@@ -59,12 +59,12 @@ class StragglerReport:
         # The median: one long step (memory of an evaluation, a garbage collection) does not make a rank slow.
         own_time = median(self._times) if self._gpu is None else self._gpu.seconds()
         mine = torch.tensor([own_time, median(self._steps)], dtype=torch.float64, device=self.ctx.device)
-        every = torch.empty(self.ctx.world.size * 2, dtype=torch.float64, device=self.ctx.device)
-        all_gather(every, mine, self.ctx.world).wait()
-        own, whole = every.view(-1, 2).t().tolist()
+        all_times = torch.empty(self.ctx.world.size * 2, dtype=torch.float64, device=self.ctx.device)
+        all_gather(all_times, mine, self.ctx.world).wait()
+        own_times, step_times = all_times.view(-1, 2).t().tolist()
         self._times.clear()
         self._steps.clear()
-        slow = slow_ranks(own, self.groups, max(_LEAST_S, _LEAST_SHARE * median(whole)))
+        slow = slow_ranks(own_times, self.groups, max(_MIN_S, _MIN_SHARE * median(step_times)))
         named = frozenset(rank for rank, _, _ in slow)
         news, self._named = named != self._named, named
         return slow if news else []
@@ -105,11 +105,22 @@ def slow_ranks(
         groups: ranks that do the same work.
         least: smallest difference that counts, seconds.
     """
-    found = []
+    stragglers = []
     for group in groups:
-        for rank in group:
-            others = [seconds[other] for other in group if other != rank]
-            usual = median(others) if others else seconds[rank]
+        ordered = sorted(group, key=lambda rank: seconds[rank])
+        slow = []
+        for place, rank in enumerate(ordered):
+            usual = _median_without(ordered, place, seconds)
             if seconds[rank] > SLOW * usual and seconds[rank] - usual > least:
-                found.append((rank, seconds[rank], usual))
-    return found
+                slow.append((rank, seconds[rank], usual))
+        stragglers += sorted(slow)
+    return stragglers
+
+
+def _median_without(ordered: Sequence[int], place: int, seconds: Sequence[float]) -> float:
+    """Return the median seconds of the sorted ranks without the one at `place`; its own if it is alone."""
+    others = len(ordered) - 1
+    if not others:
+        return seconds[ordered[place]]
+    low, high = (seconds[ordered[i + (i >= place)]] for i in ((others - 1) // 2, others // 2))
+    return (low + high) / 2

@@ -11,8 +11,6 @@ import contextlib
 import json
 import mmap
 import os
-import re
-import select
 import signal
 import socket
 import struct
@@ -22,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.child import FLUSHING, name_of, stat_of
+from megalite.child import children, is_stopped, process_state, readable, usage, waits_for_disk
 from megalite.console import write_or_drop
-from megalite.foreign import BadFile, read_json
-from megalite.train.watch.stacks import is_waiting, is_whole, main_thread
+from megalite.train.watch.stacks import is_complete, is_waiting, main_thread
+from megalite.untrusted import BadFile, read_json
 
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")
@@ -35,7 +33,7 @@ STRICT, CHILDREN, OWN = 0, 1, 2
 # Nothing is expected: a notebook holds the run between two steps.
 IDLE = 3
 # A rank without a heartbeat for this many timeouts is killed even if it is busy, or if its peers do not report.
-MOST_TIMEOUTS = 10
+MAX_TIMEOUTS = 10
 # After the timeout, peers get at most this long to report what they are doing.
 GRACE_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR2
@@ -59,6 +57,7 @@ class Beat:
 
     @classmethod
     def read(cls, memory: Any) -> Beat:
+        """Read the heartbeat that stands in shared memory."""
         count, step, patience, phase, operation = LAYOUT.unpack_from(memory)
         text = (raw.rstrip(b"\0").decode(errors="replace") for raw in (phase, operation))
         return cls(count, step, patience, *text)
@@ -77,7 +76,7 @@ class HangReport:
     Attributes:
         progress: number of the heartbeat, where ranks that run ahead of their GPUs differ in nothing else; otherwise 0.
         silent: seconds since its last heartbeat.
-        state: `STOPPED`, `WAITING`, or what else it is doing.
+        state: `STOPPED`, `WAITING`, `STARVED`, or where it is.
         stacks: its Python stacks, as far as it could print them.
     """
 
@@ -126,16 +125,16 @@ class Watchdog:
         self.tick = min(1.0, timeout / 20)
         self.report: HangReport | None = None
         # Seconds without a heartbeat at the last look at the stacks, and whether they showed a wait for the GPU.
-        self.looked, self.polls_gpu = 0.0, False
+        self.last_look, self.polls_gpu = 0.0, False
 
     def run(self) -> None:
         """Watch until the rank's end of the pipe is closed, which the kernel does however the rank dies."""
-        # Of an earlier watchdog of this rank, which was killed.
+        # A report of an earlier watchdog of this rank, which was killed.
         self.file_of(self.rank).unlink(missing_ok=True)
         last, effort = Beat.read(self.memory), self.effort(STRICT)
         silent = without_beat = 0.0
         before = time.monotonic()
-        while not select.select([self.alive], [], [], self.tick)[0]:
+        while not readable(self.alive, self.tick):
             now = time.monotonic()
             # Anything that also stops the watchdog (Ctrl-Z, a frozen container, a starved host) is not a hang.
             passed = min(now - before, 2 * self.tick)
@@ -143,9 +142,9 @@ class Watchdog:
             beat = Beat.read(self.memory)
             previous, effort = effort, self.effort(beat.patience)
             if beat.count != last.count or beat.patience == IDLE:
-                last, silent, without_beat, self.looked, self.polls_gpu = beat, 0.0, 0.0, 0.0, False
+                last, silent, without_beat, self.last_look, self.polls_gpu = beat, 0.0, 0.0, 0.0, False
                 self.withdraw()
-            elif without_beat < MOST_TIMEOUTS * self.timeout and (
+            elif without_beat < MAX_TIMEOUTS * self.timeout and (
                 self.saves(beat.patience) or (works(previous, effort, passed) and not self.polls(without_beat))
             ):
                 silent = 0.0
@@ -155,8 +154,8 @@ class Watchdog:
 
     def polls(self, without_beat: float) -> bool:
         """Whether the processor time is that of a wait for the GPU, which never sleeps; looks once per timeout."""
-        if self.cuda and without_beat >= self.looked + self.timeout:
-            self.looked, self.polls_gpu = without_beat, is_waiting(self.dump(), cuda=True)
+        if self.cuda and without_beat >= self.last_look + self.timeout:
+            self.last_look, self.polls_gpu = without_beat, is_waiting(self.dump(), cuda=True)
         return self.polls_gpu
 
     def effort(self, patience: int) -> tuple[int, int] | None:
@@ -181,15 +180,18 @@ class Watchdog:
     def decide(self, beat: Beat, silent: float) -> None:
         """Report this rank; kill it when every rank hangs, or this one is stopped."""
         # Inspecting a process (gdb, py-spy) stops it for a moment.
-        seen_stopped = self.report is not None and self.report.state == STOPPED
-        if self.report is None or (seen_stopped and not is_stopped(self.pid)):
+        was_stopped = self.report is not None and self.report.state == STOPPED
+        if self.report is None or (was_stopped and not is_stopped(self.pid)):
             self.report = self.look(beat, silent)
             self.publish(self.report)
             self.log(f"no heartbeat for {silent:.0f} s: {self.report}; stacks in {self.folder}")
-        reports = {report.rank: report for report in [*self.published(), self.report]}
-        everyone = len(reports) == self.world
         stopped = self.report.state == STOPPED and silent >= self.timeout + min(GRACE_S, self.timeout / 4)
-        if everyone or stopped or silent >= MOST_TIMEOUTS * self.timeout:
+        last = stopped or silent >= MAX_TIMEOUTS * self.timeout
+        # Reports are read only once all are there: thousands of watchdogs look every second.
+        if not (last or self.all_reported()):
+            return
+        reports = {report.rank: report for report in [*self.published(), self.report]}
+        if last or len(reports) == self.world:
             self.end(reports)
 
     def look(self, beat: Beat, silent: float) -> HangReport:
@@ -197,15 +199,15 @@ class Watchdog:
         stopped = is_stopped(self.pid)
         stacks = "" if stopped else self.dump()
         if stopped or is_stopped(self.pid):
-            doing = STOPPED
-        elif not is_whole(stacks):
-            doing = f"unable to print its stacks (process state {process_state(self.pid) or 'unknown'})"
+            state = STOPPED
+        elif not is_complete(stacks):
+            state = f"unable to print its stacks (process state {process_state(self.pid) or 'unknown'})"
         elif is_waiting(stacks, self.cuda):
-            doing = WAITING
+            state = WAITING
         else:
-            doing = f"at {main_thread(stacks)[0]}"
+            state = f"at {main_thread(stacks)[0]}"
         where = self.rank, socket.gethostname(), self.pid, beat.step, beat.place
-        return HangReport(*where, silent, doing, stacks, progress=beat.count if self.cuda else 0)
+        return HangReport(*where, silent, state, stacks, progress=beat.count if self.cuda else 0)
 
     def dump(self) -> str:
         """Get the rank's Python stacks; faulthandler prints them whatever the interpreter is busy with."""
@@ -214,11 +216,12 @@ class Watchdog:
         with contextlib.suppress(OSError):
             os.kill(self.pid, STACKS_SIGNAL)
         text, deadline = "", time.monotonic() + _STACKS_S
-        while not is_whole(text) and time.monotonic() < deadline and not select.select([self.alive], [], [], 0.1)[0]:
+        while not is_complete(text) and time.monotonic() < deadline and not readable(self.alive, 0.1):
             text = os.pread(self.stacks, 1 << 20, 0).replace(b"\0", b"").decode(errors="replace")
         return text
 
     def file_of(self, rank: int) -> Path:
+        """Return the file of a rank's report."""
         return self.folder / f"rank_{rank}.json"
 
     def publish(self, report: HangReport) -> None:
@@ -232,19 +235,28 @@ class Watchdog:
         except OSError as e:
             self.log(f"cannot write {self.folder} ({e.strerror}): the other ranks do not see this report")
 
+    def all_reported(self) -> bool:
+        """Check whether there is a report of every other rank, by the names of the files alone."""
+        try:
+            names = set(os.listdir(self.folder))
+        except OSError:
+            names = set()
+        return all(rank == self.rank or self.file_of(rank).name in names for rank in range(self.world))
+
     def published(self) -> list[HangReport]:
-        found = []
+        """Read the reports of all watchdogs."""
+        reports = []
         for path in self.folder.glob("rank_*.json"):
             with contextlib.suppress(OSError, BadFile, TypeError):
-                found.append(HangReport(**read_json(path, 16 << 20)))
-        return found
+                reports.append(HangReport(**read_json(path, 16 << 20)))
+        return reports
 
     def end(self, reports: dict[int, HangReport]) -> None:
         """Name the culprit and kill this rank."""
         culprit = min(reports.values(), key=lambda report: report.suspicion)
         missing = [rank for rank in range(self.world) if rank not in reports]
         if missing and culprit.state == WAITING:
-            named = f"ranks {missing}, which do not report: they work for too long, or they or their hosts are gone"
+            named = f"ranks {missing}, which do not report: they are busy for too long, or they or their hosts are gone"
         else:
             named = f"{culprit}" + (f"; no report from ranks {missing}" if missing else "")
         self.log(f"all ranks are waiting for {named}; killing this rank")
@@ -253,11 +265,11 @@ class Watchdog:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         # The kernel closes the pipe when the rank is gone.
-        select.select([self.alive], [], [], 10.0)
+        readable(self.alive, 10.0)
         sys.exit(0)
 
     def log(self, text: str) -> None:
-        """Print whole lines; never wait for somebody to read them, since what must follow is more important."""
+        """Print complete lines without waiting for a reader: what follows is more important."""
         lines = "".join(f"[rank {self.rank}] watchdog: {line}\n" for line in text.splitlines())
         with contextlib.suppress(OSError):
             write_or_drop(2, lines.encode(), _READER_PATIENCE_S)
@@ -270,49 +282,6 @@ def works(previous: tuple[int, int] | None, effort: tuple[int, int] | None, seco
     # Sums shrink when a child exits: a sign of life as well.
     ticks, moved = abs(effort[0] - previous[0]), abs(effort[1] - previous[1])
     return ticks >= max(1.0, _WORKING_SHARE * seconds * os.sysconf("SC_CLK_TCK")) or moved >= _WORKING_BYTES
-
-
-def children(pid: int) -> list[int]:
-    """List all descendants of a process."""
-    found: list[int] = []
-    threads: list[str] = []
-    with contextlib.suppress(OSError):  # the process or one of its threads may exit meanwhile
-        threads = os.listdir(f"/proc/{pid}/task")
-    for thread in threads:
-        with contextlib.suppress(OSError):
-            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
-                found += [child, *children(child)]
-    return found
-
-
-def usage(pids: list[int]) -> tuple[int, int]:
-    """Sum processor ticks, and bytes read and written, over processes."""
-    ticks = moved = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if fields := stat_of(pid):
-                ticks += int(fields[11]) + int(fields[12])
-            moved += sum(int(n) for n in re.findall(r"[rw]char: (\d+)", Path(f"/proc/{pid}/io").read_text()))
-    return ticks, moved
-
-
-def process_state(pid: int) -> str:
-    """Get the state letter that ps shows: R, S, D, T, Z; empty where there is no /proc."""
-    return next(iter(stat_of(pid)), "")
-
-
-def waits_for_disk(pid: int) -> bool:
-    """Whether a process waits in the kernel for a device (state D), or in a flush, as its name then shows.
-
-    A flush on some network file systems is not in state D.
-    """
-    state = process_state(pid)
-    return state == "D" or (state in ("R", "S") and name_of(pid) == FLUSHING)
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a signal or a debugger has stopped the process."""
-    return process_state(pid) in ("T", "t")
 
 
 def main(**settings: Any) -> None:

@@ -99,9 +99,9 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
     """Start from a Hugging Face folder, save, and compute logits [batch, seq, vocabulary] on the last stage."""
     import torch.distributed as dist
 
+    from megalite.batch import ForwardPass, MicroBatch
     from megalite.checkpoint.hf.start import load_hf
     from megalite.dist.collectives import start_all_gather
-    from megalite.pipeline.executor import MicroBatch, Pass
     from tests.unit.checkpoint.hf_models import tokens
 
     engine = start(rank, cfg, world)
@@ -114,13 +114,13 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
     (stage,) = engine.stages.values()
     seq, batch = tokens().shape[::-1]
     x = tokens().t().contiguous()
-    microbatch = MicroBatch(x, None)
+    microbatch = MicroBatch.of_samples(x, None)
     with torch.no_grad():
         if not stage.first:
             rows = seq // ctx.tp.size if cfg.sequence_parallel else seq
             x = torch.empty(rows, batch, cfg.model.hidden_size)
             dist.recv(x, ctx.pp.ranks[ctx.pp.rank - 1])
-        y = stage(x, microbatch, Pass(0, 0, 0, training=False))
+        y = stage(x, microbatch, ForwardPass(0, 0, 0, training=False))
         if not stage.last:
             dist.send(y.contiguous(), ctx.pp.ranks[ctx.pp.rank + 1])
             return None

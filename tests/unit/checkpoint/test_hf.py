@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+import megalite
 from megalite.checkpoint.hf.config import read_config, write_config
-from megalite.checkpoint.hf.convert import export_hf, import_hf
 from megalite.checkpoint.hf.packing import split
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.manifest import read_manifest
 from megalite.data import Rows
 from megalite.errors import UserError
+from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
 from megalite.train.step import to_microbatches
@@ -149,6 +150,27 @@ def test_dtype_rounds_once(models: Any, tmp_path: Path) -> None:
         assert torch.equal(tensor, source[name].to(torch.bfloat16)), name
 
 
+def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path) -> None:
+    """Said at the start, and the export is for that length, in the precision of the training."""
+    folder, _ = models("llama")
+    positions = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    for seq_len, run in ((2 * positions, "longer"), (positions // 2, "shorter")):
+        cfg = megalite.configure(
+            init_from_hf=str(folder), seq_len=seq_len, mock_data=True, train_steps=1, device="cpu",
+            run_dir=str(tmp_path / run),
+        )  # fmt: skip
+        with megalite.start(cfg) as started:
+            assert len(list(megalite.steps(started))) == 1
+        words = f"--seq-len {seq_len} is more than the {positions} positions of the model in {folder}"
+        log = "".join(path.read_text() for path in (tmp_path / run / "logs").iterdir())
+        assert (words in log) == (run == "longer")
+        config = export_hf(tmp_path / run, tmp_path / f"{run}-hf")
+        assert config["max_position_embeddings"] == max(positions, seq_len)
+        assert config["dtype"] == "float32"
+    with pytest.raises(UserError, match="nowhere: is not a directory; get a model with: hf download NAME"):
+        hf_model_config(tmp_path / "nowhere")
+
+
 def test_hub_files_of_gpt2(models: Any, tmp_path: Path) -> None:
     """No prefix, and attention masks that are no weights."""
     folder, _ = models("gpt2")
@@ -202,7 +224,7 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
 import json, resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from megalite.checkpoint.hf.convert import export_hf, import_hf
+from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_shapes
 from megalite.config.model import ModelConfig
@@ -246,7 +268,7 @@ def test_transformers_4_reads_it_alike(models: Any, tmp_path: Path) -> None:
 import sys, numpy as np, torch, transformers
 from pathlib import Path
 from tests.unit.checkpoint.hf_models import CASES, logits_of, make_model
-from megalite.checkpoint.hf.convert import export_hf, import_hf
+from megalite.extras.convert.hf import export_hf, import_hf
 assert transformers.__version__.startswith("4.57"), transformers.__version__
 for case in CASES:
     folder = Path(sys.argv[1]) / case

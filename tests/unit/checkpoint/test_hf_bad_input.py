@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
@@ -15,12 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.checkpoint.hf.convert import import_hf
 from megalite.errors import run_tool
+from megalite.extras.convert.command import main
+from megalite.extras.convert.hf import import_hf
 from megalite.families import FAMILIES
 from tests.unit.checkpoint.hf_models import make_model
-
-TOOL = Path(__file__).resolve().parents[3] / "tools" / "convert_hf.py"
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_converter(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    spec = importlib.util.spec_from_file_location("convert_hf", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    monkeypatch.setattr("sys.argv", ["convert_hf.py", *arguments])
+def run_converter(*arguments: str) -> int:
     with pytest.raises(SystemExit) as left:
-        run_tool(tool.main)
+        run_tool(lambda: main(arguments))
     return int(left.value.code or 0)
 
 
@@ -162,28 +154,28 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "config_is_no_json": (lambda f: (f / "config.json").write_text("{" * 100000) and None, "is not JSON"),
     "no_weights": (lambda f: (f / "model.safetensors").unlink(), "are missing"),
     "only_pickle": (only_pickle, "pytorch_model.bin is a pickle"),
-    "pickle_as_safetensors": (pickle_as_safetensors, "is not a whole safetensors file (header too large)"),
+    "pickle_as_safetensors": (pickle_as_safetensors, "is not a complete safetensors file (header too large)"),
     "truncated": (
         truncated,
-        "model.safetensors: is not a whole safetensors file (incomplete metadata, file not fully covered)",
+        "model.safetensors: is not a complete safetensors file (incomplete metadata, file not fully covered)",
     ),
-    "longer": (longer, "is not a whole safetensors file"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, "is not a whole safetensors file"),
-    "header_of_other_json": (with_header(a=[1]), "is not a whole safetensors file"),
+    "longer": (longer, "is not a complete safetensors file"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, "is not a complete safetensors file"),
+    "header_of_other_json": (with_header(a=[1]), "is not a complete safetensors file"),
     "overlap": (
         with_header(
             a={"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
             b={"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
         ),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "unknown_type": (
         with_header(a={"dtype": "OBJ", "shape": [2], "data_offsets": [0, 8]}),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "huge_shape": (
         with_header(a={"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 8]}),
-        "is not a whole safetensors file",
+        "is not a complete safetensors file",
     ),
     "half_written": (second_half_missing, "b.safetensors: cannot be opened"),
     "index_leads_outside": (index_leads_outside, "must be a plain name"),
@@ -203,7 +195,7 @@ def test_import_refuses(
     shutil.copytree(model, tmp_path / "hf")
     spoil(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
-    code = run_converter(monkeypatch, "import", "--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "out"))
+    code = run_converter("import", "--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "out"))
     errors = capsys.readouterr().err.splitlines()
     assert code == 2
     assert len(errors) == 1, errors
@@ -222,7 +214,7 @@ def test_a_taken_target_is_left_alone(
         ["import", "--hf", str(model), "--out", str(tmp_path / "out")],
         ["export", "--checkpoint", str(tmp_path / "ckpt"), "--out", str(tmp_path / "out")],
     ):
-        assert run_converter(monkeypatch, *arguments) == 2
+        assert run_converter(*arguments) == 2
         assert "must be absent or an empty directory" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -257,7 +249,7 @@ def test_export_refuses(
         data[-9] ^= 4
         shard.write_bytes(data)
     extra = ["--dtype", "int8"] if name == "dtype" else []
-    code = run_converter(monkeypatch, "export", "--checkpoint", str(ckpt), "--out", str(tmp_path / "out"), *extra)
+    code = run_converter("export", "--checkpoint", str(ckpt), "--out", str(tmp_path / "out"), *extra)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert code == 2
     assert len(errors) == 1

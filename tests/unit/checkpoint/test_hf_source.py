@@ -29,7 +29,7 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "preadv", counting)
     for spec, where in source.tensors():
-        whole = source.whole(spec, where)
+        whole = source.full(spec, where)
         assert read == [spec.numel]
         rows = [(a, b) for a in range(0, spec.shape[0], 7) for b in (a + 1, min(a + 17, spec.shape[0]))]
         columns = [()] if len(spec.shape) == 1 else [((0, spec.shape[1]),), ((3, 11),)]
@@ -49,4 +49,4 @@ def test_weights_that_are_cut_while_they_are_read(tmp_path: Path) -> None:
     source, file = HFSource(tmp_path), tmp_path / "model.safetensors"
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors: ends at byte \d+, \d+ bytes too early"):
-        list(starmap(source.whole, source.tensors()))
+        list(starmap(source.full, source.tensors()))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.meta import require_parts
+from megalite.checkpoint.meta import require_entries
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from tests.ranks import ROOT
 
@@ -75,6 +75,6 @@ def test_new_options_and_imports_are_accepted() -> None:
 
 
 def test_missing_parts_are_named() -> None:
-    require_parts(GOOD["meta"], ["step", "scalars.num_steps"], Path("here"))
+    require_entries(GOOD["meta"], ["step", "scalars.num_steps"], Path("here"))
     with pytest.raises(BadCheckpoint, match=r"here: its manifest has no meta\.scalars\.loss_scale;"):
-        require_parts({"scalars": {}}, ["scalars.loss_scale"], Path("here"))
+        require_entries({"scalars": {}}, ["scalars.loss_scale"], Path("here"))

@@ -21,11 +21,11 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from megalite.errors import UserError
+from megalite.extras.view.checkpoint import describe
 from tests.faults import checkpoint_states as cs
 from tests.parity.jobs import llama, make_config
 from tests.unit.checkpoint.jobs import bit_flip, layout, whole_tensors
 from tests.workers import WorkerPool
-from tools.inspect_checkpoint import describe
 
 ROOT = Path(__file__).resolve().parents[3]
 CTX = ParallelContext.single()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megalite.data
 from megalite.data.blend import BlendedDataset, BlendOrder, BlendRule, compiled, run_in_python
 from megalite.data.samples import GPTDataset
 from megalite.data.tokens import IndexedDataset
@@ -104,11 +106,33 @@ def test_reading_on_follows_the_rule_from_where_it_stands() -> None:
     assert starts.count(0) == 1
 
 
-def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "_blend.so").write_bytes(b"half a library")
+def test_a_library_that_does_not_load_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megalite.data._blend_rule", raising=False)
+    monkeypatch.setattr(megalite.data, "__path__", [str(tmp_path)])
+    assert compiled.__wrapped__() is None
+    (tmp_path / "_blend_rule.so").write_bytes(b"half a library")
     with pytest.raises(UserError, match="cannot be loaded: .*; install megalite again"):
-        compiled(tmp_path / "_blend.so")
-    assert compiled(tmp_path / "missing.so") is None
+        compiled.__wrapped__()
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    run = compiled()
+    if run is None:
+        pytest.skip("no C++ compiler at install")
+    weights, taken, choices = np.ones(2), np.zeros(2, np.int64), np.zeros((3, 2), np.int64)
+    wrong_lengths = [(weights, taken[:1], None), (weights[:0], taken[:0], None), (weights[:, None], taken, None)]
+    for operands in (*wrong_lengths, (weights, taken, choices[:2]), (weights, taken, choices[:, :1].copy())):
+        with pytest.raises(ValueError, match="must"):
+            run(*operands, 0, 3)
+    # A copy would be made of these, and written in their place.
+    for operands in ((weights, taken.astype(np.int32), None), (weights, taken, choices[:, ::-1])):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            run(*operands, 0, 3)
+    taken.flags.writeable = False
+    with pytest.raises(ValueError, match="not writeable"):
+        run(weights, taken, choices, 0, 3)
+    assert not taken.any()
+    assert not choices.any()
 
 
 def test_a_position_far_ahead_continues_the_exact_sequence(run: BlendRule) -> None:

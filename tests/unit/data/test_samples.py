@@ -126,7 +126,9 @@ def test_every_document_is_in_exactly_one_part_near_its_share(
         assert abs((stop - first) - documents * weight / sum(weights)) <= 1
 
 
-@pytest.mark.parametrize("split", ["", "99;1", "a,b", "-1,2", "0,1", "1,1,1,1", "inf,1", "nan,1", "0,0,0"])
+@pytest.mark.parametrize(
+    "split", ["", "99;1", "a,b", "-1,2", "0,1", "1,1,1,1", "inf,1", "nan,1", "0,0,0", "1e308,1e308,1e308"]
+)
 def test_a_malformed_split_is_refused(split: str) -> None:
     with pytest.raises(UserError, match="must be one to three numbers"):
         split_documents(10, split)

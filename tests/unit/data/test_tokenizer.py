@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data import check_tokenizer_matches
-from megalite.data.prepare.train_tokenizer import train_tokenizer
 from megalite.data.tokenizer import ByteTokenizer, load_tokenizer
 from megalite.errors import UserError
+from megalite.extras.prepare.train_tokenizer import train_tokenizer
 
 HARD_TEXTS = [
     "",
@@ -215,11 +215,11 @@ def test_a_damaged_tokenizer_file_is_refused(tmp_path: Path, name: str, content:
 def test_paths_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(tmp_path / "nothing.model")
-    with pytest.raises(UserError, match=r"is needed, found \[\]"):
+    with pytest.raises(UserError, match=r"but holds \[\]"):
         load_tokenizer(tmp_path)
     for name in ("a.model", "b.model"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(UserError, match=r"found \['a.model', 'b.model'\]; give the file itself"):
+    with pytest.raises(UserError, match=r"holds \['a.model', 'b.model'\]; pass the file itself"):
         load_tokenizer(tmp_path)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.hf.tokenizer import export_tokenizer
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer import load_tokenizer
-from megalite.data.tokenizer_files import of_run
+from megalite.data.tokenizer_files import recorded_tokenizer
 from megalite.errors import UserError
+from megalite.extras.convert.tokenizer import export_tokenizer
 
 BPE: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
 
@@ -35,17 +35,17 @@ def test_a_file_that_a_checkpoint_names_is_used_only_when_its_hash_matches(
     file = write(tmp_path / "tokenizer.json")
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     for name in (file, tmp_path):
-        assert of_run(meta(name, sha256)) == str(name)
+        assert recorded_tokenizer(meta(name, sha256)) == str(name)
         for other in ("0" * 64, "", None):
-            with pytest.raises(UserError, match="is not the one of SHA-256 .* give the tokenizer of the training"):
-                of_run(meta(name, other))
-    assert of_run(meta("bytes", None)) == "bytes"
+            with pytest.raises(UserError, match="does not have SHA-256 .* pass the tokenizer of the training"):
+                recorded_tokenizer(meta(name, other))
+    assert recorded_tokenizer(meta("bytes", None)) == "bytes"
     for absent in (tmp_path / "gone", "a\0b"):
-        assert of_run(meta(absent, sha256)) is None
-    assert of_run({}) is None
+        assert recorded_tokenizer(meta(absent, sha256)) is None
+    assert recorded_tokenizer({}) is None
 
 
-@pytest.mark.parametrize("use", [load_tokenizer, lambda path: of_run(meta(path, "0" * 64))])
+@pytest.mark.parametrize("use", [load_tokenizer, lambda path: recorded_tokenizer(meta(path, "0" * 64))])
 def test_pipes_and_devices_are_not_opened(use: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):

@@ -109,8 +109,8 @@ def patch(offset: int, new: bytes) -> Callable[[bytes], bytes]:
         (patch(58, struct.pack("<q", 12)), "sequence 1 begins at byte 12"),
         (patch(46, struct.pack("<i", 5)), "has 32 bytes: its .idx counts 17 tokens of 2 bytes = 34"),
         (patch(17, b"\x04"), "the lengths before it sum to 20"),
-        (patch(114, struct.pack("<q", 3)), "document bounds do not rise from 0 to 4"),
-        (patch(90, struct.pack("<q", 9)), "document bounds do not rise"),
+        (patch(114, struct.pack("<q", 3)), "document bounds do not increase from 0 to 4"),
+        (patch(90, struct.pack("<q", 9)), "document bounds do not increase"),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:

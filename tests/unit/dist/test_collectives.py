@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def context(world: int, tp: int = 1, pp: int = 1) -> ParallelContext:
-    return ParallelContext.create(Grid.of(world, tp, pp), CPU)
+    return ParallelContext.create(Grid.of(world, tp=tp, pp=pp), CPU)
 
 
 def figures(rank: int) -> dict[str, list[float]]:
@@ -195,7 +195,7 @@ def axes(rank: int, tp: int, pp: int) -> dict[str, tuple[int, int, tuple[int, ..
 
 def test_axes_of_a_context(pool: WorkerPool) -> None:
     for tp, pp in ((2, 2), (1, 4), (2, 1)):
-        topology = Grid.of(4, tp, pp)
+        topology = Grid.of(4, tp=tp, pp=pp)
         for rank, got in enumerate(pool.run(4, axes, tp, pp)):
             line = {a: next(g for g in topology.groups(a) if rank in g) for a in ("tp", "dp", "pp")}
             ends = (line["pp"][0], line["pp"][-1])

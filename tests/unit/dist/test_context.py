@@ -7,10 +7,14 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.dist.device import pick_device
-from megalite.dist.context import group_timeout, neighbor_pairs
+from megalite.dist.context import ParallelContext, neighbor_pairs
+from megalite.dist.rendezvous import backend_of, group_timeout
+from megalite.dist.grid import Grid
 from megalite.errors import UserError
+from megalite.extras.estimate.record import recorded_world
 
 
 def test_neighbors_meet_in_three_rounds() -> None:
@@ -29,6 +33,43 @@ def test_neighbors_meet_in_three_rounds() -> None:
 def test_groups_outlast_the_watchdog() -> None:
     assert group_timeout(600.0) == group_timeout(0.0) == timedelta(minutes=30)
     assert group_timeout(3600.0) == timedelta(hours=2)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_every_call_that_makes_groups_partitions_the_world(
+    monkeypatch: pytest.MonkeyPatch, tp: int, pp: int
+) -> None:
+    """Backends that split the world's communicator need every rank in every call (NCCL from torch 2.15 on)."""
+    world, made = 4 * tp * pp, list[tuple[int, ...]]()
+    new_group = dist.new_group
+
+    def recorded(ranks: list[int], **options: object) -> dist.ProcessGroup:
+        made.append(tuple(ranks))
+        return new_group(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", recorded)
+    calls = []
+    for rank in range(world):
+        with recorded_world(rank, world):
+            context = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), torch.device("cpu"))
+            context.split("dp", size=2)
+        calls.append(made.copy())
+        made.clear()
+        ends = {0, pp - 1} if pp > 1 else set()
+        assert context.axis("ends").size == (2 if context.pp.rank in ends else 1)
+    assert len({len(groups) for groups in calls}) == 1
+    for groups in zip(*calls):
+        assert all(rank in group for rank, group in enumerate(groups))
+        assert sum(map(len, set(groups))) == world
+
+
+def test_the_backend_whose_groups_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(dist.Backend, "backend_list", ["gloo", "nccl"])
+    assert (backend_of(torch.device("cpu")), backend_of(cuda)) == ("gloo", "nccl")
+    monkeypatch.setattr(dist.Backend, "backend_list", ["gloo", "nccl", "nccl2", "nccl-lazy", "nccl-legacy"])
+    assert backend_of(cuda) == "nccl-legacy"
 
 
 @pytest.fixture

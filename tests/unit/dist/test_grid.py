@@ -57,7 +57,7 @@ def check_partition(topology: Grid) -> None:
 def test_powers_of_two_up_to_16384_ranks(exponents: tuple[int, int, int]) -> None:
     tp, pp, world = exponents
     if tp + pp <= world:
-        topology = Grid.of(2**world, 2**tp, 2**pp)
+        topology = Grid.of(2**world, tp=2**tp, pp=2**pp)
         check_partition(topology)
         for rank in {0, 1 % topology.world, topology.world // 3, topology.world - 1}:
             assert topology.rank(**topology.coords(rank)) == rank
@@ -66,7 +66,7 @@ def test_powers_of_two_up_to_16384_ranks(exponents: tuple[int, int, int]) -> Non
 @settings(max_examples=25, deadline=None)
 @given(tp=st.integers(1, 12), pp=st.integers(1, 24), dp=st.integers(1, 56))
 def test_any_factors(tp: int, pp: int, dp: int) -> None:
-    topology = Grid.of(tp * pp * dp, tp, pp)
+    topology = Grid.of(tp * pp * dp, tp=tp, pp=pp)
     assert topology["dp"] == dp
     check_partition(topology)
     # Rank -> place -> rank, for every rank of the world.
@@ -76,7 +76,7 @@ def test_any_factors(tp: int, pp: int, dp: int) -> None:
 def test_every_factorisation_of_a_world() -> None:
     for tp, pp in product(range(1, 49), repeat=2):
         if 48 % (tp * pp) == 0:
-            check_partition(Grid.of(48, tp, pp))
+            check_partition(Grid.of(48, tp=tp, pp=pp))
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_every_factorisation_of_a_world() -> None:
 )
 def test_what_does_not_divide_is_refused(world: int, tp: int, pp: int, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        Grid.of(world, tp, pp)
+        Grid.of(world, tp=tp, pp=pp)
     for word in words:
         assert word in str(error.value)
 
 
 def test_places_outside_the_world() -> None:
-    topology = Grid.of(4, 2, 2)
+    topology = Grid.of(4, tp=2, pp=2)
     for rank in (-1, 4):
         with pytest.raises(ValueError, match="outside a world of 4"):
             topology.coords(rank)

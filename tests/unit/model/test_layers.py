@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megalite import ops as kernels
+from megalite.batch import ForwardPass, Positions
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.grid import Grid
@@ -16,14 +17,13 @@ from megalite.dist.seeding import RngStreams
 from megalite.model.attention import Attention
 from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
-from megalite.pipeline.executor import Pass
 from megalite.sharding import Layout
 from megalite.tensor_parallel.linear import WgradQueue
 
 CPU = torch.device("cpu")
 
 
-TRAINING = Pass(1, 0, 0, training=True)
+TRAINING = ForwardPass(1, 0, 0, training=True)
 
 
 def layers_of(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool = False, seed: int = 1) -> Layers:
@@ -35,7 +35,7 @@ def layers_of(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool 
         sequence_parallel=sequence_parallel,
         dtype=torch.float32,
         device=CPU,
-        layout=Layout(Grid.of(tp.size, tp.size), tp.rank, multiple=8),
+        layout=Layout(Grid.of(tp.size, tp=tp.size), tp.rank, multiple=8),
         ops=kernels.resolve("torch", CPU, torch.float32),
         rng=RngStreams.for_rank(seed, tp.rank),
         queue=WgradQueue(),
@@ -80,7 +80,7 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
         frequencies = 1 / theta ** (torch.arange(0, dim, 2) / dim)
     rotary = layers_of(cfg).rotary(0)
     assert rotary is not None
-    cos, sin = rotary(256, CPU)
+    cos, sin = rotary(Positions.of_samples(256), CPU)
     angles = torch.outer(torch.arange(256.0), frequencies)
     assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=3e-5)
@@ -102,11 +102,13 @@ def test_grouped_causal_attention_written_out(kv_heads: int) -> None:
             torch.testing.assert_close(got[t, :, head], expected, rtol=1e-5, atol=1e-6)
 
 
-def masks(sequence_parallel: bool, this: Pass = TRAINING, layer: int = 0, site: str = "mlp_out") -> list[torch.Tensor]:
+def masks(
+    sequence_parallel: bool, fwd: ForwardPass = TRAINING, layer: int = 0, site: str = "mlp_out"
+) -> list[torch.Tensor]:
     """The residual stream's dropout of ones on both of two tensor-parallel ranks."""
     cfg = tiny(hidden_dropout=0.25)
     ranks = [Axis("tp", 2, rank, (0, 1)) for rank in (0, 1)]
-    return [layers_of(cfg, tp, sequence_parallel).dropout(site, layer)(torch.ones(64, 64), this) for tp in ranks]
+    return [layers_of(cfg, tp, sequence_parallel).dropout(site, layer)(torch.ones(64, 64), fwd) for tp in ranks]
 
 
 def test_residual_dropout_is_alike_on_tensor_parallel_ranks() -> None:
@@ -128,9 +130,9 @@ def test_every_site_layer_microbatch_rank_and_step_has_a_mask_of_its_own() -> No
         {},
         {"site": "attention_out"},
         {"layer": 1},
-        {"this": Pass(2, 0, 0, training=True)},
-        {"this": Pass(1, 1, 0, training=True)},
-        {"this": Pass(1, 0, 1, training=True)},
+        {"fwd": ForwardPass(2, 0, 0, training=True)},
+        {"fwd": ForwardPass(1, 1, 0, training=True)},
+        {"fwd": ForwardPass(1, 0, 1, training=True)},
     ]
     drawn = [masks(False, **place)[0] for place in places]
     for i, a in enumerate(drawn):
@@ -144,7 +146,7 @@ def test_attention_dropout_differs_on_tensor_parallel_ranks() -> None:
 
     def core(rank: int, microbatch: int = 0, training: bool = True) -> torch.Tensor:
         attention = Attention(layers_of(cfg, Axis("tp", 2, rank, (0, 1))), 0, recompute_core=False)
-        return attention._core(qkv.clone(), None, None, Pass(1, 0, microbatch, training))
+        return attention._core(qkv.clone(), None, None, ForwardPass(1, 0, microbatch, training))
 
     assert torch.equal(core(0), core(0))
     assert not torch.equal(core(0), core(1))
@@ -153,7 +155,7 @@ def test_attention_dropout_differs_on_tensor_parallel_ranks() -> None:
 
 
 def test_no_dropout_in_evaluation() -> None:
-    for mask in masks(sequence_parallel=True, this=Pass(1, 0, 0, training=False)):
+    for mask in masks(sequence_parallel=True, fwd=ForwardPass(1, 0, 0, training=False)):
         assert torch.equal(mask, torch.ones(64, 64))
 
 
@@ -165,7 +167,7 @@ def test_weight_decay_and_partial_gradients_are_declared(arch: str) -> None:
         head_norm = arch == "qwen3" and name.endswith(("q_norm.weight", "k_norm.weight"))
         if head_norm:
             assert spec.partial == ("tp",)
-        elif not spec.cut:
+        elif not spec.sharded_dims:
             # Whatever lies on the residual stream sees one part of the sequence a rank.
             assert spec.partial == ("sequence",), name
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import accumulate, combinations
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.errors import UserError
-from megalite.model.partition import head_cost, layer_split, split_layers
+from megalite.model.partition import block_costs, layer_split, split_layers
 
 
 def counts(ranges: list[range]) -> list[int]:
@@ -22,41 +22,51 @@ def counts(ranges: list[range]) -> list[int]:
 
 
 def test_thirty_layers_over_four_stages() -> None:
-    assert counts(split_layers(30, 4)) == [8, 8, 7, 7]
+    assert counts(split_layers([1.0] * 30, 4)) == [8, 8, 7, 7]
 
 
 def test_eighty_layers_over_sixteen_ranks_of_two_chunks() -> None:
-    parts = counts(split_layers(80, 32))
+    parts = counts(split_layers([1.0] * 80, 32))
     assert sum(parts) == 80
     assert set(parts) == {2, 3}
 
 
 def test_an_output_layer_worth_two_blocks_takes_their_place() -> None:
-    assert counts(split_layers(32, 4, last=2.0)) == [9, 9, 8, 6]
-    assert counts(split_layers(4, 4, first=50.0, last=50.0)) == [1, 1, 1, 1]
-    assert counts(split_layers(5, 1, last=3.0)) == [5]
+    assert counts(split_layers([1.0] * 32, 4, last=2.0)) == [9, 9, 8, 6]
+    assert counts(split_layers([1.0] * 4, 4, first=50.0, last=50.0)) == [1, 1, 1, 1]
+    assert counts(split_layers([1.0] * 5, 1, last=3.0)) == [5]
+
+
+def test_layers_of_several_costs_are_spread_evenly() -> None:
+    """Dense layers before those with experts; stages that are not the dearest are even too."""
+    assert counts(split_layers([0.25] * 4 + [1.0] * 6, 4)) == [5, 2, 2, 1]
+    assert counts(split_layers([3.0] + [1.0] * 8, 4)) == [1, 3, 3, 2]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    layers=st.integers(1, 11),
+    each=st.lists(st.sampled_from((0.5, 1.0, 2.5)), min_size=1, max_size=11),
+    alike=st.booleans(),
     stages=st.integers(1, 6),
     first=st.floats(0, 4),
     last=st.floats(0, 4),
 )
-def test_no_split_is_cheaper(layers: int, stages: int, first: float, last: float) -> None:
+def test_no_split_is_cheaper(each: list[float], alike: bool, stages: int, first: float, last: float) -> None:
+    each = [1.0] * len(each) if alike else each
+    layers = len(each)
     if stages > layers:
         with pytest.raises(UserError, match="every stage needs a layer; lower --pp or --vp, or raise --num-layers"):
-            split_layers(layers, stages, first, last)
+            split_layers(each, stages, first, last)
         return
 
     def dearest(parts: list[int]) -> float:
-        costs = [float(n) for n in parts]
+        ends = [0, *accumulate(parts)]
+        costs = [sum(each[a:b]) for a, b in zip(ends, ends[1:])]
         costs[0] += first
         costs[-1] += last
         return max(costs)
 
-    parts = counts(split_layers(layers, stages, first, last))
+    parts = counts(split_layers(each, stages, first, last))
     assert sum(parts) == layers
     assert min(parts) >= 1
     every = (
@@ -77,7 +87,7 @@ def test_models_are_split_whole() -> None:
         seq_len=8192,
     )
     # 2 of 32 blocks: 525 M multiply-adds of the head, 218 M of a block's matrices and 34 M of its attention.
-    assert head_cost(llama) == pytest.approx(525336576 / (218103808 + 33554432), rel=1e-6)
+    assert block_costs(llama)[1] == pytest.approx(525336576 / (218103808 + 33554432), rel=1e-6)
     for stages in (1, 3, 4, 7, 32):
         assert sum(counts(layer_split(llama, stages))) == 32
     assert counts(layer_split(llama, 4)) == [9, 9, 8, 6]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megalite import ops as kernels
+from megalite.batch import ForwardPass, MicroBatch
 from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
@@ -18,19 +19,18 @@ from megalite.config.train import TrainConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
-from megalite.optim.bucket import make_buckets
+from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import Sharded
+from megalite.optim.shares import Sharding
 from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
-from megalite.pipeline.executor import MicroBatch, Pass
 from megalite.sharding import Shard
 from megalite.train.build import build_stages
 from tests.parity import jobs
 from tests.shards import tp_shard
 
 CPU = torch.device("cpu")
-EVALUATION = Pass(0, 0, 0, training=False)
+EVALUATION = ForwardPass(0, 0, 0, training=False)
 SIZES: dict[str, Any] = {"num_layers": 8, "hidden_size": 32, "num_heads": 4, "vocab_size": 90, "seq_len": 16}
 MODELS = {
     arch: ModelConfig.from_arch(arch, **SIZES, ffn_hidden_size=48) for arch in ("llama", "gpt2", "gpt_neox", "qwen3")
@@ -47,7 +47,7 @@ LAYOUTS = [
 
 def rank_context(tp: int, tp_rank: int, pp: int, pp_rank: int) -> ParallelContext:
     """A rank's view of a layout; enough to build stages, which do not communicate."""
-    grid, single = Grid.of(tp * pp, tp, pp), ParallelContext.single()
+    grid, single = Grid.of(tp * pp, tp=tp, pp=pp), ParallelContext.single()
     axes = {
         ("tp",): Axis("tp", tp, tp_rank, tuple(range(tp))),
         ("pp",): Axis("pp", pp, pp_rank, tuple(range(pp))),
@@ -67,12 +67,12 @@ def test_blocks_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch, arch:
     ops = kernels.resolve("torch", CPU, torch.float32)
     (stage,) = build_stages(cfg, ParallelContext.single(), placement, torch.float32, ops).values()
     jobs.init_parameters(stage, 1)
-    batch = MicroBatch(torch.zeros(16, 1, dtype=torch.long), torch.zeros(16, 1, dtype=torch.long))
+    batch = MicroBatch.of_samples(torch.zeros(16, 1, dtype=torch.long), torch.zeros(16, 1, dtype=torch.long))
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         for step in range(3):
-            stage(batch.tokens_SB, batch, Pass(step, 0, step, training=True))
+            stage(batch.tokens_SB, batch, ForwardPass(step, 0, step, training=True))
             with torch.no_grad():
-                stage(batch.tokens_SB, batch, Pass(0, 0, step, training=False))
+                stage(batch.tokens_SB, batch, ForwardPass(0, 0, step, training=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
@@ -133,7 +133,7 @@ def test_masters_are_not_rounded_and_weights_are(zero: bool) -> None:
     buckets = make_buckets(
         [params],
         ctx,
-        sharded=Sharded.stage(int(zero)),
+        sharded=Sharding.stage(int(zero)),
         bucket_size=5000,
     )
     optimizer = DistributedOptimizer(buckets, OptimConfig(), ctx, ops, overlap_gather=True)
@@ -157,9 +157,9 @@ def test_shapes_along_a_stage() -> None:
     jobs.init_parameters(stage, 0)
     tokens = torch.arange(15).view(5, 3)
     with torch.no_grad():
-        logits = stage(tokens, MicroBatch(tokens, None), EVALUATION)
+        logits = stage(tokens, MicroBatch.of_samples(tokens), EVALUATION)
         assert logits.shape == (5, 3, 96)  # shorter than seq_len is fine; 90 padded to 96
-        loss = stage(tokens, MicroBatch(tokens, (tokens + 1) % 90), EVALUATION)
+        loss = stage(tokens, MicroBatch.of_samples(tokens, (tokens + 1) % 90), EVALUATION)
     assert loss.shape == (5, 3)
     expected = torch.nn.functional.cross_entropy(logits[..., :90].flatten(0, 1), ((tokens + 1) % 90).flatten())
     assert loss.mean().item() == pytest.approx(expected.item(), rel=1e-6)
@@ -172,11 +172,11 @@ def test_label_smoothing_is_of_the_training_loss_alone() -> None:
     (stage,) = build_stages(cfg, ParallelContext.single(), schedule_of(cfg, 1).placement, torch.float32, ops).values()
     jobs.init_parameters(stage, 0)
     tokens = torch.arange(15).view(5, 3)
-    batch = MicroBatch(tokens, (tokens + 1) % 90)
+    batch = MicroBatch.of_samples(tokens, (tokens + 1) % 90)
     with torch.no_grad():
-        logits = stage(tokens, MicroBatch(tokens, None), EVALUATION)[..., :90].flatten(0, 1)
-        for smoothing, this in ((0.0, EVALUATION), (0.25, Pass(0, 0, 0, training=True))):
-            loss = stage(tokens, batch, this).mean().item()
+        logits = stage(tokens, MicroBatch.of_samples(tokens), EVALUATION)[..., :90].flatten(0, 1)
+        for smoothing, fwd in ((0.0, EVALUATION), (0.25, ForwardPass(0, 0, 0, training=True))):
+            loss = stage(tokens, batch, fwd).mean().item()
             expected = torch.nn.functional.cross_entropy(
                 logits, ((tokens + 1) % 90).flatten(), label_smoothing=smoothing
             )
@@ -190,4 +190,4 @@ def test_a_stage_declares_what_it_passes_on() -> None:
         ops = kernels.resolve("torch", CPU, torch.bfloat16)
         placement = schedule_of(cfg, 1).placement
         (stage,) = build_stages(cfg, rank_context(2, 0, 2, 0), placement, torch.bfloat16, ops).values()
-        assert stage.message(3) == ((rows, 3, 32), torch.bfloat16)
+        assert stage.message(16, 3) == ((rows, 3, 32), torch.bfloat16)

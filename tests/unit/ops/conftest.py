@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +23,6 @@ def device() -> str:
 def native_libraries() -> None:
     """MEGALITE_TEST_NATIVE: folder of libraries built for the test, in place of the installed ones."""
     if folder := os.environ.get("MEGALITE_TEST_NATIVE"):
-        from megalite.ops import native
+        import megalite.ops
 
-        native._HERE = Path(folder)
+        megalite.ops.__path__.insert(0, folder)

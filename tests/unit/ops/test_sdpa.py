@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.batch import Mask
 from megalite.errors import UserError
-from megalite.ops.attention import Mask, attention
+from megalite.ops.attention import attention
 from megalite.ops.sdpa import KERNELS, AttentionCase, select
 from tests.parity import jobs
 
@@ -20,11 +21,19 @@ BF16 = torch.bfloat16
     [
         ("cudnn", AttentionCase(CPU, BF16, 64), "it runs on CUDA GPUs, not on cpu; use auto or flash or math"),
         ("efficient", AttentionCase(CPU, torch.float32, 64), "it runs on CUDA GPUs"),
-        ("flash", AttentionCase(CPU, BF16, 64, softcap=True), "run in plain torch; use auto or math"),
+        ("flash", AttentionCase(CPU, BF16, 64, softcap=True), "computed in plain torch; use auto or math"),
         ("cudnn", AttentionCase(GPU, torch.float32, 64), "bf16 and fp16, not fp32; use auto or efficient or math"),
-        ("flash", AttentionCase(GPU, BF16, 64, masked=True), "a mask, which it does not take; use auto or efficient"),
-        ("flash", AttentionCase(GPU, BF16, 512), "heads of at most 256, not 512"),
-        ("cudnn", AttentionCase(GPU, BF16, 64, deterministic=True), "not --deterministic; use auto or flash"),
+        (
+            "flash",
+            AttentionCase(GPU, BF16, 64, masked=True),
+            "a mask, which it does not support; use auto or efficient",
+        ),
+        ("flash", AttentionCase(GPU, BF16, 512), "head sizes up to 256, not 512"),
+        (
+            "cudnn",
+            AttentionCase(GPU, BF16, 64, deterministic=True),
+            "not deterministic (--deterministic); use auto or flash",
+        ),
         ("cudnn", AttentionCase(torch.device("cuda", 1), BF16, 64), "compute capability 9.0 or above, not 8.0"),
     ],
 )

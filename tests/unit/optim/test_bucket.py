@@ -13,16 +13,17 @@ from megalite import ops as kernels
 from megalite.config.optim import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.optim.bucket import Bucket, make_buckets
+from megalite.optim.bucket import Bucket
+from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import GradKind, Sharded, bucket_layout, plan_buckets
+from megalite.optim.shares import GradKind, Sharding, bucket_layout, plan_buckets
 from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
 SINGLE = ParallelContext.single()
-KIND = GradKind(weight_decay=True, reduce=("dp",), primary=True)
+KIND = GradKind(weight_decay=True, reduce=("dp",), is_owner=True)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def parameters(
 
 def test_parameters_and_gradients_become_views() -> None:
     params = parameters(3, (5, 3))
-    bucket = Bucket(list(reversed(params)), KIND, SINGLE, sharded=Sharded(state=True))
+    bucket = Bucket(list(reversed(params)), KIND, SINGLE, sharded=Sharding(state=True))
     assert bucket.weights.tolist() == [3.0] * 15 + [2.0] * 15 + [1.0] * 15
     bucket.weights.mul_(2)
     bucket.grad.copy_(torch.arange(45.0))
@@ -111,7 +112,7 @@ def test_parameters_and_gradients_become_views() -> None:
 def test_the_reduction_starts_with_the_last_contribution() -> None:
     params = parameters(2, (4,))
     params[1].uses = 2
-    bucket = Bucket(params, KIND, SINGLE, sharded=Sharded())
+    bucket = Bucket(params, KIND, SINGLE, sharded=Sharding())
     bucket.start_step(3)
     names = [p.shard.spec.name for p in params]
     assert bucket.missing == names
@@ -129,7 +130,7 @@ def test_the_reduction_starts_with_the_last_contribution() -> None:
 def test_contributions_overwrite_what_the_memory_held(cut: bool) -> None:
     """A gradient is NaN before its first contribution, which is not seen; without one it ends as zero."""
     params = parameters(3, (4,))
-    bucket = Bucket(params, KIND, SINGLE, sharded=Sharded(state=cut, grad=cut))
+    bucket = Bucket(params, KIND, SINGLE, sharded=Sharding(state=cut, grad=cut))
     for step in (1.0, 2.0):
         bucket.start_step(2)
         (bucket.grad_share if cut else bucket.grad).fill_(torch.nan)
@@ -144,7 +145,7 @@ def reduced(rank: int, world: int, zero: bool, dtype: torch.dtype) -> dict[str, 
     """Two steps of a bucket whose gradient is (rank + 1) / sum of ranks + 1, so that the sum over dp is 1."""
     ctx = ParallelContext.create(Grid.of(world), CPU)
     params = parameters(3, (95, 95))
-    bucket = Bucket(params, KIND, ctx, sharded=Sharded(state=zero), reduce_dtype=dtype)
+    bucket = Bucket(params, KIND, ctx, sharded=Sharding(state=zero), reduce_dtype=dtype)
     share = None
     for _ in range(2):
         bucket.start_step(1)
@@ -176,11 +177,37 @@ def test_the_mean_of_ones_is_one(pool: WorkerPool, zero: bool, dtype: torch.dtyp
         torch.testing.assert_close(r["grads"][r["held"]], torch.ones(int(r["held"].sum())), rtol=0, atol=tolerance)
 
 
+def interrupted(rank: int, cut: bool, compress: str) -> tuple[list[int], torch.Tensor]:
+    """Begin a step again while its reduction is under way: bytes of the gradient when that is waited for, and a sum."""
+    ctx = ParallelContext.create(Grid.of(2), CPU)
+    params = parameters(2, (64,))
+    bucket = Bucket(params, KIND, ctx, sharded=Sharding(state=True, grad=cut), compress=compress)
+    sizes: list[int] = []
+    for step in range(2):
+        bucket.start_step(1)
+        for param in params:
+            param.add_grad(torch.tensor(float(rank + step)))
+        if step == 0:
+            works = bucket.codec._works if bucket.codec is not None else [bucket._reducing]
+            for work in works:
+                wait = work.wait
+                work.wait = lambda wait=wait: (sizes.append(bucket.grad.untyped_storage().nbytes()), wait())
+    return sizes, bucket.finish_reduce().clone()
+
+
+@pytest.mark.parametrize(("cut", "compress"), [(False, "none"), (True, "none"), (False, "int8")])
+def test_an_interrupted_reduction_is_over_before_its_memory_is_used(pool: WorkerPool, cut: bool, compress: str) -> None:
+    """NCCL still reads and writes it; with ZeRO-2 it was freed."""
+    for sizes, share in pool.run(2, interrupted, cut, compress):
+        assert sizes == [4 * 128]
+        assert share.tolist() == [3.0] * 64
+
+
 def unread(rank: int) -> tuple[torch.Tensor, float]:
     """Weights after a ZeRO-1 step when everything outside the own share of the gradient is poisoned."""
     ctx = ParallelContext.create(Grid.of(2), CPU)
     params = parameters(3, (20, 20))
-    bucket = Bucket(params, KIND, ctx, sharded=Sharded(state=True))
+    bucket = Bucket(params, KIND, ctx, sharded=Sharding(state=True))
     optimizer = DistributedOptimizer([bucket], OptimConfig(), ctx, kernels.resolve(None, CPU, torch.float32), False)
     optimizer.start_step(1)
     for param in params:
@@ -209,12 +236,12 @@ def state_bytes(rank: int) -> tuple[int, int]:
     buckets = make_buckets(
         [params],
         ctx,
-        sharded=Sharded.stage(1),
+        sharded=Sharding.stage(1),
         bucket_size=100_000,
     )
     optimizer = DistributedOptimizer(buckets, OptimConfig(), ctx, kernels.resolve(None, CPU, torch.bfloat16), True)
     tensors = [t for b in buckets for t in (b.weights, b.grad)]
-    tensors += [t for s in optimizer._states for t in (s.master, s.exp_avg, s.exp_avg_sq) if t is not None]
+    tensors += [t for s in optimizer._states for t in s.flats]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     # The parameters themselves are no further memory.
     assert {p.untyped_storage().data_ptr() for p in params} <= set(storages)
@@ -238,20 +265,22 @@ def test_kinds() -> None:
             tied=frozenset({"w"} if tied else ()),
         )
         param = ShardedParameter.empty(Shard(ParamSpec("w", (4, 4), **spec), layout), torch.float32, CPU)
-        return GradKind.of(param, Sharded.stage(zero))
+        return GradKind.of(param, Sharding.stage(zero))
 
-    cut = (("tp", 0),)
-    assert kind(True, cut=cut) == GradKind(True, ("dp",), primary=True)
-    assert kind(True) == GradKind(True, ("dp",), primary=False)
+    dims = (("tp", 0),)
+    assert kind(True, sharded_dims=dims) == GradKind(True, ("dp",), is_owner=True)
+    assert kind(True) == GradKind(True, ("dp",), is_owner=False)
     norm: dict[str, Any] = {"weight_decay": False, "partial": ("sequence",)}
-    assert kind(True, **norm) == GradKind(False, ("dp", "tp"), primary=False)
-    assert kind(False, **norm) == GradKind(False, ("dp",), primary=False)
-    assert kind(False, partial=("tp",)) == GradKind(True, ("dp", "tp"), primary=False)
-    assert kind(False, tied=True, cut=cut) == GradKind(True, ("dp", "ends"), primary=True)
-    assert kind(False, tied=True, cut=cut, tied_to="embed_tokens.weight") == GradKind(True, ("dp", "ends"), False)
-    # Under ZeRO every data-parallel rank speaks for its share, else the first speaks for all of it.
-    assert kind(True, cut=cut, dp=1) == GradKind(True, ("dp",), primary=True)
-    assert kind(True, cut=cut, dp=1, zero=0) == GradKind(True, ("dp",), primary=False)
+    assert kind(True, **norm) == GradKind(False, ("dp", "tp"), is_owner=False)
+    assert kind(False, **norm) == GradKind(False, ("dp",), is_owner=False)
+    assert kind(False, partial=("tp",)) == GradKind(True, ("dp", "tp"), is_owner=False)
+    assert kind(False, tied=True, sharded_dims=dims) == GradKind(True, ("dp", "ends"), is_owner=True)
+    assert kind(False, tied=True, sharded_dims=dims, tied_to="embed_tokens.weight") == GradKind(
+        True, ("dp", "ends"), False
+    )
+    # Under ZeRO every data-parallel rank owns its share, else the first owns all of it.
+    assert kind(True, sharded_dims=dims, dp=1) == GradKind(True, ("dp",), is_owner=True)
+    assert kind(True, sharded_dims=dims, dp=1, zero=0) == GradKind(True, ("dp",), is_owner=False)
 
 
 def test_kinds_do_not_share_a_bucket() -> None:
@@ -260,7 +289,7 @@ def test_kinds_do_not_share_a_bucket() -> None:
     buckets = make_buckets(
         [mixed],
         SINGLE,
-        sharded=Sharded.stage(1),
+        sharded=Sharding.stage(1),
         bucket_size=40,
     )
     held = [[tuple(p.shape) for p in b.params] for b in buckets]
@@ -272,7 +301,7 @@ def trained(rank: int, zero: int, dtype: torch.dtype) -> tuple[torch.Tensor, lis
     """Weights after two Adam steps of one bucket, its bytes between steps, and the squared norms of both."""
     ctx = ParallelContext.create(Grid.of(2), CPU)
     params = parameters(3, (20, 20), dtype, Layout(ctx.grid, ctx.rank))
-    bucket = Bucket(params, GradKind.of(params[0], Sharded.stage(zero)), ctx, sharded=Sharded.stage(zero))
+    bucket = Bucket(params, GradKind.of(params[0], Sharding.stage(zero)), ctx, sharded=Sharding.stage(zero))
     optimizer = DistributedOptimizer([bucket], OptimConfig(), ctx, kernels.resolve(None, CPU, dtype), False)
     sizes, norms = [], []
     for step in (1, 2):

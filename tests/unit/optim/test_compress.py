@@ -16,10 +16,10 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
 from megalite.ops import resolve
-from megalite.optim.bucket import make_buckets
 from megalite.optim.compress import TopK, dequantize, largest, quantize
+from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import INT8_BLOCK, Sharded
+from megalite.optim.shares import INT8_BLOCK, Sharding
 from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard
 from tests.workers import WorkerPool
@@ -72,7 +72,7 @@ def optimizer_of(ctx: ParallelContext, compress: str, zero: int) -> DistributedO
     ]
     for param in params:
         param.data.zero_()
-    buckets = make_buckets([params], ctx, sharded=Sharded.stage(zero), bucket_size=None, compress=compress)
+    buckets = make_buckets([params], ctx, sharded=Sharding.stage(zero), bucket_size=None, compress=compress)
     return DistributedOptimizer(buckets, OptimConfig(), ctx, resolve(None, CPU, torch.float32), overlap_gather=False)
 
 
@@ -223,7 +223,7 @@ def carried(rank: int, world: int, folder: str, load: bool) -> dict[tuple[str, s
         saver = Checkpointer(Path(folder).parent, ctx)
         saver.save(2, states, {})
         saver.close()
-    return {(s.name, s.kind): s.flat.numpy().copy() for s in states if s.part is not None}
+    return {(s.name, s.kind): s.flat.numpy().copy() for s in states if s.summand is not None}
 
 
 def test_another_dp_continues_with_an_equal_part_of_the_sum(pool: WorkerPool, tmp_path: Path) -> None:

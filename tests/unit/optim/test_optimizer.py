@@ -11,9 +11,9 @@ from megalite import ops as kernels
 from megalite.config.optim import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.optim.bucket import make_buckets
+from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.optim.shares import Sharded
+from megalite.optim.shares import Sharding
 from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 from tests.workers import WorkerPool
@@ -40,8 +40,9 @@ def optimizer_of(
     buckets = make_buckets(
         [list(params.values())],
         ctx,
-        sharded=Sharded.stage(int(zero)),
+        sharded=Sharding.stage(int(zero)),
         bucket_size=300,
+        cfg=cfg,
     )
     optimizer = DistributedOptimizer(buckets, cfg, ctx, kernels.resolve(None, CPU, dtype), overlap_gather=False)
     for state in optimizer.states():
@@ -75,7 +76,7 @@ def train(rank: int, world: int, name: str, dtype: torch.dtype, zero: bool) -> t
     cfg = OptimConfig(optimizer=name, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)  # type: ignore[arg-type]
     params, optimizer = optimizer_of(ctx, cfg, dtype, zero)
     norms = [one_step(params, optimizer, step, world, rank) for step in range(1, STEPS + 1)]
-    states = [(s.name, s.role, s.shape, s.flat.clone(), s.slices, s.primary) for s in optimizer.states()]
+    states = [(s.name, s.role, s.shape, s.flat.clone(), s.slices, s.is_owner) for s in optimizer.states()]
     return {n: p.detach().clone() for n, p in params.items()}, norms, states
 
 
@@ -139,15 +140,15 @@ def test_equals_torch(pool: WorkerPool, world: int, name: str, dtype: torch.dtyp
     rebuilt = {kind: {n: torch.full(s, torch.nan) for n, s in SHAPES.items()} for kind in kinds}
     owners = {kind: {n: torch.zeros(s) for n, s in SHAPES.items()} for kind in kinds}
     for _, _, states in ranks:
-        for n, kind, shape, flat, slices, primary in states:
+        for n, kind, shape, flat, slices, is_owner in states:
             assert (shape, flat.dtype) == (SHAPES[n], torch.float32)
             for box in slices:
                 rebuilt[kind][n][box.index] = flat[box.at : box.at + box.numel].view(box.shape)
-                owners[kind][n][box.index] += float(primary)
+                owners[kind][n][box.index] += float(is_owner)
     for kind, tensors in kinds.items():
         for n, expected in tensors.items():
             torch.testing.assert_close(rebuilt[kind][n], expected, rtol=1e-5, atol=1e-6, msg=f"{kind} of {n}")
-            assert torch.equal(owners[kind][n], torch.ones(SHAPES[n])), f"{kind} of {n}: one primary copy per element"
+            assert torch.equal(owners[kind][n], torch.ones(SHAPES[n])), f"{kind} of {n}: one owner per element"
 
 
 def test_a_parameter_without_gradient_is_named() -> None:

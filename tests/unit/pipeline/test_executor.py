@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from megalite.batch import Documents, ForwardPass, MicroBatch
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
-from megalite.pipeline.executor import Executor, MicroBatch, Pass, _Run, forward_program
+from megalite.pipeline.executor import Executor, _Run, forward_program
 from megalite.pipeline.p2p import Channel, Message
 from megalite.pipeline.schedule import build_schedule
 from megalite.tensor_parallel.linear import WgradQueue
@@ -32,13 +33,13 @@ class ToyStage(nn.Module):
         self.first, self.last, self.queue = first, last, WgradQueue()
         self.weight = nn.Parameter(torch.randn(H, H, generator=g))
         self.table = nn.Parameter(torch.randn(10, H, generator=g)) if first else None
-        self.calls: list[Pass] = []
+        self.calls: list[ForwardPass] = []
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, this: Pass) -> torch.Tensor:
-        self.calls.append(this)
-        assert this.training == torch.is_grad_enabled()
-        assert batch.starts_SB is not None
-        assert torch.equal(batch.starts_SB, batch.tokens_SB + 1), "every field goes along"
+    def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:
+        self.calls.append(fwd)
+        assert fwd.training == torch.is_grad_enabled()
+        assert batch.documents is not None
+        assert torch.equal(batch.documents.starts_SB, batch.tokens_SB + 1), "every field goes along"
         if self.table is not None:
             x = nn.functional.embedding(x, self.table)
         y = torch.tanh(x @ self.weight)
@@ -52,20 +53,8 @@ def microbatches() -> list[MicroBatch]:
     batches = []
     for _ in range(M):
         tokens, targets = torch.randint(0, 10, (S, B), generator=g), torch.randint(0, 3, (S, B), generator=g)
-        batches.append(MicroBatch(tokens, targets, starts_SB=tokens + 1))
+        batches.append(MicroBatch.of_samples(tokens, targets, Documents(tokens + 1)))
     return batches
-
-
-def test_every_field_of_a_batch_is_cut_alike() -> None:
-    x = torch.arange(15).view(3, 5)
-    part = MicroBatch(x, x + 100, weights_SB=x + 200).samples(1, 3)
-    assert part.tokens_SB.is_contiguous()
-    assert part.tokens_SB.tolist() == [[1, 2], [6, 7], [11, 12]]
-    assert part.targets_SB is not None
-    assert torch.equal(part.targets_SB, part.tokens_SB + 100)
-    assert part.weights_SB is not None
-    assert torch.equal(part.weights_SB, part.tokens_SB + 200)
-    assert part.starts_SB is None
 
 
 def by_hand(num_stages: int) -> tuple[float, list[torch.Tensor]]:
@@ -75,7 +64,7 @@ def by_hand(num_stages: int) -> tuple[float, list[torch.Tensor]]:
     for batch in microbatches():
         x = batch.tokens_SB
         for stage in stages:
-            x = stage(x, batch, Pass(0, 0, 0, training=True))
+            x = stage(x, batch, ForwardPass(0, 0, 0, training=True))
         total = total + x.sum()
     (total * 0.5).backward()
     return total.item(), [s.weight.grad for s in stages if s.weight.grad is not None]
@@ -115,7 +104,7 @@ def test_gradients_are_those_of_plain_autograd(pool: WorkerPool, pp: int, name: 
     for rank in ranks:
         for calls in rank["calls"].values():
             # They key the dropout masks; an evaluation has none.
-            assert calls[:M] == [Pass(4, 9, m, training=True, grad_scale=0.5) for m in range(M)]
+            assert calls[:M] == [ForwardPass(4, 9, m, training=True, grad_scale=0.5) for m in range(M)]
 
 
 def one_rank(name: str, vp: int) -> tuple[Executor, Any]:
@@ -125,8 +114,8 @@ def one_rank(name: str, vp: int) -> tuple[Executor, Any]:
     return Executor(stages, channel, channel), schedule.programs[0]
 
 
-def passes(training: bool) -> list[Pass]:
-    return [Pass(1, 0, m, training) for m in range(M)]
+def passes(training: bool) -> list[ForwardPass]:
+    return [ForwardPass(1, 0, m, training) for m in range(M)]
 
 
 def test_nothing_is_left_behind() -> None:

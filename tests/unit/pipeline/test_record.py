@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megalite.errors import UserError
+from megalite.extras.view.recording import measured_costs, measured_step, read_recording
+from megalite.extras.view.schedule import main
 from megalite.pipeline.schedule import Costs, build_schedule
 from megalite.pipeline.simulate import Simulation, simulate
 from tests.parity import jobs
 from tests.workers import WorkerPool
-from tools.schedule import main
-from tools.schedule_views import measured_costs, measured_step, read_recording
 
 COSTS = Costs(3.0, 2.0, 1.0, transfer=0.5, stage_scale=(1.0, 0.8, 1.2, 1.0))
 

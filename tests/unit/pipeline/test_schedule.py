@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from megalite.config.cli import parse
 from megalite.errors import UserError
-from megalite.pipeline.choose import choose_schedule, classic_activations, name_of, resolve_schedule, simulate_all
+from megalite.extras.view.schedule import order_sha
+from megalite.pipeline.choose import USUAL_COSTS, Request, choose_schedule, name_of, simulate_all
 from megalite.pipeline.schedule import Costs, Op, Placement, build_schedule
 from megalite.pipeline.simulate import simulate
-from megalite.schedules.pipeline import RESEARCH_SCHEDULES, SCHEDULES, PipelineSchedule, naive
-from tools.schedule import order_sha
+from megalite.schedules.pipeline import SCHEDULES, PipelineSchedule, naive
 
 ROWS = defaultdict(list)
 for _row in json.loads((Path(__file__).parents[2] / "data" / "schedule_expected.json").read_text())["rows"]:
@@ -27,8 +27,8 @@ REAL_WITH_TRANSFERS = Costs(1.0, 1.05, 0.85, transfer=0.05)
 
 
 def test_rows_are_of_schedules_that_exist():
-    assert ROWS.keys() <= SCHEDULES.keys() | RESEARCH_SCHEDULES.keys()
-    assert sum(map(len, ROWS.values())) == 217
+    assert ROWS.keys() <= SCHEDULES.keys()
+    assert sum(map(len, ROWS.values())) == 191
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -149,7 +149,6 @@ def test_makespan_closed_forms(p, v, k, extra, f, i, w):
         ("1f1b-eager", 1, m): (p - 1) * (f + b),
         ("interleaved", v, k * p): (p - 1) * (f + b),
         ("zb-h1", 1, m): (p - 1) * max(f, i, f + i - w),
-        ("zb-h2", 1, m + p): (p - 1) * max(f, i - f, f + i - 2 * w),
     }
     for (name, vp, count), bubble in expected.items():
         simulation = simulate(build_schedule(name, p, vp, count), costs)
@@ -157,9 +156,8 @@ def test_makespan_closed_forms(p, v, k, extra, f, i, w):
         assert simulation.ideal == pytest.approx(work)
         assert simulation.makespan == pytest.approx(work + bubble), (name, p, vp, count)
     equal = Costs(f, f, f)
-    for name in ("zb-v", "dualpipev"):
-        simulation = simulate(build_schedule(name, p, 2, m + p), equal)
-        assert simulation.makespan == pytest.approx(2 * (m + p) * 3 * f + (p - 1) * f), (name, p, m + p)
+    simulation = simulate(build_schedule("zb-v", p, 2, m + p), equal)
+    assert simulation.makespan == pytest.approx(2 * (m + p) * 3 * f + (p - 1) * f), (p, m + p)
 
 
 @settings(max_examples=80, deadline=None)
@@ -172,9 +170,7 @@ def test_memory_and_messages_closed_forms(p, v, m, g):
         ("1f1b", 1, m, None): [min(p - r, m) for r in ranks],
         ("1f1b-eager", 1, m, None): [min(2 * (p - r) - 1, m) for r in ranks],
         ("zb-h1", 1, m, None): [min(p, m) for _ in ranks],
-        ("zb-h2", 1, m, None): [min(2 * p - 1, m) for _ in ranks],
         ("zb-v", 2, m + 2 * p - 1, None): [2 * p for _ in ranks],
-        ("dualpipev", 2, m + 2 * p, None): [2 * p + 1 for _ in ranks],
     }
     if p <= g <= m and (m % g == 0 or m % g >= p):
         expected["interleaved", v, m, g] = [min(2 * (p - r - 1) + (v - 1) * g + 1, m * v) for r in ranks]
@@ -223,10 +219,9 @@ def test_one_rank_runs_any_schedule_without_a_transfer(name):
         (("interleaved", 4, 2, 3), ["3 micro-batches", "pp 4", "gpipe"]),
         (("interleaved", 4, 2, 8, 3), ["groups of 3", "pp <= group size"]),
         (("interleaved", 4, 2, 8, 0), ["groups of 0"]),
-        (("1f1b", 4, 2, 8), ["1f1b with vp 2", "needs vp 1", "--schedule interleaved"]),
-        (("zb-v", 4, 1, 8), ["zb-v with vp 1", "needs vp 2", "--vp 2 or --schedule 1f1b"]),
-        (("zb-h1", 4, 2, 8), ["needs vp 1"]),
-        (("dualpipev", 4, 2, 7), ["at least 2 * pp"]),
+        (("1f1b", 4, 2, 8), ["1f1b with vp 2", "requires vp 1", "--schedule interleaved"]),
+        (("zb-v", 4, 1, 8), ["zb-v with vp 1", "requires vp 2", "--vp 2 or --schedule 1f1b"]),
+        (("zb-h1", 4, 2, 8), ["requires vp 1"]),
         (("1f1b", 4, 1, 8, 4), ["group size 4", "only interleaved"]),
         (("1f1b", 0, 1, 8), ["pp 0", "at least 1"]),
         (("1f1b", 2, 1, 0), ["micro-batches 0", "at least 1"]),
@@ -244,27 +239,34 @@ def test_schedules_are_cached():
     assert build_schedule("1f1b", 4, 1, 8) is build_schedule("1f1b", 4, 1, 8)
 
 
+def chosen(pp, vp, m, costs=USUAL_COSTS, **limits):
+    """Name the schedule that is chosen for `m` micro-batches; costs of a rank's whole share."""
+    return choose_schedule(Request(pp, vp, (m,), **limits), costs.per_chunk(vp)).name
+
+
 def test_auto_in_a_run():
-    assert resolve_schedule("auto", 4, 1, 8) == "zb-h1"
-    assert resolve_schedule("auto", 4, 2, 8) == "zb-v"
-    assert resolve_schedule("auto", 4, 4, 8) == "interleaved"
-    assert resolve_schedule("auto", 1, 1, 8) == "1f1b"  # all are equal there: the plain one
-    assert resolve_schedule("1f1b", 4, 1, 8) == "1f1b"
+    assert chosen(4, 1, 8) == "zb-h1"
+    assert chosen(4, 2, 8) == "zb-v"
+    assert chosen(4, 4, 8) == "interleaved"
+    assert chosen(1, 1, 8) == "1f1b"  # all are equal there: the plain one
     # Deferred weight gradients would keep what full recomputation brought back.
-    assert resolve_schedule("auto", 4, 1, 8, split_backward=False) == "1f1b"
-    assert resolve_schedule("auto", 4, 2, 8, split_backward=False) == "interleaved"
+    assert chosen(4, 1, 8, split_backward=False) == "1f1b"
+    assert chosen(4, 2, 8, split_backward=False) == "interleaved"
+    for flags, name in (("--schedule 1f1b", "1f1b"), ("", "zb-h1"), ("--recompute full", "1f1b")):
+        command = f"--num-layers 4 --hidden-size 8 --num-heads 2 --mock-data --pp 4 --global-batch-size 8 {flags}"
+        assert name_of(parse(command.split()).config, 1) == name
 
 
 def test_auto_counts_the_communication_over_tp():
     """A split backward pass waits for reduce-scatters that a fused one hides behind weight gradients."""
 
-    def chosen(m: int, **flags: Any) -> str:
+    def name(m: int, **flags: Any) -> str:
         words = [f"--{name} {value}" for name, value in flags.items()]
         command = f"--preset llama-3-70b --mock-data --pp 8 --global-batch-size {m} {' '.join(words)}"
         return name_of(parse(command.split()).config, 1)
 
-    assert [chosen(m, tp=8) for m in (32, 256)] == ["zb-h1", "1f1b"]  # the bubble is 6 and 1 % of the step there
-    assert chosen(256, tp=1) == chosen(256, tp=4) == "zb-h1"
+    assert [name(m, tp=8) for m in (32, 256)] == ["zb-h1", "1f1b"]  # the bubble is 6 and 1 % of the step there
+    assert name(256, tp=1) == name(256, tp=4) == "zb-h1"
     # One collective as long as a twentieth of a layer's forward pass: what a step waits for, by hand.
     costs = Costs(1.2, 1.25, 0.85, overlapped=0.1)
     simulation = simulate(build_schedule("1f1b", 2, 1, 4), costs)
@@ -275,8 +277,8 @@ def test_auto_counts_the_communication_over_tp():
 def test_auto_never_trades_memory_for_numbers_that_interleaved_cannot_run():
     """gpipe could run them, and would hold every micro-batch."""
     with pytest.raises(UserError, match="multiple of 4 micro-batches"):
-        resolve_schedule("auto", 4, 3, 30)
-    assert resolve_schedule("auto", 4, 2, 30) == "zb-v"
+        chosen(4, 3, 30)
+    assert chosen(4, 2, 30) == "zb-v"
 
 
 def test_auto_takes_only_schedules_that_say_so(monkeypatch):
@@ -284,18 +286,18 @@ def test_auto_takes_only_schedules_that_say_so(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "mine", PipelineSchedule(naive))
     assert "mine" in [s.schedule.name for s in simulate_all(4, 3, 30)]
     with pytest.raises(UserError, match="multiple of 4 micro-batches"):
-        choose_schedule(4, 3, 30)
+        chosen(4, 3, 30)
     monkeypatch.setitem(SCHEDULES, "mine", PipelineSchedule(naive, auto=True))
-    assert choose_schedule(4, 3, 30).name == "mine"
+    assert chosen(4, 3, 30) == "mine"
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_classic_activations_are_those_of_the_classic_schedule(pp, vp, m):
+def test_the_default_bound_is_what_the_classic_schedule_holds(pp, vp, m):
     if vp > 1 and (m < pp or 0 < m % pp < pp):
         return
     classic = build_schedule("1f1b" if vp == 1 else "interleaved", pp, vp, m)
-    assert classic_activations(pp, vp, m) == max(simulate(classic).peak_activations)
+    assert Request(pp, vp, (m,)).bound == max(simulate(classic).peak_activations)
 
 
 @given(
@@ -308,39 +310,39 @@ def test_classic_activations_are_those_of_the_classic_schedule(pp, vp, m):
 @settings(max_examples=40, deadline=None)
 def test_choice_from_small_samples_is_the_choice_over_all(pp, vp, m, costs, more):
     """Whatever the size, the chosen schedule is within the bound and within 0.2 % of the fastest that is."""
-    bound = None if more is None else int(classic_activations(pp, vp, m) * more)
+    bound = None if more is None else int(Request(pp, vp, (m,)).bound * more)
+    request = Request(pp, vp, (m,), bound)
     try:
-        chosen = choose_schedule(pp, vp, m, Costs(*costs), bound)
+        chosen = choose_schedule(request, Costs(*costs))
     except UserError:
         chosen = None
     full = {s.schedule.name: s for s in simulate_all(pp, vp, m, Costs(*costs)) if SCHEDULES[s.schedule.name].auto}
-    limit = classic_activations(pp, vp, m) if bound is None else bound
-    allowed = {name: s.makespan for name, s in full.items() if max(s.peak_activations) <= limit}
+    allowed = {name: s.makespan for name, s in full.items() if max(s.peak_activations) <= request.bound}
     assert (chosen is None) == (not allowed)
     if chosen is not None:
         assert allowed[chosen.name] <= min(allowed.values()) * 1.0021
 
 
 def test_choose_takes_the_fastest_within_memory():
-    assert choose_schedule(8, 1, 32, REAL).name == "zb-h1"
-    assert choose_schedule(8, 2, 32, REAL.per_chunk(2)).name == "zb-v"
-    assert choose_schedule(8, 4, 32, REAL.per_chunk(4)).name == "interleaved"
+    assert chosen(8, 1, 32, REAL) == "zb-h1"
+    assert chosen(8, 2, 32, REAL) == "zb-v"
+    assert chosen(8, 4, 32, REAL) == "interleaved"
     # Without weight gradients to defer there is nothing to win: the plain one is taken.
-    assert choose_schedule(4, 1, 8, Costs(1, 2, 0)).name == "1f1b"
+    assert chosen(4, 1, 8, Costs(1, 2, 0)) == "1f1b"
     # Slow messages: the eager one hides them, where there is room for it.
-    assert choose_schedule(4, 1, 16, Costs(1, 2, 0, transfer=0.5), max_activations=7).name == "1f1b-eager"
-    assert choose_schedule(4, 1, 16, Costs(1, 2, 0, transfer=0.5)).name != "1f1b-eager"
-    assert choose_schedule(1, 1, 4).name == "1f1b"
+    assert chosen(4, 1, 16, Costs(1, 2, 0, transfer=0.5), max_activations=7) == "1f1b-eager"
+    assert chosen(4, 1, 16, Costs(1, 2, 0, transfer=0.5)) != "1f1b-eager"
+    assert chosen(1, 1, 4) == "1f1b"
 
 
 def test_choose_refuses_when_nothing_fits():
-    with pytest.raises(UserError, match=r"room for 3 .* holds at pp 4, vp 1 is 4 \("):
-        choose_schedule(4, 1, 8, max_activations=3)
+    with pytest.raises(UserError, match=r"memory for 3 .* holds at least 4 at pp 4, vp 1 \("):
+        chosen(4, 1, 8, max_activations=3)
 
 
 def test_choose_refuses_numbers_that_nothing_can_run():
     with pytest.raises(UserError, match="pp 0"):
-        choose_schedule(0, 1, 8)
+        chosen(0, 1, 8)
 
 
 def test_stage_scale_slows_one_stage():

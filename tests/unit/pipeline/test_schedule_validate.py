@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from megalite.pipeline.schedule import Costs, Op, build_schedule, lower
 from megalite.pipeline.simulate import MODES, DeadlockError, simulate
 from megalite.pipeline.validate import InvalidScheduleError, validate
-from megalite.schedules.pipeline import RESEARCH_SCHEDULES, SCHEDULES
+from megalite.schedules.pipeline import SCHEDULES
 
 
 @st.composite
 def configurations(draw, max_pp=8, max_vp=4, max_m=12):
-    name, schedule = draw(st.sampled_from(list({**SCHEDULES, **RESEARCH_SCHEDULES}.items())))
-    pp = draw(st.integers(1, max_pp if not schedule.min_microbatches_per_rank else 4))
+    name, schedule = draw(st.sampled_from(list(SCHEDULES.items())))
+    pp = draw(st.integers(1, max_pp))
     vp = schedule.vp or draw(st.integers(1, max_vp))
-    m = max(draw(st.integers(1, max_m)), schedule.min_microbatches_per_rank * pp)
+    m = draw(st.integers(1, max_m))
     group = None
     if schedule.grouped:
         m = max(m, pp)

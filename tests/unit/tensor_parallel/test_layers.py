@@ -50,7 +50,7 @@ def layer_of(kind: str, tp: Axis, sequence_parallel: bool, queue: WgradQueue, dt
     t = tensors(dtype)
     dim = 0 if kind == "column" else 1
     weight = sharded(ParamSpec("w", (OUT, IN), (("tp", dim),)), t["weight"], tp, dtype)
-    bias = sharded(ParamSpec("b", (OUT,), cut=(("tp", 0),) if kind == "column" else ()), t["bias"], tp, dtype)
+    bias = sharded(ParamSpec("b", (OUT,), sharded_dims=(("tp", 0),) if kind == "column" else ()), t["bias"], tp, dtype)
     make = ColumnParallelLinear if kind == "column" else RowParallelLinear
     return make(weight, bias, tp, sequence_parallel, queue, kernels.resolve("torch", CPU, dtype))
 
@@ -201,7 +201,7 @@ def embedding(rank: int, world: int, sequence_parallel: bool) -> tuple[torch.Ten
     whole = torch.randn(VOCAB, IN, generator=g)
     tokens = torch.randint(0, VOCAB, (S, B), generator=g)
     dy = torch.randn(S, B, IN, generator=g)
-    weight = sharded(ParamSpec("e", (VOCAB, IN), cut=(("tp", 0),)), whole, tp, torch.float32)
+    weight = sharded(ParamSpec("e", (VOCAB, IN), sharded_dims=(("tp", 0),)), whole, tp, torch.float32)
     before = tokens.clone()
     y = VocabParallelEmbedding(weight, tp, sequence_parallel)(tokens)
     y.backward(part(dy, tp, 0) if sequence_parallel else dy)

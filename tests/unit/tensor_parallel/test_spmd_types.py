@@ -13,7 +13,7 @@ import torch
 from megalite.dist import collectives
 from megalite.dist.grid import Grid
 from megalite.tensor_parallel.embedding import _Lookup
-from megalite.train.build import Engine
+from megalite.train.engine import Engine
 from tests.parity import jobs
 from tests.parity.test_layouts import VARIANTS
 from tests.spmd.check import check
@@ -53,7 +53,7 @@ def layer(engine: Engine, name: str) -> Any:
 
 def never_reduced(engine: Engine) -> None:
     o_proj = layer(engine, "layers.1.self_attn.o_proj")
-    o_proj.reduce = lambda x: (x, collectives.Done())
+    o_proj.reduce = lambda x: (x, collectives.FinishedWork())
 
 
 def reduced_twice(engine: Engine) -> None:
@@ -67,7 +67,7 @@ def reduced_twice(engine: Engine) -> None:
 
 
 def input_gradient_never_reduced(engine: Engine) -> None:
-    layer(engine, "layers.0.self_attn.qkv_proj").reduce = lambda dx: (dx, collectives.Done())
+    layer(engine, "layers.0.self_attn.qkv_proj").reduce = lambda dx: (dx, collectives.FinishedWork())
 
 
 def over_dp(engine: Engine) -> None:
@@ -92,17 +92,17 @@ def cut_instead_of_scattered(engine: Engine) -> None:
 
 def norms_never_reduced(engine: Engine) -> None:
     for bucket in engine.optimizer.buckets:
-        bucket.also = []
+        bucket.extra_axes = []
 
 
 def replicas_never_reduced(engine: Engine) -> None:
     for bucket in engine.optimizer.buckets:
-        bucket.reduce = lambda bucket=bucket: setattr(bucket, "_reducing", collectives.Done())
+        bucket.reduce = lambda bucket=bucket: setattr(bucket, "_reducing", collectives.FinishedWork())
 
 
 def norm_counted_twice(engine: Engine) -> None:
     for bucket in engine.optimizer.buckets:
-        bucket.kind = dataclasses.replace(bucket.kind, primary=True)
+        bucket.kind = dataclasses.replace(bucket.kind, is_owner=True)
 
 
 # With sequence parallelism or without, and the error.

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import megalite
+from megalite.child import children
 from megalite.config import cli
+from megalite.extras.view.metrics import read_metrics
 from megalite.log import RankFile
-from megalite.train.metrics import read_metrics
-from megalite.train.watch.watchdog import children
 from tests.ranks import ROOT
 from tests.workers import WorkerPool
 
@@ -102,7 +102,7 @@ def test_the_command_line_runs_the_same(tmp_path: Path, monkeypatch: pytest.Monk
 
 BAD_SAMPLES = [
     (lambda i: list(range(8)), {}, r"sample 0 of .* of shape \[8\].*seq_len \+ 1 = 9"),
-    (lambda i: np.ones(9), {}, "of float64.*whole numbers"),
+    (lambda i: np.ones(9), {}, "of float64.*integers"),
     (lambda i: [31] * 9, {}, "token id 31 .*below --vocab-size 31"),
     (lambda i: [1] * 9, {"mock_data": True}, "--mock-data with train_data"),
     (lambda i: [1] * 9, {"vocab_size": None}, "no vocab_size"),

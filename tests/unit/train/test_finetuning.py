@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import megalite
-from megalite.checkpoint.hf.convert import export_hf
 from megalite.data import IndexedDataset, IndexedDatasetWriter, chat_template_of
-from megalite.data.prepare.preprocess import preprocess
-from megalite.data.prepare.template import CHATML
-from megalite.data.prepare.train_tokenizer import train_tokenizer
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.inference.command import evaluate as evaluate_main
+from megalite.extras.prepare.preprocess import preprocess
+from megalite.extras.prepare.template import CHATML
+from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from tests.workers import WorkerPool
-from tools.evaluate import main as evaluate_main
 
 SIZES: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 48, "vocab_size": 61, "seq_len": 32,
@@ -62,11 +62,12 @@ def test_resumes_in_another_layout(pool: WorkerPool, tmp_path: Path) -> None:
 
 def test_what_counts_in_the_loss_shows(tmp_path: Path) -> None:
     prefix = chats(tmp_path)
-    kinds = [{"loss_on": "answers"}, {"loss_on": "answers", "loss_per": "sample"}, {}]
+    kinds = [{"loss_on": "answers"}, {"loss_on": "answers", "loss_per": "sample"}, {"loss_on": "all"}, {}]
     losses = [
         train(0, str(tmp_path / str(i)), {"data": (prefix,), **kind}, stop=1)[0][0] for i, kind in enumerate(kinds)
     ]
     assert len(set(losses)) == 3
+    assert losses[3] == losses[0], "marks in the data are meant"
     Path(f"{prefix}.mask.bin").unlink()
     text, masked = (
         train(0, str(tmp_path / f"text{mask}"), {"data": (prefix,), "document_mask": mask}, stop=1)
@@ -77,9 +78,9 @@ def test_what_counts_in_the_loss_shows(tmp_path: Path) -> None:
 
 def test_a_step_without_an_answer_is_an_error_that_names_its_samples(tmp_path: Path) -> None:
     options = {"data": (chats(tmp_path, answers=0),), "loss_on": "answers"}
-    with pytest.raises(megalite.UserError, match=r"samples 0 to 3 \(step 1\): hold no token to learn with --loss-on"):
+    with pytest.raises(megalite.UserError, match=r"samples 0 to 3 \(step 1\): contain no target token with --loss-on"):
         train(0, str(tmp_path / "run"), options)
-    with pytest.raises(megalite.UserError, match=r"the 2 batches of an evaluation: hold no token to learn"):
+    with pytest.raises(megalite.UserError, match=r"the 2 batches of an evaluation: contain no target token"):
         with megalite.start(megalite.configure(**{**SIZES, **options, "run_dir": str(tmp_path / "eval")})) as run:
             megalite.evaluate(run)
 

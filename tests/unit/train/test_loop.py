@@ -1,7 +1,8 @@
-"""What a run logs and evaluates around its steps."""
+"""What a run logs, evaluates and collects around its steps."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 from megalite.config import cli
 from megalite.data import IndexedDatasetWriter
 from megalite.dist.context import ParallelContext
-from megalite.train.loop import fit
-from megalite.train.run import open_run
+from megalite.train.loop import PeriodicCollector, fit
+from megalite.train.start import open_run
 
 RUN = [
     *["--device", "cpu", "--num-layers", "1", "--hidden-size", "8", "--num-heads", "2", "--seq-len", "8"],
@@ -56,3 +57,39 @@ def test_a_run_with_validation_data_evaluates_once_at_its_end(
     log = (tmp_path / "never" / "logs" / "rank_0.log").read_text()
     said = re.findall(r"new run|resumed from|weights from|training from step 1 of 4|step \d/4|evaluation after", log)
     assert said == ["new run", "training from step 1 of 4", *(f"step {i}/4" for i in (1, 2, 3, 4)), "evaluation after"]
+
+
+def test_garbage_is_collected_at_set_steps_only() -> None:
+    seen: list[str] = []
+    collection = PeriodicCollector()
+    gc.callbacks.append(lambda phase, info: seen.append(phase))
+    try:
+        collected = []
+        for step in range(95, 303):
+            collection.end_of_step(step, saves=step == 203)
+            collected += [step] * seen.count("start")
+            seen.clear()
+            for _ in range(2000):  # what would make the automatic collector run
+                cycle: list[object] = []
+                cycle.append(cycle)
+            collected += [-step] * seen.count("start")
+            seen.clear()
+        assert [step for step in collected if abs(step) > 95] == [100, 200, 203, 300]
+        assert gc.get_freeze_count() > 0
+        assert not gc.isenabled()
+    finally:
+        gc.callbacks.pop()
+        collection.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_is_off_is_left_alone() -> None:
+    gc.disable()
+    try:
+        collection = PeriodicCollector()
+        collection.end_of_step(1, saves=True)
+        collection.close()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

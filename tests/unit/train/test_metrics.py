@@ -26,8 +26,9 @@ from typing import Any
 import pytest
 
 from megalite.errors import UserError
+from megalite.extras.view.metrics import read_metrics
 from megalite.log import logger
-from megalite.train.metrics import MetricsLogger, duration, json_line, read_metrics
+from megalite.train.metrics import MetricsLogger, duration, json_line
 from megalite.train.trackers import BackgroundTracker
 
 
@@ -347,6 +348,7 @@ import sys
 from pathlib import Path
 from megalite.log import setup_logging
 from megalite.train import trackers
+from megalite.extras.view.metrics import read_metrics
 from megalite.train.metrics import MetricsLogger
 setup_logging(0)
 trackers.WANDB_INIT_S, trackers.FINISH_S = 1.0, 300.0

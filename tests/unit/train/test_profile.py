@@ -12,7 +12,7 @@ import pytest
 
 from megalite.config.run import RunConfig
 from megalite.errors import UserError, step_range
-from megalite.train.metrics import read_metrics
+from megalite.extras.view.metrics import read_metrics
 from megalite.train.profile import BACKWARD, FORWARD, PHASES
 from tests.ranks import run_ranks
 

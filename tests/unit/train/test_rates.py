@@ -10,7 +10,7 @@ import pytest
 
 import megalite
 from megalite.config.cli import parse
-from megalite.train.metrics import read_metrics
+from megalite.extras.view.metrics import read_metrics
 from megalite.train.resume import _log_rate
 
 OPTIONS: dict[str, Any] = {

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megalite.dist.collectives import Pending, waits
+from megalite.dist.collectives import PendingWork, waits
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
-from megalite.train.watch.straggler import INTERVAL, StragglerReport, slow_ranks
+from megalite.train.watch.straggler import INTERVAL, SLOW, StragglerReport, slow_ranks
 from tests.workers import WorkerPool
 
 
@@ -27,11 +31,48 @@ def test_compared_with_ranks_of_the_same_stage() -> None:
     assert slow_ranks([0.1], [(0,)], 0.01) == []
 
 
+@given(
+    st.lists(st.lists(st.sampled_from([0.1, 0.11, 0.2, 0.3, 0.9]), min_size=1, max_size=9), min_size=1, max_size=4),
+    st.sampled_from([0.0, 0.05, 0.15]),
+)
+def test_peers_are_all_others_of_the_group(stages: list[list[float]], least: float) -> None:
+    seconds = [value for stage in stages for value in stage]
+    ranks = iter(range(len(seconds)))
+    groups = [[next(ranks) for _ in stage] for stage in stages]
+    expected = []
+    for group in groups:
+        for rank in group:
+            others = [seconds[other] for other in group if other != rank]
+            usual = median(others) if others else seconds[rank]
+            if seconds[rank] > SLOW * usual and seconds[rank] - usual > least:
+                expected.append((rank, seconds[rank], usual))
+    assert slow_ranks(seconds, groups, least) == expected
+
+
+def test_comparing_does_not_grow_with_the_square_of_the_ranks() -> None:
+    looked = []
+    for count in (256, 1024):
+        seconds = Counted([0.1] * count)
+        slow_ranks(seconds, [range(count)], 0.01)
+        looked.append(seconds.looked)
+    assert looked[1] <= 5 * looked[0]
+
+
+class Counted(list[float]):
+    """A list that counts how often an element is looked at."""
+
+    looked = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looked += 1
+        return super().__getitem__(index)
+
+
 def own_times(rank: int) -> tuple[list[list[tuple[int, float, float]]], list[tuple[int, ...]]]:
     """Rank 2 sleeps before a collective that all wait in; both of tp and dp are 2."""
     from megalite.dist.collectives import all_reduce
 
-    ctx = ParallelContext.create(Grid.of(4, 2, 1), torch.device("cpu"))
+    ctx = ParallelContext.create(Grid.of(4, tp=2), torch.device("cpu"))
     report, told = StragglerReport(ctx), []
     for _ in range(2 * INTERVAL):
         started = time.perf_counter()
@@ -89,7 +130,7 @@ def test_a_slow_gpu_is_the_one_that_waits_least(monkeypatch: pytest.MonkeyPatch)
             begin = Event.now
             for ms in waits_ms:
                 Event.now += 5.0
-                Pending(Wait(ms)).wait()
+                PendingWork(Wait(ms)).wait()
             Event.now = begin + 90.0
             assert report.end(0.01) == []
         assert report._gpu is not None
@@ -101,9 +142,9 @@ def test_a_slow_gpu_is_the_one_that_waits_least(monkeypatch: pytest.MonkeyPatch)
 def test_stages_are_compared_where_each_has_one_rank() -> None:
     single = ParallelContext.single()
     for grid, groups in (
-        (Grid.of(4, 1, 4), [(0, 1, 2, 3)]),
-        (Grid.of(4, 2, 2), [(0, 1), (2, 3)]),
-        (Grid.of(8, 2, 2), [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        (Grid.of(4, pp=4), [(0, 1, 2, 3)]),
+        (Grid.of(4, tp=2, pp=2), [(0, 1), (2, 3)]),
+        (Grid.of(8, tp=2, pp=2), [(0, 1, 2, 3), (4, 5, 6, 7)]),
     ):
         assert (
             StragglerReport(

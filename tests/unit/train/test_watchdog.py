@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -18,12 +19,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.child import shared_memory
+from megalite.child import children, process_state, shared_memory, usage, waits_for_disk
 from megalite.dist.context import ParallelContext
 from megalite.schedules.pipeline import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.heartbeat import Heartbeat
-from megalite.train.watch.stacks import is_waiting, is_whole, main_thread
+from megalite.train.watch.stacks import is_complete, is_waiting, main_thread
 from megalite.train.watch.watchdog import (
     IDLE,
     LAYOUT,
@@ -34,12 +35,9 @@ from megalite.train.watch.watchdog import (
     Beat,
     HangReport,
     Watchdog,
-    children,
-    process_state,
-    usage,
-    waits_for_disk,
     works,
 )
+from megalite.untrusted import read_json
 from tests.ranks import ROOT
 
 
@@ -65,9 +63,9 @@ def test_the_main_thread_whoever_prints() -> None:
 
 def test_a_dump_is_whole_when_the_main_thread_is_there_to_its_end() -> None:
     text = stacks_of_a_script("wait()\n")
-    assert is_whole(text)
-    assert not any(is_whole(text[:end]) for end in range(len(text)))
-    assert is_whole(stacks_of_a_script("def deeper(n):\n    deeper(n - 1) if n else wait()\ndeeper(200)\n"))
+    assert is_complete(text)
+    assert not any(is_complete(text[:end]) for end in range(len(text)))
+    assert is_complete(stacks_of_a_script("def deeper(n):\n    deeper(n - 1) if n else wait()\ndeeper(200)\n"))
 
 
 def test_waiting_is_in_a_collective() -> None:
@@ -173,7 +171,7 @@ def test_a_rank_stopped_for_a_moment_is_looked_at_again(
     dog.decide(beat, 20.0)
     # Where it says that it is there, or asleep.
     assert dog.report.state in ("at <string>, line 3 in <module>", "at <string>, line 4 in <module>")
-    assert is_whole(dog.report.stacks)
+    assert is_complete(dog.report.stacks)
     assert [r.state for r in dog.published()] == [dog.report.state]
     assert not ended
     # One that stays stopped is ended.
@@ -260,6 +258,25 @@ def test_a_run_in_a_notebook_may_rest_for_hours(watched: tuple[Watchdog, int], m
     monkeypatch.setattr(Beat, "read", lambda _: Beat(7, 3, IDLE, "between steps", ""))
     with pytest.raises(StopIteration):
         dog.run()
+
+
+def test_reports_are_read_once_all_are_there(
+    watched: tuple[Watchdog, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a hang all watchdogs look every second: reading whatever is there made it the square of the ranks."""
+    dog, _ = watched
+    dog.world = 30
+    reads: list[Path] = []
+    ended: list[dict[int, HangReport]] = []
+    monkeypatch.setattr(watchdog, "read_json", lambda path, limit: reads.append(path) or read_json(path, limit))
+    monkeypatch.setattr(dog, "end", ended.append)
+    beat = Beat.read(dog.memory)
+    for rank in range(1, dog.world):
+        (tmp_path / f"rank_{rank}.json").write_text(json.dumps(dataclasses.asdict(report(rank, WAITING))))
+        assert not ended
+        dog.decide(beat, 8.0)
+    assert len(reads) <= 2 * dog.world
+    assert [sorted(reports) for reports in ended] == [list(range(dog.world))]
 
 
 @pytest.mark.parametrize(("state", "named"), [(WAITING, "ranks [0, 2], which do not report"), (STOPPED, "rank 1 (")])

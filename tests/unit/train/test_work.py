@@ -11,7 +11,7 @@ from megalite.config import cli
 from megalite.dist.context import ParallelContext
 from megalite.model import parameters
 from megalite.train.loop import fit
-from megalite.train.run import open_run
+from megalite.train.start import open_run
 
 RUN = [
     *["--device", "cpu", "--mock-data", "--num-layers", "2", "--hidden-size", "16", "--num-heads", "2"],

@@ -1,0 +1,160 @@
+"""What passes through the stages together: the micro-batch with its positions and documents, and the pass it is on.
+
+Made once per step (`train.step.to_microbatches`); every stage reads the same description, and nothing of it is sent.
+Shapes: S tokens of a sample, B samples, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees: itself and those before it.
+
+    Attributes:
+        window: how many positions it sees at most, itself included (sliding-window layers); None: no limit.
+    """
+
+    window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Documents in whole samples: a query sees no key of another one.
+
+    Attributes:
+        starts_SB: int64 [S, B], position in the sample at which each token's document starts.
+        bounds: int32 [documents + 1], where documents start in the samples laid end to end, then S B; on a GPU only.
+        longest: number of tokens of the longest document, where there are bounds.
+    """
+
+    starts_SB: Tensor
+    bounds: Tensor | None = None
+    longest: int = 0
+    _visible: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def visible(self, window: int) -> Tensor:
+        """Return [B, 1, S, S] bool, True where a query (row) sees a key (column); kept for the other layers."""
+        if torch.compiler.is_compiling():
+            return self._see(window)
+        if window not in self._visible:
+            self._visible[window] = self._see(window)
+        return self._visible[window]
+
+    def without_masks(self) -> Documents:
+        """Return the same documents for the layers of one pass: the masks of a whole step would fill the memory."""
+        return replace(self)
+
+    def _see(self, window: int) -> Tensor:
+        at = torch.arange(len(self.starts_SB), device=self.starts_SB.device)
+        first_BS = torch.maximum(self.starts_SB.t(), at - (window - 1))
+        return ((at <= at[:, None]) & (at >= first_BS[..., None])).unsqueeze(1)
+
+
+def document_bounds(starts_BS: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
+    """Return where documents begin in samples laid end to end, and the number of tokens, int32 [documents + 1]."""
+    begins = np.flatnonzero(starts_BS == np.arange(starts_BS.shape[1]))
+    return np.append(begins, starts_BS.size).astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Positions of a micro-batch's tokens: everything that depends on a token's position asks here, and only here.
+
+    Attributes:
+        length: number of tokens S of a whole sample.
+        runs: the tokens' positions in the sample, in their order: ranges of neighbors; a whole sample is one run.
+        in_documents_SB: int64 [tokens, B], positions counted from the start of each token's document; None: a sample is
+            one document.
+    """
+
+    length: int
+    runs: tuple[range, ...]
+    in_documents_SB: Tensor | None = None
+
+    @classmethod
+    def of_samples(cls, length: int, documents: Documents | None = None) -> Positions:
+        """Return the positions of all tokens of samples of `length` tokens."""
+        if documents is None:
+            return cls(length, (range(length),))
+        starts_SB = documents.starts_SB
+        return cls(length, (range(length),), torch.arange(length, device=starts_SB.device)[:, None] - starts_SB)
+
+    def part(self, begin: int, end: int) -> Positions:
+        """Return the positions of the tokens `begin` up to, but not including, `end`, counted among these tokens."""
+        runs, before = [], 0
+        for run in self.runs:
+            runs.append(run[max(begin - before, 0) : max(end - before, 0)])
+            before += len(run)
+        in_documents_SB = None if self.in_documents_SB is None else self.in_documents_SB[begin:end]
+        return Positions(self.length, tuple(run for run in runs if run), in_documents_SB)
+
+    def look_up(self, table: Tensor) -> Tensor:
+        """Return the rows of `table` [at least S, F] at these positions, [tokens, B, F].
+
+        Without documents samples are alike: the result is [tokens, 1, F], a view where the tokens are one run.
+        """
+        if self.in_documents_SB is not None:
+            return F.embedding(self.in_documents_SB, table)
+        rows = [table[run.start : run.stop] for run in self.runs]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that pass through the stages together.
+
+    Attributes:
+        tokens_SB: token ids, int64 [S, B].
+        targets_SB: int64 [S, B], ids to predict, negative ones are ignored; with None the last stage returns logits.
+        positions: positions of these tokens.
+        documents: documents in the samples; attention looks back no further than to the start of each token's document.
+            None: a sample is one document.
+        weights_SB: fp32 [S, B], weight of each target in the loss; None: 1.
+    """
+
+    tokens_SB: Tensor
+    targets_SB: Tensor | None
+    positions: Positions
+    documents: Documents | None = None
+    weights_SB: Tensor | None = None
+
+    @classmethod
+    def of_samples(
+        cls,
+        tokens_SB: Tensor,
+        targets_SB: Tensor | None = None,
+        documents: Documents | None = None,
+        weights_SB: Tensor | None = None,
+    ) -> MicroBatch:
+        """Make a micro-batch of whole samples."""
+        positions = Positions.of_samples(len(tokens_SB), documents)
+        return cls(tokens_SB, targets_SB, positions, documents, weights_SB)
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One micro-batch's way through the stages; the key of its dropout masks.
+
+    Attributes:
+        step: number of the optimizer step.
+        replica: data-parallel rank.
+        microbatch: index of the micro-batch among those of the replica.
+        training: whether dropout and label smoothing apply, and backward follows.
+        grad_scale: gradient of the sum of all token losses that backward will start from.
+    """
+
+    step: int
+    replica: int
+    microbatch: int
+    training: bool
+    grad_scale: float = 1.0

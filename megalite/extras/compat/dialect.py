@@ -1,0 +1,80 @@
+"""The options of Megatron-LM, DeepSpeed, Accelerate and the Hugging Face Trainer, as the command line reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.dialect import Dialect
+from megalite.config.options import Layer, StartOptions
+from megalite.errors import UserError
+from megalite.extras.compat import megatron
+from megalite.extras.compat.accelerate import read_accelerate
+from megalite.extras.compat.deepspeed import read_deepspeed
+from megalite.extras.compat.refusals import accept
+from megalite.extras.compat.tool_file import resolve_batch_sizes
+
+
+@dataclass(frozen=True)
+class ToolStartOptions(StartOptions):
+    """Where to start from, and what to print instead of training."""
+
+    deepspeed_config: str | None = None
+    """DeepSpeed's JSON; each key becomes an option, is ignored, or is refused with a reason (docs/coming_from.md)."""
+    accelerate_config: str | None = None
+    """Accelerate's YAML, read in the same way."""
+    ignore_megatron_flags: bool = False
+    """Ignore flags of Megatron-LM that have no effect here, and log their names."""
+
+
+def read_tool_configs(
+    start: StartOptions, lower: Mapping[str, Any], flags: Layer, world: int | None
+) -> tuple[list[Layer], int | None]:
+    """Read `--accelerate-config` and `--deepspeed-config`, lowest first, and log how their keys are handled.
+
+    Args:
+        start: start options, which name the files.
+        lower: values of all options without these files and the flags.
+        flags: options of the command line.
+        world: number of ranks; None if they are not started, in which case an Accelerate file may give it.
+
+    Returns:
+        The layers, and the number of ranks, as far as it is known.
+
+    Raises:
+        UserError: a file cannot be read, is for another number of ranks, or has keys that are refused.
+    """
+    assert isinstance(start, ToolStartOptions)
+    layers = []
+    for path, read in ((start.accelerate_config, read_accelerate), (start.deepspeed_config, read_deepspeed)):
+        if path is None:
+            continue
+        file = read(Path(path), flags, lower)
+        asked = file.processes
+        if asked is not None and world is not None and asked.value != world:
+            remedy = f"start {asked.value}, or correct the file"
+            raise UserError(asked.written, f"there {'are' if world > 1 else 'is'} {world} of them", remedy)
+        world = world or (asked.value if asked else None)
+        resolve_batch_sizes(file, world or 1)
+        file.log_notes()
+        layers.append(file.layer)
+        lower = {**lower, **{name: option.value for name, option in file.layer.items()}}
+    return layers, world
+
+
+DIALECT = Dialect(
+    renamed=megatron.RENAMED | {"strategy": "layout"},
+    switches=megatron.SWITCHES,
+    values=megatron.VALUES,
+    computed=megatron.COMPUTED,
+    implied=megatron.IMPLIED,
+    refines=megatron.REFINES,
+    accept=accept,
+    start=ToolStartOptions,
+    read_files=read_tool_configs,
+    about="Files of other tools come between --config and flags: --accelerate-config, then --deepspeed-config. "
+    "Flags of Megatron-LM and Megatron-DeepSpeed are accepted too: see docs/megatron.md.",
+)
+"""Every spelling that megalite knows."""

@@ -1,0 +1,253 @@
+"""Translation of the flags of Megatron-LM and Megatron-DeepSpeed.
+
+A flag is renamed, sets some of our options, is computed from other options, or is refused (see
+`megalite.extras.compat.refusals`). None is ignored silently. docs/megatron.md prints these tables. Underscores in flags
+count as dashes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.config.dialect import ComputedOption
+from megalite.errors import UserError
+from megalite.log import logger
+from megalite.schedules.batch import BatchSizes
+
+_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+# Far more than any ramp has.
+_MAX_INCREMENTS = 10_000
+
+_SPELLINGS: dict[str, str] = {
+    # layout
+    "tp": "tensor-model-parallel-size model-parallel-size",
+    "pp": "pipeline-model-parallel-size",
+    "vp": "num-virtual-stages-per-pipeline-rank",
+    "zero": "zero-stage data-parallel-sharding-strategy",
+    "device": "distributed-backend",
+    "bucket_size": "ddp-bucket-size",
+    "vocab_divisible_by": "make-vocab-size-divisible-by",
+    # model
+    "num_heads": "num-attention-heads",
+    "num_kv_heads": "num-query-groups num-key-value-heads",
+    "head_dim": "kv-channels",
+    "seq_len": "seq-length encoder-seq-length",
+    "norm": "normalization",
+    "norm_eps": "norm-epsilon layernorm-epsilon",
+    "position": "position-embedding-type",
+    "rope_theta": "rotary-base rotary-position-embeddings-theta",
+    "rope_fraction": "rotary-percent",
+    "rope_linear_factor": "rotary-seq-len-interpolation-factor",
+    "window_pattern": "window-attn-skip-freq",
+    "init_std": "init-method-std",
+    # data
+    "data": "data-path train-data-path",
+    "valid_data": "valid-data-path",
+    "tokenizer": "tokenizer-model tokenizer-name-or-path",
+    # batch, time, memory
+    "micro_batch_size": "batch-size",
+    "train_steps": "train-iters",
+    "recompute": "recompute-granularity",
+    # optimizer
+    "lr_decay": "lr-decay-style",
+    "lr_decay_steps": "lr-decay-iters",
+    "wsd_decay_steps": "lr-wsd-decay-iters",
+    "warmup_steps": "lr-warmup-iters",
+    "init_lr": "lr-warmup-init",
+    "weight_decay": "end-weight-decay",
+    "weight_decay_ramp": "weight-decay-incr-style",
+    "beta1": "adam-beta1 sgd-momentum",
+    "beta2": "adam-beta2",
+    "eps": "adam-eps",
+    # run
+    "run_dir": "save",
+    "save_every": "save-interval persistent-save-interval",
+    "eval_every": "eval-interval",
+    "eval_steps": "eval-iters",
+    "log_every": "log-interval",
+}
+
+RENAMED: dict[str, str] = {flag: ours for ours, flags in _SPELLINGS.items() for flag in flags.split()}
+"""Their flag -> our option; values are unchanged except for `VALUES`."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "norm": {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"},
+    "position": {"learned_absolute": "learned"},
+    "lr_decay": {"WSD": "wsd"},
+    "optimizer": {"adam": "adamw"},
+    "device": {"nccl": "cuda", "gloo": "cpu"},
+    "zero": {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"},
+}
+"""Our option -> {their spelling of a value: ours}."""
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "swiglu": {"activation": "swiglu"},
+    "openai-gelu": {"activation": "gelu_tanh"},
+    "use-rotary-position-embeddings": {"position": "rope"},
+    "use-rope-scaling": {"rope_scaling": "{factor: 8.0}"},
+    "disable-bias-linear": {"qkv_bias": False, "o_bias": False, "mlp_bias": False},
+    "add-qkv-bias": {"qkv_bias": True},
+    "qk-layernorm": {"qk_norm": "head"},
+    "apply-layernorm-1p": {"zero_centered_norm": True},
+    "group-query-attention": {"num_kv_heads": 1},
+    "untie-embeddings-and-output-weights": {"tie_embeddings": False},
+    "use-distributed-optimizer": {"zero": 1},
+    "optimizer-cpu-offload": {"offload": "optimizer"},
+    "accumulate-allreduce-grads-in-fp32": {"grad_reduce_dtype": "fp32"},
+    "grad-reduce-in-bf16": {"grad_reduce_dtype": "bf16"},
+    "recompute-activations": {"recompute": "selective"},
+    "checkpoint-activations": {"recompute": "full"},
+    "deepspeed-activation-checkpointing": {"recompute": "full"},
+    "deterministic-mode": {"deterministic": True},
+    "disable-doc-shuffling": {"shuffle": False},
+    "finetune": {"reset_data": True, "reset_optimizer": True, "reset_step": True},
+    "no-load-optim": {"reset_optimizer": True},
+    "no-async-tensor-model-parallel-allreduce": {"overlap_tp_reduce": False},
+}
+"""Their flag without a value -> our options."""
+
+REFINES: dict[str, str] = {
+    "--add-qkv-bias": "--disable-bias-linear",
+    "--num-query-groups": "--group-query-attention",
+    "--num-key-value-heads": "--group-query-attention",
+    "--num-kv-heads": "--group-query-attention",
+    "--rope-scaling-factor": "--use-rope-scaling",
+    "--end-weight-decay": "--weight-decay",
+}
+"""Specific flag -> the general one that it overrides, in either order."""
+
+
+def _layers_per_chunk(_: str, written: str, chunk: int, options: Mapping[str, Any]) -> int:
+    layers, pp = options["num_layers"], options["pp"]
+    if chunk < 1 or pp < 1 or layers % (pp * chunk):
+        rule = f"--num-layers {layers} over --pp {pp} cannot be split into chunks of {chunk}"
+        raise UserError(written, rule, "give the number of chunks per rank as --vp (they may be uneven)")
+    return int(layers // (pp * chunk))
+
+
+def _steps(flag: str, written: str, samples: int, options: Mapping[str, Any]) -> int:
+    """Round down to whole steps, as Megatron does for the length of the run; its learning rate decays by samples."""
+    batch, schedule = max(options["global_batch_size"], 1), options["batch_size_schedule"]
+    # The final decay, and learning-rate schedules by samples, count full batches.
+    full = flag == "--wsd-decay-steps" or (flag != "--train-steps" and options["lr_by"] == "samples")
+    if schedule is None or full:
+        (steps, left_over), sizing = divmod(samples, batch), f"--global-batch-size {batch}"
+    else:
+        sizes = _read(BatchSizes.read, f"--batch-size-schedule {schedule}", schedule)
+        steps, sizing = sizes.steps(samples), f"--batch-size-schedule {sizes}"
+        left_over = samples - sizes.samples(steps)
+    if left_over:
+        logger.info(f"{written}: {flag} {steps}; {left_over} samples left over with {sizing}")
+    return int(steps)
+
+
+def _ramp(_: str, written: str, numbers: tuple[int, ...], options: Mapping[str, Any]) -> str:
+    """Read START INCREMENT SAMPLES: each size below the full one gets an equal share of the samples."""
+    batch = options["global_batch_size"]
+    if len(numbers) != 3 or min(numbers[:2]) < 1 or numbers[2] < 0:
+        raise UserError(written, "must be START INCREMENT SAMPLES", "write --rampup-batch-size 16 8 3000")
+    start, increment, samples = numbers
+    count, remainder = divmod(batch - start, increment)
+    if remainder or not 0 <= count <= _MAX_INCREMENTS:
+        rule = f"--global-batch-size {batch} must be START plus at most {_MAX_INCREMENTS} increments"
+        raise UserError(written, rule, "correct one of the numbers")
+    shares = [(-(-i * samples // max(count, 1)), start + i * increment) for i in range(count + 1)]
+    return str(BatchSizes.by_samples(shares))
+
+
+def _step_schedule(_: str, written: str, text: str, options: Mapping[str, Any]) -> str:
+    """Read TOKENS:SIZE pairs; K, M, B and T are units."""
+
+    def number(word: str) -> int:
+        unit = _UNITS.get(word[-1:].upper())
+        return int(float(word[:-1]) * unit) if unit else int(word)
+
+    def read(words: str) -> BatchSizes:
+        pairs = (pair.split(":") for pair in words.replace(",", " ").split())
+        in_tokens = sorted((number(at), number(size)) for at, size in pairs)
+        in_samples = [(tokens // max(options["seq_len"], 1), size) for tokens, size in in_tokens]
+        BatchSizes.read(" ".join(f"{at}:{size}" for at, size in in_samples))
+        return BatchSizes.by_samples(in_samples)
+
+    return str(_read(read, written, text))
+
+
+def _read(reader: Callable[[str], BatchSizes], written: str, text: str) -> BatchSizes:
+    try:
+        sizes = reader(text)
+    except (ValueError, ArithmeticError):
+        raise UserError(written, "must be pairs START:SIZE in rising order from 0 on", "write '0:16 400:32'") from None
+    if sizes.sizes[0] < 1:
+        raise UserError(written, "must have sizes of at least 1", "correct it")
+    return sizes
+
+
+def _warmup_fraction(_: str, written: str, fraction: float, options: Mapping[str, Any]) -> int:
+    if not 0 <= fraction <= 1:
+        raise UserError(written, "must be between 0 and 1", "correct it, or give --warmup-steps")
+    last, schedule = options["train_steps"], options["batch_size_schedule"]
+    if schedule is not None and options["lr_by"] == "samples":
+        sizes = _read(BatchSizes.read, f"--batch-size-schedule {schedule}", schedule)
+        last = sizes.samples(last) / sizes.sizes[-1]
+    return round(fraction * (options["lr_decay_steps"] or last))
+
+
+def _instances(_: str, written: str, count: int, options: Mapping[str, Any]) -> str:
+    if count < 1:
+        raise UserError(written, "must be at least 1", "drop it, or give --zero-group")
+    return "full" if count == 1 else f"dp/{count}"
+
+
+def _load(_: str, written: str, folder: str, options: Mapping[str, Any]) -> str:
+    return "latest" if Path(folder) == Path(options["run_dir"]) else folder
+
+
+def _window(_: str, written: str, window: str, options: Mapping[str, Any]) -> int | None:
+    """Convert their numbers of positions before and after the current one, which ours includes; -1: no limit."""
+    left, _, right = window.strip("() ").partition(",")
+    try:
+        before, after = int(left), int(right)
+    except ValueError:
+        raise UserError(written, "must be two whole numbers, LEFT,RIGHT", "give --window LEFT+1") from None
+    if after != 0 or before < -1:
+        raise UserError(written, "attention is causal: no position after the current one", "give LEFT,0")
+    return None if before == -1 else before + 1
+
+
+def _rope_scaling(_: str, written: str, factor: float, options: Mapping[str, Any]) -> Any:
+    """Set the factor; without --use-rope-scaling it has no effect."""
+    scaling = options["rope_scaling"]
+    return dataclasses.replace(scaling, factor=factor) if scaling else None
+
+
+def _minutes(_: str, written: str, minutes: float, options: Mapping[str, Any]) -> float:
+    return 60 * minutes
+
+
+COMPUTED: dict[str, ComputedOption] = {
+    "rampup-batch-size": ComputedOption("batch_size_schedule", tuple[int, ...], _ramp),
+    "step-batch-size-schedule": ComputedOption("batch_size_schedule", str, _step_schedule),
+    "num-layers-per-virtual-pipeline-stage": ComputedOption("vp", int, _layers_per_chunk),
+    "train-samples": ComputedOption("train_steps", int, _steps),
+    "lr-decay-samples": ComputedOption("lr_decay_steps", int, _steps),
+    "lr-wsd-decay-samples": ComputedOption("wsd_decay_steps", int, _steps),
+    "lr-warmup-samples": ComputedOption("warmup_steps", int, _steps),
+    "lr-warmup-fraction": ComputedOption("warmup_steps", float, _warmup_fraction),
+    "window-size": ComputedOption("window", str, _window),
+    "rope-scaling-factor": ComputedOption("rope_scaling", float, _rope_scaling),
+    "distributed-timeout-minutes": ComputedOption("watchdog_timeout", float, _minutes),
+    "num-distributed-optimizer-instances": ComputedOption("zero_group", int, _instances),
+    "load": ComputedOption("resume", str, _load),
+}
+"""Their flag -> how our option is computed from it, in the order of computation."""
+
+IMPLIED: dict[str, dict[str, Any]] = {
+    "rampup-batch-size": {"lr_by": "samples"},
+    "step-batch-size-schedule": {"lr_by": "samples"},
+}
+"""Their flag -> further options of ours that it sets."""

@@ -1,0 +1,277 @@
+"""Flags of Megatron-LM, Megatron-DeepSpeed, the Hugging Face Trainer and torchrun that are no options here.
+
+Flags that do not affect training can be ignored with `--ignore-megatron-flags`. The others matter: each is refused with
+its own reason and remedy, all flags of a command line at once. docs/megatron.md prints these tables.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from megalite.config.dialect import Flag
+from megalite.errors import UserError
+from megalite.extras.compat.table import Refusal, patterns_of, read_table
+from megalite.log import logger
+
+IGNORE = "ignore-megatron-flags"
+
+_NO_EFFECT = """
+layers are distributed over the stages by cost, including embedding and output layer
+    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-* account-for-*
+    standalone-embedding-stage
+the interleaved schedule runs --pp micro-batches through a chunk before the next
+    microbatch-group-size-per-virtual-pipeline-stage
+communication is always overlapped with computation where the schedule allows it
+    overlap-param-gather-with-optimizer-step *overlap-p2p-* tp-comm-* no-tp-comm-* no-align-* *-wgrad-compute
+    wgrad-deferral-limit
+megalite has its own gradient buffer and ZeRO
+    DDP-impl ddp-* zero-* no-contiguous-buffers-in-local-ddp
+process groups are made from --tp and --pp; NCCL is configured by its environment variables
+    nccl-* use-nccl-ub use-sharp sharp-enabled-group high-priority-stream-groups use-gloo-process-groups
+    use-ring-exchange-p2p create-all-gather-group use-tp-pp-dp-mapping no-batch-p2p-*
+DeepSpeed's engine and its optimizer are not used
+    no-pipeline-parallel ds-fused-adam
+the launcher sets the rank of each process
+    local-rank lazy-mpu-init
+full recomputes every block, selective the attention core; there is nothing in between
+    recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
+kernels are selected automatically and logged
+    no-*-fusion cross-entropy-* use-flash-attn* flash-attention-version attention-backend=auto transformer-impl
+    no-persist-layer-norm use-fused-* fused-* use-te-activation-func use-transformer-engine-op-fuser use-flashinfer-*
+    memory-efficient-layer-norm disable-jit-fuser use-mcore-models use-legacy-models enable-experimental
+memory, garbage collection and CUDA graphs of their implementation
+    manual-gc* no-manual-gc-eval empty-unused-memory-level train-sync-interval *cuda-graph* *te-rng-tracker
+    overlap-cpu-optimizer-* inference-* deallocate-pipeline-outputs no-clone-scatter-output-in-embedding
+norms, softmax and loss are always computed in fp32
+    *-query-key-layer-scaling *attention-softmax-in-fp32
+initial values depend only on the seed and the name of the parameter, on any device and layout
+    use-cpu-initialization no-initialization init-model-with-meta-device
+the type of the tokenizer is read from its files
+    tokenizer-type tokenizer-metadata legacy-tokenizer trust-remote-code no-save-tokenizer-assets
+padding follows from --vocab-size, --vocab-divisible-by and --tp, and never counts
+    padded-vocab-size no-pad-vocab-size
+the loss is always divided by the number of targets of the whole step; the mask is always causal
+    calculate-per-token-loss *create-attention-mask-in-dataloader
+data files are memory-mapped and indices built in memory, without cache files or worker processes
+    data-cache-path no-mmap-bin-files mmap-warmup num-workers dataloader-fast-* dataloader-defer-*
+    data-impl num-dataset-builder-threads mid-level-dataset-surplus object-storage-cache-path *able-msc
+the flags set the learning rate, never the checkpoint
+    override-opt-param-scheduler
+checkpoints have one format: complete, verified, written in the background, loadable in any layout
+    ckpt-format use-dist-ckpt dist-ckpt-* *-ckpt-format ckpt-assume-* *ckpt-fully-parallel-* async-* use-persistent-*
+    non-persistent-save-interval non-persistent-* no-save-optim no-save-rng verify-*
+a run stops with a checkpoint at SIGTERM or SIGINT
+    exit-signal-handler* exit-signal
+metrics.jsonl records all metrics of every step
+    log-* timing-log-* no-log-loss-scale-to-tensorboard tensorboard-log-interval tensorboard-queue-size *one-logger*
+    app-tag-* otel-* config-logger-dir logging-level barrier-with-* no-barrier-with-* run-workload-inspector-server
+the run is named by --run-dir; wandb has environment variables of its own
+    wandb-exp-name wandb-save-dir
+failures, slow ranks and bad values are watched for in another way (docs/reliability.md)
+    *check-for-* rerun-mode result-rejected-* error-injection-* *straggler* enable-ft-package calc-ft-timeouts
+    inprocess-* *flight-recorder-* gpu-sniff-test-interval check-weight-hash-*
+the steps to profile are given as --profile A:B
+    profile-* use-pytorch-profiler use-nsys-profiler pytorch-profiler-* nvtx-ranges record-* memory-snapshot-path
+"""
+
+_MATTERS = """
+context parallelism is outside megalite's scope -> use --tp, which shards the sequence too
+    context-parallel-size=1 cp-* hierarchical-context-parallel-sizes hybrid-context-parallel
+    ds-sequence-parallel-size=1 force-ds-sequence-parallel
+mixture of experts is outside megalite's scope -> choose a dense model
+    num-experts*=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 expert-* moe-* topk mlp-type=standard
+    enable-expert-tensor-parallelism create-moe-param-group use-tutel *-moe-*
+there is no separate FSDP engine -> use --zero 3, or --zero 2; --zero-group for hybrid sharding
+    use-megatron-fsdp use-torch-fsdp2 *fsdp-*
+offload is all or nothing, of one kind of state -> use --offload optimizer, or --offload activations
+    cpu-offloading-num-layers=0 optimizer-offload-fraction=1.0 cpu-* optimizer-offload-*
+    remote-device use-pin-memory checkpoint-in-cpu fine-grained-* offload-modules
+megalite has no DeepSpeed engine -> drop it; --deepspeed-config FILE reads its file
+    deepspeed*
+a layer specification in Python cannot be read -> describe the model with the options in --help all
+    spec yaml-cfg
+the residual stream is in --precision; embedding, loss and matrix products have no precision of their own -> drop it
+    fp32-residual-connection fp16-lm-cross-entropy embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul
+optimizer states are fp32 -> drop it
+    use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype
+the model does not support this variant -> drop it, or see --help all for the model's options
+    squared-relu quick-geglu apply-residual-connection-post-layernorm embed-layernorm
+    use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope no-rope-freq qk-l2-norm
+    qk-clip* softmax-type=vanilla softmax-scale glu-linear-offset=0 activation-func-* multi-latent-attention mtp-*=0
+    use-mup mup-* relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
+    data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-* attention-output-gate
+    experimental-attention-variant
+this gives windows of positions; layers without one follow --window-pattern -> give --window
+    sliding-window
+separate vocabulary and merges files are not supported -> give --tokenizer tokenizer.json, or --vocab-size
+    vocab-file merge-file
+pattern and special tokens come with the tokenizer -> drop it, and give --tokenizer or --vocab-size
+    tokenizer-* tiktoken-* null-tokenizer-*
+the vocabulary is the tokenizer's -> give --vocab-size with the ids added
+    vocab-extra-ids=0
+attention, positions and targets stop at document ends by one option -> give --document-mask
+    reset-position-ids reset-attention-mask eod-mask-loss dataloader-inter-document-masking
+a sample is the next --seq-len tokens of its documents -> drop it
+    dataloader-type=single fim-*
+conversations are prepared and marked before training -> run megalite preprocess --chat, and give --loss-on answers
+    sft*
+--data, --valid-data and --split define the data -> write the prefixes after --data
+    test-data-path *data-args-path per-dataset-sequences-path
+an evaluation reads --eval-steps batches of the size of training from --valid-data or --split -> use these
+    full-validation multiple-validation-sets validation-set-names start-eval-at-iter eval-*-batch-size
+no batch is smaller than asked for -> give a --global-batch-size that --micro-batch-size x dp divides
+    decrease-batch-size-if-needed
+the length of a run is counted in steps -> divide by --seq-len x --global-batch-size and \
+give --train-steps, --warmup-steps or --lr-decay-steps
+    train-tokens lr-*-tokens warmup
+weight decay is not applied to norms and biases -> use --weight-decay
+    do-norm-bias-weight-decay apply-wd-to-qk-layernorm
+learning rates differ only between embedding, output layer and the rest -> use --decoupled-lr
+    head-lr-mult
+the final decay of wsd is linear -> drop it
+    lr-wsd-decay-style=linear
+the learning rate depends on the flags and the step, never on the checkpoint -> drop it
+    use-checkpoint-opt-param-scheduler no-load-lr-state
+a checkpoint is read as a whole, by its path -> drop it; --resume selects the checkpoint
+    *ckpt* *-checkpoint use-*-checkpoint-args use-checkpoint-args no-load-rng load-tag
+checkpoints are kept by number, not by distance -> use --keep-last
+    save-retain-interval
+a run stops at --train-steps, or with a checkpoint at SIGTERM -> let the scheduler send it before its time limit
+    exit-duration-in-mins kill-switch-path adlr-autoresume*
+a run stops at --train-steps -> give the step at which it should end as --train-steps
+    exit-* skip-train
+no step is left out in advance -> use --on-spike
+    iterations-to-skip
+the watchdog has one time limit -> use --watchdog-timeout SECONDS
+    distributed-timeout-seconds-after-init
+events are written to RUN_DIR/tensorboard -> give --tensorboard
+    tensorboard-dir
+wandb reads it from its environment -> set WANDB_ENTITY
+    wandb-entity
+8-bit and 4-bit training is not supported -> drop it, and use --precision bf16
+    fp8* fp4* first-last-layers-bf16 num-layers-at-*-in-bf16 *kitchen* quant-recipe
+this optimizer is not there -> see --optimizer in --help
+    muon-* lion-*
+megalite trains on plain text only -> drop it
+    rl-* grpo-* retro-*
+"""
+
+_TRAINER = {
+    "--lr": "learning-rate",
+    "--micro-batch-size": "per-device-train-batch-size per-gpu-train-batch-size train-batch-size",
+    "--global-batch-size, which is steps x --micro-batch-size x dp": "gradient-accumulation-steps",
+    "--train-steps, which is epochs x samples / --global-batch-size": "epochs num-epochs num-train-epochs",
+    "--train-steps": "max-steps",
+    "--warmup-steps, a number of steps": "warmup-ratio",
+    "--lr-decay": "lr-scheduler-type",
+    "--optimizer": "optim",
+    "--eps": "adam-epsilon",
+    "--clip-grad": "max-grad-norm",
+    "--recompute full": "gradient-checkpointing",
+    "--label-smoothing": "label-smoothing-factor",
+    "--compile": "torch-compile torch-compile-backend torch-compile-mode",
+    "--seq-len": "block-size max-seq-length max-length model-max-length",
+    "--run-dir": "output-dir overwrite-output-dir logging-dir",
+    "--resume": "resume-from-checkpoint ignore-data-skip",
+    "--save-every": "save-steps save-strategy",
+    "--keep-last": "save-total-limit",
+    "--eval-every": "eval-strategy evaluation-strategy do-eval",
+    "--micro-batch-size, which evaluations use too": "per-device-eval-batch-size eval-batch-size",
+    "--log-every": "logging-steps logging-strategy",
+    "--wandb-project or --tensorboard": "report-to",
+    "--init-from-hf": "model-name-or-path config-name",
+    "--tokenizer": "tokenizer-name",
+    "--data, after megalite preprocess": "dataset-name dataset-config-name train-file text-column",
+    "--valid-data, after megalite preprocess": "validation-file validation-split-percentage",
+    "--zero and --tp": "fsdp fsdp-config",
+    "--seed": "data-seed",
+    "drop it: training is all it does": "do-train",
+    "drop it: batches are read ahead in a thread": "dataloader-num-workers preprocessing-num-workers",
+}
+"""What to give -> names of the Hugging Face Trainer and its language-modeling script."""
+
+_TORCHRUN = """nproc-per-node nnodes node-rank master-addr master-port standalone rdzv-backend rdzv-endpoint rdzv-id
+    rdzv-conf max-restarts monitor-interval local-addr log-dir redirects tee role start-method no-python"""
+
+
+def _give(option: str) -> str:
+    return f"give {option}" if option.startswith("--") else option
+
+
+def _of_megatron(row: Refusal) -> Refusal:
+    if row.instead:
+        return row._replace(why=f"is not an option here: {row.why}")
+    return row._replace(why=f"has no effect here: {row.why}")
+
+
+MEGATRON = [_of_megatron(row) for row in read_table(_NO_EFFECT + _MATTERS)]
+"""Flags of Megatron-LM and Megatron-DeepSpeed; those in rows without a remedy can be ignored."""
+
+TRAINER = [
+    *(
+        Refusal("is a name of the Hugging Face Trainer", _give(option), patterns_of(names))
+        for option, names in _TRAINER.items()
+    ),
+    Refusal("is an option of torchrun", "write it before pretrain_gpt.py", patterns_of(_TORCHRUN)),
+]
+"""Names of the Hugging Face Trainer, and of torchrun, which starts it."""
+
+
+def find_refusal(flag: str, known: Iterable[str]) -> Refusal | None:
+    """Return the row of another tool's flag; None if it has none, or is a typo of one of `known`."""
+    rows = [*MEGATRON, *TRAINER]
+    if exact := next((row for row in rows if flag in row.patterns), None):
+        return exact
+    if difflib.get_close_matches(flag, list(known), n=1, cutoff=0.9):
+        return None
+    return next((row for row in rows if row.covers(flag)), None)
+
+
+def accept(flags: Sequence[Flag], known: Collection[str], hint: Callable[[str], str]) -> list[Flag]:
+    """Return the flags that are options here; drop those that request nothing, or that the user ignores.
+
+    Args:
+        flags: all flags of a command line.
+        known: the flags that are options.
+        hint: makes the remedy for an unknown flag.
+
+    Raises:
+        UserError: some flags are no options. One line for a single flag; for several, a line that counts them, a line
+            for each that matters, and one that names those without effect.
+    """
+    options: list[Flag] = []
+    mistakes: dict[str, str] = {}
+    harmless: dict[str, str] = {}
+    for flag, words in flags:
+        written = " ".join([f"--{flag}", *words])
+        row = None if flag in known else find_refusal(flag, known)
+        if row is not None and row.accepts(flag, " ".join(words)):
+            continue
+        if row is not None and not row.instead:
+            harmless[f"--{flag}"] = f"{written}: {row.why}; drop it, or give --{IGNORE}"
+        elif row is not None:
+            mistakes[f"--{flag}"] = f"{written}: {row.why}; {row.instead}"
+        elif flag not in known:
+            mistakes[f"--{flag}"] = f"{written}: is an unknown flag; {hint(flag)}"
+        elif flag == "profile" and not words:
+            mistakes["--profile"] = "--profile: takes the steps to profile; give --profile 10:13 for steps 10 to 12"
+        else:
+            options.append((flag, words))
+    if harmless and any(flag == IGNORE for flag, _ in flags):
+        logger.info(f"ignored, as they have no effect here: {', '.join(harmless)}")
+        harmless = {}
+    if mistakes or harmless:
+        raise UserError.from_message(_report(mistakes, harmless))
+    return options
+
+
+def _report(mistakes: dict[str, str], harmless: dict[str, str]) -> str:
+    if len(mistakes) + len(harmless) == 1:
+        return next(iter((mistakes | harmless).values()))
+    names = ", ".join(harmless)
+    if not mistakes:
+        return f"{names}: have no effect here; drop them, or give --{IGNORE}"
+    drop = f"; {len(harmless)} more have no effect here: drop them, or give --{IGNORE}" if harmless else ""
+    lines = [f"{len(mistakes)} flags: must be changed, as listed below{drop}", *mistakes.values()]
+    return "\n  ".join([*lines, f"no effect: {names}"] if harmless else lines)

@@ -1,0 +1,171 @@
+"""Hugging Face folder to megalite checkpoint and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.hf.config import write_config
+from megalite.checkpoint.hf.packing import file_shapes, split
+from megalite.checkpoint.hf.source import HFSource
+from megalite.checkpoint.load import model_config, resolve_checkpoint, weights_of
+from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from megalite.checkpoint.reader import ShardReader
+from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
+from megalite.config.model import ModelConfig
+from megalite.data.tokenizer_files import recorded_tokenizer
+from megalite.dist.dtypes import DTYPES, stored_name, torch_name
+from megalite.errors import UserError
+from megalite.extras.convert.stream import (
+    SHARD_BYTES,
+    ImportedTensor,
+    TensorGroup,
+    new_folder,
+    shard_bytes_of,
+    split_shards,
+    write_checkpoint,
+)
+from megalite.extras.convert.tokenizer import export_tokenizer
+from megalite.families import FAMILIES
+from megalite.log import logger
+from megalite.model.parameters import param_map
+from megalite.sharding import ParamSpec
+from megalite.slices import Slice
+
+
+def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> Manifest:
+    """Convert a Hugging Face folder to a checkpoint (step 0, fp32 weights, no moments).
+
+    Args:
+        source: folder with config.json and safetensors.
+        out: the checkpoint's folder; must be absent or empty.
+        shard_bytes: largest size of a file.
+
+    Raises:
+        UserError: see `HFSource`; or `out` is not empty or cannot be written. Nothing is left behind.
+    """
+    hf = HFSource(source)
+    tensors = [
+        ImportedTensor("master", spec.name, spec.shape, lambda s=spec, p=packing: hf.full(s, p))  # type: ignore[misc]
+        for spec, packing in hf.tensors()
+    ]
+    meta = {
+        "step": 0,
+        "consumed_samples": 0,
+        "scalars": {},
+        "config": {"model": dataclasses.asdict(hf.config)},
+        "hf": {**hf.special, "dtype": hf.dtype},
+    }
+    return write_checkpoint(out, tensors, meta, shard_bytes)
+
+
+def export_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    dtype: str | None = None,
+    tokenizer: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> dict[str, Any]:
+    """Write a checkpoint's weights as a Hugging Face folder.
+
+    Args:
+        checkpoint: a checkpoint's folder, `latest`, a checkpoints folder or a run directory.
+        out: folder to create; must be absent or empty.
+        dtype: "fp32", "bf16" or "fp16"; default: the precision of the training, or of a checkpoint that was imported
+            and not trained the type in which it came.
+        tokenizer: folder or file; default: the one of the run, if it still exists.
+        shard_bytes: largest size of a file.
+
+    Returns:
+        The config.json that was written.
+
+    Raises:
+        UserError: a damaged checkpoint, a model that its family's config.json cannot describe, a tokenizer that would
+            give other ids, or a target that is not empty or cannot be written. Nothing is left behind.
+    """
+    path = resolve_checkpoint(checkpoint)
+    reader = ShardReader(path, read_manifest(path))
+    try:
+        reader.verify()
+        meta = reader.manifest.meta
+        cfg = model_config(meta, path)
+        # Rotary positions have no end: a model that was trained on longer sequences is used on them too.
+        cfg = dataclasses.replace(cfg, max_position_embeddings=max(cfg.positions, cfg.seq_len))
+        weight_dtype = _export_dtype(meta, dtype)
+        tokenizer = tokenizer or recorded_tokenizer(meta)
+        with new_folder(out) as folder:
+            special = dict(meta.get("hf", {}))
+            if tokenizer:
+                sha256, template = meta.get("tokenizer_sha256"), meta.get("chat_template")
+                special.update(export_tokenizer(tokenizer, folder, cfg, sha256, template))
+            else:
+                logger.warning("unknown tokenizer: the export has none (pass --tokenizer)")
+            config = write_config(cfg, torch_name(weight_dtype), special)
+            _write_weights(reader, cfg, weight_dtype, folder, shard_bytes)
+            _write_json(folder / "config.json", config)
+            ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
+            _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
+    finally:
+        reader.close()
+    return config
+
+
+def _export_dtype(meta: dict[str, Any], option: str | None) -> torch.dtype:
+    """Return the type of `--dtype`, else that of the imported weights, else the precision of the training."""
+    if option is not None:
+        if option not in DTYPES:
+            raise UserError(f"--dtype {option}", f"must be one of {', '.join(DTYPES)}", "choose one of these")
+        return DTYPES[option]
+    imported = {torch_name(dtype): dtype for dtype in DTYPES.values()}.get(meta.get("hf", {}).get("dtype"))
+    precision = meta.get("config", {}).get("train", {}).get("precision", "fp32")
+    if imported is None and precision not in DTYPES:
+        rule = f"is not one of {', '.join(DTYPES)}"
+        raise UserError(f"--precision {precision} of the checkpoint", rule, "choose the export's type with --dtype")
+    return imported or DTYPES[precision]
+
+
+def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, folder: Path, shard_bytes: int) -> None:
+    """Write model.safetensors, or numbered files and their index."""
+    family, tensors = FAMILIES[cfg.arch], weights_of(reader.manifest, reader.path)
+    specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
+    _check_names(reader.path, specs, tensors)
+
+    def group(spec: ParamSpec) -> TensorGroup:
+        packing = family.place(spec.name)
+
+        def make() -> list[torch.Tensor]:
+            full = torch.empty(spec.shape, dtype=torch.float32)
+            reader.read(tensors[spec.name], Slice((0,) * len(spec.shape), spec.shape), full)
+            return split(packing, full.to(dtype), spec, cfg.num_heads)
+
+        return TensorGroup(
+            tuple((n, stored_name(dtype), s) for n, s in zip(packing.names, file_shapes(packing, spec))), make
+        )
+
+    shards = split_shards([group(spec) for spec in specs.values()], shard_bytes)
+    weight_map, total = {}, 0
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header, _ = make_header(t for g in shard for t in g.tensors)
+        write_file(folder / name, shard_bytes_of(header, shard, dtype))
+        weight_map.update({tensor: name for g in shard for tensor, _, _ in g.tensors})
+        total += sum(g.num_bytes for g in shard)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _check_names(path: Path, specs: Mapping[str, ParamSpec], tensors: dict[str, TensorEntry]) -> None:
+    mismatches = sorted(specs.keys() ^ tensors.keys())
+    mismatches += [n for n, s in specs.items() if n in tensors and tensors[n].shape != s.shape]
+    if mismatches:
+        raise BadCheckpoint(str(path), f"tensor {mismatches[0]} does not match its own model config")
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_file(path, [json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"])

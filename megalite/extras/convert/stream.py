@@ -1,0 +1,131 @@
+"""A checkpoint or model folder written tensor by tensor: memory stays near two tensors.
+
+The folder is written beside its target and renamed at the end: a target is complete or absent.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.folder import commit_in_place
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
+from megalite.checkpoint.safetensors_io import make_header, num_bytes, write_file
+from megalite.errors import UserError
+from megalite.slices import Slice
+
+# Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors that are written together, because they are made of one tensor: (name, dtype, shape) of each."""
+
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    make: Callable[[], list[torch.Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(num_bytes(dtype, shape) for _, dtype, shape in self.tensors)
+
+
+@dataclass(frozen=True)
+class ImportedTensor:
+    """A full fp32 tensor of the new checkpoint: kind ("master", "exp_avg", "exp_avg_sq"), global name, shape."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+
+def write_checkpoint(
+    out: str | Path, tensors: Sequence[ImportedTensor], meta: dict[str, Any], shard_bytes: int = SHARD_BYTES
+) -> Manifest:
+    """Write a checkpoint that a run can start from in any layout.
+
+    Args:
+        out: folder of the checkpoint; must be absent or empty.
+        tensors: its tensors, in order.
+        meta: what the run needs to continue; its "step" is also the manifest's.
+        shard_bytes: largest size of a file.
+
+    Raises:
+        UserError: `out` is not empty or cannot be written. Nothing is left behind.
+    """
+    keys = {box_key(t.kind, t.name, (0,) * len(t.shape)): t for t in tensors}
+    groups = [TensorGroup(((key, "F32", t.shape),), lambda t=t: [t.make()]) for key, t in keys.items()]  # type: ignore[misc]
+    with new_folder(out) as folder:
+        files: list[FileEntry] = []
+        entries: dict[str, dict[str, TensorEntry]] = {}
+        for number, shard in enumerate(split_shards(groups, shard_bytes)):
+            stored = [t for g in shard for t in g.tensors]
+            header, begins = make_header(stored)
+            name = f"rank_{number:05d}.safetensors"
+            size, crcs = write_file(folder / name, shard_bytes_of(header, shard, torch.float32))
+            files.append(FileEntry(name, size, len(header), tuple(crcs)))
+            for key, dtype, shape in stored:
+                box = Slice((0,) * len(shape), shape, begins[key])
+                entries.setdefault(keys[key].kind, {})[keys[key].name] = TensorEntry(dtype, shape, ((number, box),))
+        run_id = f"import-{secrets.token_hex(4)}"
+        manifest = Manifest(run_id, meta["step"], {"world": 1}, meta, tuple(files), entries)
+        commit_in_place(folder, manifest)
+    return manifest
+
+
+def split_shards(groups: Sequence[TensorGroup], limit: int) -> list[list[TensorGroup]]:
+    """Distribute groups to files, in order; start a new file when the next group does not fit."""
+    shards: list[list[TensorGroup]] = [[]]
+    size = 0
+    for group in groups:
+        if shards[-1] and size + group.num_bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(group)
+        size += group.num_bytes
+    return shards
+
+
+def shard_bytes_of(header: bytes, groups: Sequence[TensorGroup], dtype: torch.dtype) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file: its header, then its tensors, made one group at a time."""
+    yield header
+    for group in groups:
+        tensors = group.make()
+        for (name, _, shape), tensor in zip(group.tensors, tensors, strict=True):
+            assert tensor.shape == shape, name
+            assert tensor.dtype == dtype, name
+            yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).cast("B")
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """Provide a folder to write to, which is renamed to `out` at the end, or deleted after an error.
+
+    Raises:
+        UserError: `out` is not empty or cannot be written.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(
+            f"--out {out}", "must be absent or an empty directory: nothing is overwritten", "choose another"
+        )
+    temporary = out.parent / f".tmp_{out.name}_{secrets.token_hex(4)}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        # The rename replaces an empty folder.
+        os.rename(temporary, out)
+    except OSError as e:
+        raise UserError(f"--out {out}", f"cannot be written ({e.strerror or e})", "choose another place") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,56 @@
+"""The backends of the GPU that is asked about, whatever is installed on the machine that asks.
+
+An estimate needs the shapes that a kernel makes, not the kernel: fake implementations of all of them are in
+`megalite.ops.native`, without Triton or a compiled library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+from megalite.ops import choose, fused, native
+from megalite.ops.op import Backend, Op
+
+
+@contextmanager
+def target_backends(spec: str | None) -> Iterator[None]:
+    """Choose backends as on a GPU where `pip install megalite` was run: it has Triton and no compiled library.
+
+    Args:
+        spec: as `--ops`; for the ops that it sends to the CUDA library, the GPU's machine has built that.
+    """
+    by_name = choose.parse_spec(spec)
+    target = {
+        name: replace(op, backends=tuple(_on_target(backend, by_name[name]) for backend in op.backends))
+        for name, op in choose.OPS.items()
+    }
+    with mock.patch.dict(choose.OPS, target):
+        yield
+
+
+def _on_target(backend: Backend, wanted: str) -> Backend:
+    if backend.name == "triton":
+        installed = importlib.util.find_spec("triton") is not None
+        return Backend("triton", backend.load if installed else _load_fakes, lambda device, dtype: None)
+    if backend.name == "cuda":
+        reason = None if wanted == "cuda" else "assumed to be absent; name it with --ops"
+        return replace(backend, why_not=lambda device, dtype: reason)
+    return backend
+
+
+def _load_fakes(op: Op) -> dict[str, Callable[..., Any]]:
+    _define_triton()
+    return fused.functions(op, "triton")
+
+
+@lru_cache
+def _define_triton() -> None:
+    """Define what `megalite.ops.triton` would, without implementations."""
+    for name in native.KERNELS:
+        native.define(name, "triton_")

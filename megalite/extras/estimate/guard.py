@@ -1,0 +1,64 @@
+"""A CUDA device that does nothing, for CPU builds of torch. Does not import torch: it must be installed before that."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from megalite.errors import UserError
+
+_SOURCE = Path(__file__).with_name("guard.cpp")
+
+
+@lru_cache
+def install_guard() -> None:
+    """Let this process run backward passes on fake CUDA tensors; call it before torch is imported.
+
+    A CUDA build of torch needs nothing. For a CPU build some C++ is compiled against torch's own headers (2 s), because
+    it implements an internal interface, which changes between releases.
+
+    Raises:
+        UserError: there is no compiler, or it cannot compile torch's headers.
+    """
+    folder = _torch_folder()
+    if _has_cuda(folder):
+        return
+    if "torch" in sys.modules:
+        raise RuntimeError("install_guard must be called before `import torch`")
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise UserError("a CPU build of torch", "requires a C++ compiler to imitate a GPU", "install g++")
+    library, links = folder / "lib", ("-ltorch_cpu", "-lc10")
+    with tempfile.TemporaryDirectory() as build:
+        out = Path(build, "guard.so")
+        options = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{folder / 'include'}", f"-L{library}"]
+        command = [compiler, *options, f"-Wl,-rpath,{library}", str(_SOURCE), "-o", str(out), *links]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            why = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+            remedy = "use another compiler, or a CUDA build of torch, which needs no GPU for this"
+            raise UserError(f"{compiler} {_SOURCE.name}", f"does not compile with this torch ({why})", remedy)
+        ctypes.CDLL(str(out), mode=ctypes.RTLD_GLOBAL)
+
+
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _has_cuda(folder: Path) -> bool:
+    """Whether torch in this folder is built with CUDA, read from its version.py."""
+    spec = importlib.util.spec_from_file_location("_torch_version", folder / "version.py")
+    assert spec is not None
+    assert spec.loader is not None
+    version = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(version)
+    return version.cuda is not None

@@ -1,0 +1,203 @@
+"""Run a training step of one rank with its real engine, without peers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megalite import ops as kernels
+from megalite.config.run import Config
+from megalite.dist import collectives
+from megalite.dist.context import ParallelContext
+from megalite.dist.device import wants_one_queue
+from megalite.dist.dtypes import DTYPES
+from megalite.dist.grid import Grid
+from megalite.errors import UserError
+from megalite.extras.estimate.backends import target_backends
+from megalite.extras.estimate.fake_cuda import fake_cuda
+from megalite.extras.estimate.record import Communication, Event, Kernel, recorded_world
+from megalite.extras.estimate.tracker import Peak, Tracker
+from megalite.train.build import build_engine
+from megalite.train.engine import Engine
+from megalite.train.step import train_step
+
+
+@dataclass
+class Estimate:
+    """One step of a rank.
+
+    Attributes:
+        grid, rank: all ranks, and this one.
+        ops: backends of the kernels on the GPU, in one line.
+        states: bytes held between steps.
+        building: peak memory while the engine is built.
+        peak: peak memory of the step.
+        timeline: (pipeline operation, bytes before it, peak bytes during it) of each operation.
+        spans: (kind, begin and end in the log) of each pipeline operation.
+        log: kernels and communication, in the order in which the host starts them; first come the gathers of weights
+            that the previous step would have started.
+        first: index in the log at which the step begins.
+        syncs: number of times the host waits for the device, by cause.
+        one_queue: whether the run uses a single hardware queue.
+    """
+
+    grid: Grid
+    rank: int
+    ops: str
+    states: int
+    building: Peak
+    peak: Peak
+    timeline: list[tuple[str, int, int]]
+    spans: list[tuple[str, int, int]]
+    log: list[Event]
+    first: int
+    syncs: dict[str, int]
+    one_queue: bool
+
+    def launched(self) -> Iterator[tuple[Kernel, str]]:
+        """Yield (kernel, "forward", "backward" or "") for each kernel of the step, collectives not included."""
+        passes = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+        where = {i: passes.get(kind, "") for kind, begin, end in self.spans for i in range(begin, end)}
+        for i, event in enumerate(self.log[self.first :], self.first):
+            if isinstance(event, Kernel):
+                yield event, where.get(i, "")
+
+    @property
+    def kernels(self) -> int:
+        """Number of kernels that a step launches, collectives not included."""
+        return sum(1 for _ in self.launched())
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of matrix products and attention."""
+        return sum(kernel.flops for kernel, _ in self.launched())
+
+    @property
+    def calls(self) -> dict[str, dict[str, int]]:
+        """Number of kernels by torch operator, in forward and in backward passes."""
+        calls = Counter((direction, kernel.name) for kernel, direction in self.launched())
+        return {way: {name: n for (at, name), n in calls.items() if at == way} for way in ("forward", "backward")}
+
+    @property
+    def collectives(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """(axis, kind) -> number of operations, and bytes of their larger tensors (the full ones)."""
+        count: Counter[tuple[str, str]] = Counter()
+        nbytes: Counter[tuple[str, str]] = Counter()
+        for event in self.log[self.first :]:
+            if isinstance(event, Communication):
+                count[event.axis, event.kind] += 1
+                nbytes[event.axis, event.kind] += event.nbytes
+        return {key: (count[key], nbytes[key]) for key in sorted(count)}
+
+
+def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
+    """Run one training step of a rank on fake CUDA tensors.
+
+    Args:
+        cfg: options of the run, vocabulary size known.
+        grid: all ranks.
+        rank: the rank to run.
+
+    Raises:
+        UserError: the run itself would refuse the options, or one of them requires a real GPU.
+    """
+    _check(cfg, grid, rank)
+    with ExitStack() as exit_stack:
+        log = exit_stack.enter_context(recorded_world(rank, grid.world))
+        device = exit_stack.enter_context(fake_cuda())
+        exit_stack.enter_context(target_backends(cfg.train.ops))
+        tracker = exit_stack.enter_context(Tracker(log))
+        exit_stack.enter_context(_resizes_seen_by(tracker))
+        ctx = ParallelContext.create(grid, device)
+        tracker.start("building the engine")
+        engine = build_engine(cfg, ctx)
+        building = tracker.finish()
+        _label_states(tracker, engine)
+        states = tracker.live
+        tracker.start("before the pipeline")
+        with engine.executor.observed_by(tracker):
+            first = run_step(engine, log)
+        ops = kernels.resolve(cfg.train.ops, device, DTYPES[cfg.train.precision]).describe()
+        syncs = {"status of the step": 1, **tracker.syncs}
+        return Estimate(
+            grid=grid,
+            rank=rank,
+            ops=ops,
+            states=states,
+            building=building,
+            peak=tracker.finish(),
+            timeline=tracker.timeline,
+            spans=tracker.spans,
+            log=list(log),
+            first=first,
+            syncs=syncs,
+            one_queue=wants_one_queue(cfg.parallel.tp, cfg.parallel.zero),
+        )
+
+
+def run_step(engine: Engine, log: list[Event]) -> int:
+    """Run one training step of zeros in a recorded world; returns the index in the log at which it begins.
+
+    The log is cleared first; then come the gathers of weights that the previous step would have started.
+    """
+    cfg = engine.cfg
+    batch = np.zeros((cfg.train.global_batch_size // engine.ctx.dp.size, cfg.model.seq_len + 1), dtype=np.int64)
+    log.clear()
+    engine.optimizer.gather()
+    first = len(log)
+    with plausible_status(cfg):
+        train_step(engine, batch, 1)
+    return first
+
+
+@contextmanager
+def plausible_status(cfg: Config) -> Iterator[None]:
+    """Replace the numbers that the ranks agree on at the end of a step by plausible ones."""
+    tokens = float(cfg.train.global_batch_size * cfg.model.seq_len)
+    with mock.patch.object(collectives, "to_host", return_value=[10.0 * tokens, tokens, 1.0, 0.0, 0.0]):
+        yield
+
+
+def _check(cfg: Config, grid: Grid, rank: int) -> None:
+    if not 0 <= rank < grid.world:
+        raise UserError(f"--rank {rank}", f"a world of {grid.world} has ranks 0 to {grid.world - 1}", "choose one")
+    t = cfg.train
+    flag = f"--offload {t.offload}" if t.offload != "none" else "--compile" if t.compile else ""
+    if flag:
+        raise UserError(flag, "requires a real device: it cannot be estimated", "drop it")
+    if cfg.parallel.device == "cpu":
+        raise UserError("--device cpu", "estimates are for GPUs", "drop it")
+
+
+@contextmanager
+def _resizes_seen_by(tracker: Tracker) -> Iterator[None]:
+    """Show resized storages to the tracker: resizing is not a dispatched operator."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        resize(storage, nbytes)
+        tracker.resized(storage)
+        return storage
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
+        yield
+
+
+def _label_states(tracker: Tracker, engine: Engine) -> None:
+    tracker.label("optimizer states", [state.flat for state in engine.optimizer.states()])
+    for bucket in engine.optimizer.buckets:
+        tracker.label("gradients", [bucket.grad, bucket.grad_share])
+        tracker.label("weights", [bucket.weights, bucket.weight_share])
+    tracker.label_rest("other states")
+    output = {id(stage.lm_head.weight) for stage in engine.stages.values() if stage.last}
+    for bucket in engine.optimizer.buckets:
+        for param, start in zip(bucket.params, bucket.starts):
+            if id(param) in output:
+                tracker.mark_output(bucket.weights, start)
+                tracker.mark_output(bucket.grad, start)

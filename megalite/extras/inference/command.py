@@ -1,0 +1,139 @@
+"""`megalite generate`, `megalite evaluate` and `megalite lm-eval`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.data import check_tokenizer_matches
+from megalite.errors import ToolParser, UserError, in_range, printable
+from megalite.log import logger, setup_logging
+
+_LM_EVAL = """Run tasks of EleutherAI's lm-eval on a run or an export, in the run's layout and without conversion.
+
+    torchrun --nproc-per-node 4 -m megalite lm-eval runs/small --tasks arc_easy hellaswag
+    megalite lm-eval runs/small --tp 1 --pp 1 --tasks mine --include-path tasks
+
+Requires pip install 'megalite[lm-eval]'. The tasks' data are downloaded unless they are local files.
+"""
+
+
+def generate(argv: Sequence[str]) -> None:
+    """Print texts that a model generates."""
+    parser = ToolParser(prog="megalite generate", description="Generate text with a trained model.")
+    parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
+    parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=100, help="maximum number of tokens to generate (default 100)"
+    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token (default 0.8)")
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample from the k most likely tokens; 0: all (default 50)"
+    )
+    top_p = "sample from the most likely tokens that together have this probability (default 1: all)"
+    parser.add_argument("--top-p", type=float, default=1.0, help=top_p)
+    parser.add_argument("--num-samples", type=int, default=1, help="texts to generate (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same text; the n-th sample has seed + n - 1")
+    parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    args = parser.parse_args(argv)
+    in_range(args, "max_new_tokens num_samples", 1, 10**6)
+    in_range(args, "temperature", 0, 10**6)
+    in_range(args, "top_k", 0, 2**31)
+    in_range(args, "seed", 0, 2**63 - 10**6)
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top-p {args.top_p}", "must be more than 0 and at most 1", "give 0.9, for example")
+    # What follows imports torch.
+    from megalite.dist.device import pick_device
+    from megalite.extras.inference.generate import generate as continuation
+    from megalite.extras.inference.load import load_model
+
+    model = load_model(args.path, pick_device(args.device), args.tokenizer)
+    if model.tokenizer is None:
+        raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+    eos = model.tokenizer.eos_id
+    prompt = model.tokenizer.encode(args.prompt) or [eos if eos is not None else 0]
+    if max(prompt) >= model.cfg.vocab:
+        rule = f"its token id {max(prompt)} is outside the model's vocabulary of {model.cfg.vocab}"
+        raise UserError(f"--prompt {args.prompt!r}", rule, "use the tokenizer that the model was trained with")
+    for number in range(args.num_samples):
+        seed = args.seed + number
+        new = continuation(model, prompt, args.max_new_tokens, args.temperature, args.top_k, seed, args.top_p, eos)
+        if args.num_samples > 1:
+            print(f"--- sample {number + 1}, seed {seed}")
+        print(args.prompt + printable(model.tokenizer.decode(new), keep="\n\r"))
+
+
+def evaluate(argv: Sequence[str]) -> None:
+    """Print a JSON line for each source, and one for all sources if there are several."""
+    parser = ToolParser(prog="megalite evaluate", description="Compute loss and perplexity of a model on data or text.")
+    parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
+    source = parser.add_mutually_exclusive_group(required=True)
+    tokens = "tokens: PREFIX.bin and PREFIX.idx; of chat data also the loss per token of the answers"
+    source.add_argument("--data", metavar="PREFIX", nargs="+", help=tokens)
+    texts = "text files, folders or globs, as for megalite preprocess; also gives bits per byte"
+    source.add_argument("--text", metavar="PATH", nargs="+", help=texts)
+    parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
+    parser.add_argument("--max-tokens", type=int, default=1_000_000, help="most tokens of a source (default 1,000,000)")
+    parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    args = parser.parse_args(argv)
+    in_range(args, "max_tokens", 2, 10**12)
+    setup_logging()
+    # What follows imports torch.
+    from megalite.dist.device import pick_device
+    from megalite.extras.inference.evaluate import evaluate_data, evaluate_text, together
+    from megalite.extras.inference.load import load_model
+
+    model = load_model(args.path, pick_device(args.device), args.tokenizer)
+    if model.tokenizer is None and args.text:
+        raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+    if model.tokenizer is None:
+        logger.warning(f"the tokenizer of {args.path} is unknown: whether it made the data is not checked")
+    elif args.data:
+        check_tokenizer_matches(args.data, model.tokenizer)
+    if args.data:
+        results = [evaluate_data(model, prefix, args.max_tokens) for prefix in args.data]
+    else:
+        results = [evaluate_text(model, path, args.key, args.max_tokens) for path in args.text]
+    for result in results if len(results) == 1 else [*results, together(results)]:
+        print(json.dumps(result))
+
+
+def lm_eval(argv: Sequence[str]) -> None:
+    """Print lm-eval's table of results on rank 0."""
+    parser = lm_eval_parser()
+    if {"-h", "--help"} & set(argv):
+        parser.print_help()
+        return
+    from megalite.extras.inference.lm_eval import run_tasks  # with torch
+    from megalite.train.exit import leaving_together
+
+    with leaving_together():
+        run_tasks(parser.parse_args(argv))
+
+
+def lm_eval_parser() -> ToolParser:
+    """Make the parser of `megalite lm-eval`."""
+    parser = ToolParser(
+        prog="megalite lm-eval", description=_LM_EVAL, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
+    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help="names or patterns of tasks")
+    parser.add_argument("--include-path", metavar="DIR", help="folder with task files (*.yaml) of your own")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples per question (default: the task's)")
+    parser.add_argument("--limit", type=int, metavar="N", help="use the first N documents of each task only")
+    parser.add_argument("--tp", type=int, help="tensor-parallel size (default: the run's)")
+    parser.add_argument("--pp", type=int, help="pipeline-parallel size (default: the run's)")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: the run's; fp32 for a folder")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="rows per pass and rank (default 8)")
+    parser.add_argument("--max-length", type=int, metavar="N", help="most tokens of a row (default: the run's)")
+    bos = "begin every context with the tokenizer's beginning of text, for models that were trained so (Llama)"
+    parser.add_argument("--bos", action="store_true", help=bos)
+    parser.add_argument("--seed", type=int, default=0, help="of sampled text (default 0)")
+    parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    return parser

@@ -1,0 +1,65 @@
+"""Generate text with a model, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megalite.dist.seeding import derive
+from megalite.extras.inference.load import Model
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompt: list[int],
+    max_new_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    top_p: float = 1.0,
+    stop_id: int | None = None,
+) -> list[int]:
+    """Continue a prompt.
+
+    Args:
+        model: model from `load_model`.
+        prompt: token ids, at least one.
+        max_new_tokens: maximum number of tokens to add.
+        temperature: 0 always takes the most likely token.
+        top_k: sample among the k most likely tokens; 0: all.
+        seed: seed of the samples; the same seed gives the same text.
+        top_p: sample among the most likely tokens that together have this probability (nucleus sampling, Holtzman et
+            al. 2020); after top_k.
+        stop_id: token that ends the text; not returned.
+
+    Returns:
+        The new token ids.
+    """
+    device = next(model.stage.parameters()).device
+    tokens = torch.tensor([prompt], device=device)
+    generator = torch.Generator(device).manual_seed(derive(seed, "generate") >> 65)
+    for _ in range(max_new_tokens):
+        # The window slides once the text is longer than the model's positions; every token is recomputed.
+        window = tokens[:, -model.cfg.positions :]
+        logits = model.logits(window)[0, -1, : model.words].float()
+        new = choose_token(logits, temperature, top_k, top_p, generator).view(1, 1)
+        if stop_id is not None and int(new) == stop_id:
+            break
+        tokens = torch.cat((tokens, new), dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def choose_token(
+    logits_V: torch.Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Choose the next token, 0-dim, from fp32 logits, which are overwritten. For the arguments see `generate`."""
+    if temperature == 0:
+        return logits_V.argmax()
+    if 0 < top_k < logits_V.numel():
+        logits_V[logits_V < logits_V.topk(top_k).values[-1]] = -math.inf
+    probabilities, ids = (logits_V / temperature).softmax(0).sort(descending=True, stable=True)
+    # The one that reaches top_p is kept.
+    probabilities[probabilities.cumsum(0) - probabilities >= top_p] = 0.0
+    return ids[torch.multinomial(probabilities, 1, generator=generator)][0]

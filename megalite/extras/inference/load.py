@@ -1,0 +1,154 @@
+"""Trained weights of a run or a Hugging Face folder: loaded in any layout, or as a full model in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite import ops as kernels
+from megalite.batch import Documents, ForwardPass, MicroBatch
+from megalite.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.checkpoint.load import load_checkpoint, model_config, resolve_checkpoint
+from megalite.checkpoint.manifest import read_manifest
+from megalite.config.model import ModelConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.run import Config
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokenizer_files import holds_tokenizer, recorded_tokenizer
+from megalite.dist.context import ParallelContext
+from megalite.errors import UserError, require
+from megalite.model.gpt import GPTStage
+from megalite.parameter import ShardedParameter
+from megalite.pipeline.choose import schedule_of
+from megalite.sharding import StateTensor
+from megalite.train.build import build_stages
+
+_HF_WINDOW = 2048
+"""Longest window for a Hugging Face folder, which does not record the training length."""
+
+
+@dataclass
+class Model:
+    """A full model for inference.
+
+    Attributes:
+        cfg: shape of the model.
+        stage: all its layers.
+        tokenizer: tokenizer of its run, if known.
+        step: number of optimizer steps of the training; None for a Hugging Face folder.
+    """
+
+    cfg: ModelConfig
+    stage: GPTStage
+    tokenizer: Tokenizer | None
+    step: int | None
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: torch.Tensor, starts_BS: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute logits [B, S, V] of token ids [B, S], and of where their documents start (see `Rows`)."""
+        tokens_SB = tokens_BS.t().contiguous()
+        documents = None if starts_BS is None else Documents(starts_BS.t().contiguous())
+        batch = MicroBatch.of_samples(tokens_SB, documents=documents)
+        out = self.stage(tokens_SB, batch, ForwardPass(0, 0, 0, training=False))
+        return out[..., : self.cfg.vocab].transpose(0, 1)
+
+    @property
+    def words(self) -> int:
+        """Number of token ids in use: the vocabulary may be larger than the tokenizer's."""
+        return min(self.cfg.vocab, self.tokenizer.vocab_size) if self.tokenizer else self.cfg.vocab
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Trained weights on disk: a checkpoint, or a Hugging Face folder.
+
+    Attributes:
+        path: path of the folder.
+        cfg: shape of the model; for a Hugging Face folder, its length is that of the windows to evaluate.
+        tokenizer: folder or file of its tokenizer, if known.
+        tokenizer_sha256: SHA-256 of the tokenizer used in training; None if it was not recorded.
+        step: number of optimizer steps of the training; None for a Hugging Face folder.
+        options: options of the run by group; empty for a Hugging Face folder.
+    """
+
+    path: Path
+    cfg: ModelConfig
+    tokenizer: str | None
+    tokenizer_sha256: str | None
+    step: int | None
+    options: dict[str, Any]
+
+    def load(self, parameters: Iterable[torch.nn.Parameter], ctx: ParallelContext) -> None:
+        """Fill this rank's shards of the parameters, of any data type and layout; every rank calls it."""
+        states = [_part_of(p) for p in parameters]
+        if self.step is None:
+            load_hf(self.path, self.cfg, states, ctx)
+        else:
+            load_checkpoint(self.path, states, ctx)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer.
+
+        Raises:
+            UserError: it is unknown, is not the one used in training, or has ids outside the model's vocabulary.
+        """
+        if self.tokenizer is None:
+            raise UserError(f"{self.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+        tokenizer = load_tokenizer(self.tokenizer)
+        what, remedy = f"tokenizer {tokenizer.path}", "use the tokenizer that the model was trained with"
+        if self.tokenizer_sha256 not in (None, tokenizer.sha256):
+            rule = f"the model was trained with the one of SHA-256 {self.tokenizer_sha256}"
+            raise UserError(f"{what} of SHA-256 {tokenizer.sha256}", rule, remedy)
+        most, vocab = tokenizer.vocab_size - 1, self.cfg.vocab
+        rule = f"must be within the model's vocabulary of {vocab}"
+        require(most < vocab, f"{what} with ids up to {most}", rule, remedy)
+        return tokenizer
+
+
+def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
+    """Find the weights at a path.
+
+    Args:
+        path: run directory, checkpoint, or folder with config.json and safetensors.
+        tokenizer: tokenizer folder or file; default: the run's, if it still exists, or the one in the folder.
+    """
+    if (path / "config.json").is_file():
+        cfg = hf_model_config(path)
+        # Its length is the number of positions, which may be far more than a window needs.
+        cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, _HF_WINDOW))
+        return Weights(path, cfg, tokenizer or (str(path) if holds_tokenizer(path) else None), None, None, {})
+    checkpoint = resolve_checkpoint(path)
+    manifest = read_manifest(checkpoint)
+    meta = manifest.meta
+    cfg = model_config(meta, checkpoint)
+    name, sha256 = tokenizer or recorded_tokenizer(meta), meta.get("tokenizer_sha256")
+    return Weights(checkpoint, cfg, name, sha256, manifest.step, meta["config"])
+
+
+def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
+    """Load the weights of a checkpoint or of a Hugging Face folder in fp32.
+
+    Args:
+        path, tokenizer: see `find_weights`.
+        device: where to put the model.
+    """
+    ctx, weights = ParallelContext.single(device), find_weights(path, tokenizer)
+    cfg = Config(model=weights.cfg, parallel=ParallelConfig(zero=0))
+    ops = kernels.resolve(None, device, torch.float32)
+    (stage,) = build_stages(cfg, ctx, schedule_of(cfg, 1).placement, torch.float32, ops).values()
+    weights.load(stage.parameters(), ctx)
+    name = weights.tokenizer
+    return Model(weights.cfg, stage.eval(), load_tokenizer(name) if name else None, weights.step)
+
+
+def _part_of(param: torch.nn.Parameter) -> StateTensor:
+    """Describe this rank's shard of a parameter as a tensor that a checkpoint can be loaded into."""
+    assert isinstance(param, ShardedParameter)
+    spec, flat = param.shard.spec, param.data.view(-1)
+    slices = param.shard.flat_slices(0, flat.numel())
+    return StateTensor(spec.tied_to or spec.name, "master", spec.shape, flat, slices, is_owner=False)

@@ -1,0 +1,237 @@
+"""Batch scripts for schedulers that start the hosts themselves: Slurm, and Kubernetes without custom resources."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import require
+
+# Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
+NOTICE_S = 120
+# Kubernetes kills the pod this much later, so that the end of the ranks is still logged.
+_MARGIN_S = 30
+# sysexits.h: a temporary failure, try again.
+_UNFINISHED = 75
+_KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """Settings that both schedulers need.
+
+    Attributes:
+        script: training script and its flags.
+        nodes: number of hosts.
+        slots: ranks per node, and GPUs per node unless `cpu`.
+        name: name of the job.
+        workdir: folder of the checkout on the hosts.
+        python: Python interpreter on the hosts.
+        max_restarts: number of restarts after failures.
+        cpu: whether the ranks run on CPUs.
+        env: environment variables of the ranks.
+        image: container image; None: no container (Slurm only).
+        cpus: cores per node; None: the scheduler's default.
+        memory: memory per node, in the scheduler's notation; None: the scheduler's default.
+    """
+
+    script: tuple[str, ...]
+    nodes: int
+    slots: int
+    name: str
+    workdir: str
+    python: str
+    max_restarts: int = 0
+    cpu: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    image: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment of the job."""
+        return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env}
+
+    def gpus(self) -> list[int]:
+        """Return the number of GPUs per node; an empty list on CPU."""
+        return [] if self.cpu else [self.slots]
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Options of Slurm only. `mounts`: SRC:DST[:FLAGS] of the container; `directives`: further #SBATCH lines."""
+
+    time_limit: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    mounts: tuple[str, ...] = ()
+    directives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KubernetesOptions:
+    """Options of Kubernetes only.
+
+    Attributes:
+        claim: PersistentVolumeClaim (ReadWriteMany) for data and checkpoints, mounted at WORKDIR/runs.
+        resources: further resources per pod, such as RDMA devices.
+        ipc_lock: whether the container may lock memory, as RDMA requires.
+        host_network: whether to use the node's network instead of the pod's.
+        secret: Secret whose keys become environment variables.
+        port: port of the rendezvous.
+    """
+
+    claim: str | None = None
+    resources: Mapping[str, str] = field(default_factory=dict)
+    ipc_lock: bool = False
+    host_network: bool = False
+    secret: str | None = None
+    port: int = 29500
+
+
+def _train(job: BatchJob, nnodes: str, node_rank: str, addr: str, port: str) -> str:
+    """Write `megalite train` as a shell line, in which only shell variables among the four arguments are expanded.
+
+    Unlike torchrun it exits with 2 for a user error, after which no scheduler should retry.
+    """
+    flags = {"--nnodes": nnodes, "--nproc-per-node": job.slots, "--node-rank": node_rank, "--master-addr": addr}
+    flags |= {"--master-port": port, "--shutdown-timeout": NOTICE_S}
+    words = [job.python, "-m", "megalite", "train", *(str(word) for pair in flags.items() for word in pair)]
+    variables = {v for v in (nnodes, node_rank, addr, port) if v.startswith("$")}
+    quoted = [f'"{word}"' if word in variables else shlex.quote(word) for word in words]
+    return "exec " + " ".join([*quoted, *map(shlex.quote, job.script)])
+
+
+def _fill(template: str, values: Mapping[str, Any]) -> str:
+    """Fill the {{name}}s of a template; a line with a list is repeated for each element."""
+    lines = []
+    for line in Path(__file__).with_name(template).read_text(encoding="utf-8").splitlines(keepends=True):
+        parts = re.split(r"{{(\w+)}}", line)
+        names = parts[1::2]
+        several = next((name for name in names if isinstance(values[name], list)), None)
+        for element in values[several] if several else [None]:
+            parts[1::2] = [str(element if name == several else values[name]) for name in names]
+            lines.append("".join(parts))
+    return "".join(lines)
+
+
+def _line_if_set(value: object) -> list[object]:
+    """Return a list of the value, empty for None: its line appears in the template once or not at all."""
+    return [] if value is None else [value]
+
+
+def _directive(flag: str, value: object) -> list[str]:
+    """Quote the value of a #SBATCH line for sbatch, which ends it at the first line break even inside quotes."""
+    if value is None:
+        return []
+    text = str(value)
+    rule = "must be one line of printable characters: sbatch takes what follows a line break as the script"
+    require(text.isprintable() and text.strip() != "", f"{flag} {text!r}", rule, "remove the line break")
+    return [shlex.quote(text)]
+
+
+def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
+    """Write an sbatch script: one task, one `megalite train`, per node; in a container through Pyxis.
+
+    Raises:
+        UserError: a value that a #SBATCH line cannot hold.
+    """
+    options = options or SlurmOptions()
+    values = {
+        "name": _directive("--name", job.name)[0],
+        "nodes": job.nodes,
+        "gpus": job.gpus(),
+        "time_limit": _directive("--time-limit", options.time_limit),
+        "partition": _directive("--partition", options.partition),
+        "account": _directive("--account", options.account),
+        "cpus": _line_if_set(job.cpus),
+        "memory": _directive("--memory", job.memory),
+        "directives": [_extra_directive(text) for text in options.directives],
+        "notice": NOTICE_S,
+        "workdir": shlex.quote(job.workdir),
+        "env": [f"{k}={shlex.quote(v)}" for k, v in job.variables().items()],
+        "max_restarts": job.max_restarts,
+        "container": "".join(f"{shlex.quote(word)} " for word in _pyxis(job, options.mounts)),
+        "command": shlex.quote(_slurm_task(job)),
+    }
+    return _fill("slurm.sbatch", values)
+
+
+def _extra_directive(text: str) -> str:
+    """Return a whole #SBATCH line, given with or without leading dashes; sbatch takes it unchanged."""
+    _directive("--directive", text)
+    return text if text.startswith("-") else f"--{text}"
+
+
+def _slurm_task(job: BatchJob) -> str:
+    """Write the shell line of one node, which records a user error: srun's exit code is that of the tasks it kills."""
+    train = _train(job, "$SLURM_NNODES", "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
+    # scancel also signals this shell, which must outlive the ranks.
+    return f'trap : TERM; ({train}); code=$?; [ "$code" -ne 2 ] || : > "$MISTAKE"; exit "$code"'
+
+
+def _pyxis(job: BatchJob, mounts: Sequence[str]) -> list[str]:
+    """List srun's options for a container (https://github.com/NVIDIA/pyxis/wiki/Usage)."""
+    if job.image is None:
+        require(not mounts, "--mount", "is for a container", "add --image, or remove it")
+        return []
+    both = [f"{job.workdir}:{job.workdir}", *mounts]
+    for mount in both:
+        ok = 1 <= mount.count(":") <= 2 and "," not in mount
+        require(ok, f"--mount {mount}", "must be SRC:DST or SRC:DST:FLAGS, without commas", "rename the folder")
+    flags = {"image": job.image, "mounts": ",".join(both), "workdir": job.workdir}
+    return [f"--container-{name}={value}" for name, value in flags.items()]
+
+
+def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None) -> str:
+    """Write a headless Service and an Indexed Job as YAML: pod i is node i, pod 0 the master.
+
+    Raises:
+        UserError: a name that Kubernetes does not allow.
+    """
+    options = options or KubernetesOptions()
+    remedy = "use lower-case letters, digits and '-', 52 at most"
+    require(bool(_KUBERNETES_NAME.fullmatch(job.name)), f"--name {job.name}", "is not a DNS label", remedy)
+    master, port = f"{job.name}-0.{job.name}", str(options.port)
+    command = _train(job, str(job.nodes), "$JOB_COMPLETION_INDEX", master, port)
+    limits: dict[str, object] = dict.fromkeys([] if job.cpu else ["nvidia.com/gpu"], job.slots)
+    limits |= {k: v for k, v in (("cpu", job.cpus), ("memory", job.memory)) if v is not None}
+    claims = _line_if_set(options.claim)
+    # A pod that exits with 0 is never restarted, even if it had to stop because its node is drained.
+    variables = job.variables() | {"MEGALITE_UNFINISHED_EXIT_CODE": str(_UNFINISHED)}
+    values = {
+        "name": _yaml(job.name),
+        "port": port,
+        "nodes": job.nodes,
+        "restarts": job.max_restarts,
+        "grace": NOTICE_S + _MARGIN_S,
+        "image": _yaml(job.image),
+        "workdir": _yaml(job.workdir),
+        "command": _yaml(_unexpanded(command)),
+        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in variables.items()],
+        "unfinished": _UNFINISHED,
+        "secret": [_yaml(name) for name in _line_if_set(options.secret)],
+        "limits": [_yaml(every)] if (every := {**limits, **options.resources}) else [],
+        "ipc_lock": ["IPC_LOCK"] if options.ipc_lock else [],
+        "host_network": ["true"] if options.host_network else [],
+        # Otherwise a pod on the node's network cannot resolve the cluster's names.
+        "dns": ["ClusterFirstWithHostNet"] if options.host_network else [],
+        "runs": [_yaml(f"{job.workdir.rstrip('/')}/runs") for _ in claims],
+        "claim": [_yaml(claim) for claim in claims],
+    }
+    return _fill("kubernetes.yaml", values)
+
+
+def _unexpanded(text: str) -> str:
+    """Double every "$": Kubernetes expands $(NAME), and "$$" to "$", in commands and values of variables."""
+    return text.replace("$", "$$")
+
+
+def _yaml(value: object) -> str:
+    """Write a YAML scalar or mapping on one line: as JSON, with the characters escaped that YAML does not allow."""
+    return re.sub(r"[^ -~]", lambda match: f"\\U{ord(match[0]):08x}", json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,224 @@
+"""The ranks of one host through torch elastic, as torchrun starts them, but with their own exit code at the end.
+
+torchrun's exit code is 1 whatever its ranks return, it prints a report of about 50 lines below their message, and after
+a signal it kills ranks that are still saving after 30 s. Here signals are forwarded to the ranks, and one line names
+the rank that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
+
+from megalite.errors import UserError
+from megalite.log import logger, unfinished_code
+
+USER_ERROR_CODE = 2
+# In Kubernetes the first pod's name resolves only once it runs, and pulling its image may take long.
+_NAME_PATIENCE_S = 900.0
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of this host's ranks in the run.
+
+    Attributes:
+        nproc: number of ranks on this host.
+        nnodes: number of hosts.
+        node_rank: index of this host.
+        master_addr: name or address of host 0 for the others; None on a single host.
+        master_port: port of host 0 for the rendezvous.
+    """
+
+    nproc: int
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int = 29500
+
+
+class _EarlySignal(BaseException):
+    """A signal that arrived before there were ranks to forward it to."""
+
+
+class LocalRanks:
+    """One attempt: the ranks of this host from start to end.
+
+    Args:
+        place: place of the ranks in the run.
+        script: training script and its flags.
+        patience_s: seconds from SIGTERM until ranks that still run are killed; None: no limit.
+
+    Attributes:
+        asked: signal that asked the ranks to stop; 0: none.
+    """
+
+    def __init__(self, place: Place, script: Sequence[str], patience_s: int | None = None) -> None:
+        self.asked = 0
+        self.patience_s = patience_s
+        self.master = place.master_addr
+        self.config = LaunchConfig(
+            min_nodes=place.nnodes,
+            max_nodes=place.nnodes,
+            nproc_per_node=place.nproc,
+            run_id="megalite" if self.master else uuid.uuid4().hex,
+            rdzv_backend="static" if self.master else "c10d",
+            rdzv_endpoint=f"{self.master}:{place.master_port}" if self.master else "localhost:0",
+            rdzv_configs={"rank": place.node_rank} if self.master else {},
+            local_addr=None if self.master else "127.0.0.1",
+        )
+        # torch elastic substitutes ${local_rank} in arguments, and reads "$$" as "$".
+        self.words = ["-u", *(word.replace("$", "$$") for word in script)]
+        self.agent: LocalElasticAgent | None = None
+
+    def run(self) -> int:
+        """Start the ranks and wait for their end; print one line if they fail. Returns the exit code."""
+        if self.config.nproc_per_node > 1:
+            # As torchrun does: the ranks together would have more threads than there are cores.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # Hides torch's host-name lookup warnings, one per rank and store.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # Any other signal that it handles would make torch elastic kill the ranks.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        try:
+            with self._signals():
+                if self.master:
+                    wait_for_name(self.master, _NAME_PATIENCE_S)
+                self.agent = self._agent()
+                failures = self.agent.run().failures
+        except SignalException as e:
+            return 128 + e.sigval
+        except _EarlySignal:
+            print("interrupted: no rank has started", file=sys.stderr)
+            return 128 + self.asked
+        return self._code(failures)
+
+    def _agent(self) -> LocalElasticAgent:
+        config = self.config
+        static = config.rdzv_backend == "static"
+        host, _, port = config.rdzv_endpoint.rpartition(":")
+        rendezvous = RendezvousParameters(
+            backend=config.rdzv_backend,
+            endpoint=config.rdzv_endpoint,
+            run_id=config.run_id,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            local_addr=config.local_addr,
+            **config.rdzv_configs,
+        )
+        spec = WorkerSpec(
+            role="train",
+            local_world_size=config.nproc_per_node,
+            entrypoint=sys.executable,
+            args=tuple(self.words),
+            rdzv_handler=get_rendezvous_handler(rendezvous),
+            max_restarts=0,
+            master_addr=host if static else None,
+            master_port=int(port) if static else None,
+            local_addr=config.local_addr,
+            numa_options=config.numa_options,
+        )
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+        assert config.logs_specs is not None
+        return LocalElasticAgent(spec, config.logs_specs)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        # nohup ignores SIGHUP, and a shell without job control SIGINT.
+        handled = [s for s in _FORWARDED if signal.getsignal(s) != signal.SIG_IGN]
+        before = {s: signal.signal(s, self._on_signal) for s in handled}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, lambda *_: self._send(signal.SIGKILL))
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        """Ask the ranks to save and exit; a second Ctrl-C is forwarded and ends them at once."""
+        first, self.asked = not self.asked, signum
+        if not self._send(signal.SIGTERM if first else signal.Signals(signum)):
+            raise _EarlySignal
+        if first and signum != signal.SIGTERM:
+            what = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (its terminal was closed)"}[signal.Signals(signum)]
+            # Not through a stream's buffer, which the signal may have interrupted.
+            os.write(2, f"{what}: all ranks get SIGTERM, to save and exit; another Ctrl-C ends them at once\n".encode())
+        if first and self.patience_s:
+            signal.alarm(self.patience_s)
+
+    def _send(self, signum: signal.Signals) -> int:
+        """Send a signal to every rank; return how many have started."""
+        workers = self.agent.get_worker_group().workers if self.agent else []
+        pids = [worker.id for worker in workers if worker.id]
+        for pid in pids:
+            # Each is a child that torch elastic has not reaped, or is gone.
+            try:
+                os.kill(pid, signum)
+            except ProcessLookupError:
+                continue
+        return len(pids)
+
+    def _code(self, failures: Mapping[int, ProcessFailure]) -> int:
+        """Return the exit code, after one line about ranks that did not report their end themselves."""
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
+        if not codes:
+            return 0
+        if self.asked and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT}:
+            # The ranks report an interruption themselves, except before they have begun.
+            if -signal.SIGTERM in codes.values():
+                print("interrupted before the first step: nothing was saved", file=sys.stderr)
+            return 128 + self.asked
+        for code in (USER_ERROR_CODE, unfinished_code()):
+            if code in codes.values():
+                return code
+        # A killed rank is the cause of the others' errors; torch elastic then sends these SIGTERM.
+        rank = min(codes, key=lambda r: (codes[r] == -signal.SIGTERM, codes[r] >= 0, r))
+        code = codes[rank]
+        if code < 0:
+            cause = f"was killed by {signal.Signals(-code).name}" + " (out of memory?)" * (-code == signal.SIGKILL)
+        else:
+            cause = f"ended with exit code {code}: see its message above"
+        print(f"error: rank {rank} {cause}", file=sys.stderr)
+        return 1
+
+
+def wait_for_name(host: str, patience_s: float) -> None:
+    """Wait until a host name resolves.
+
+    Raises:
+        UserError: it does not within `patience_s` seconds.
+    """
+    deadline, waiting = time.monotonic() + patience_s, False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as e:
+            if time.monotonic() > deadline:
+                rule = f"does not resolve on {socket.gethostname()} ({e.strerror})"
+                raise UserError(f"--master-addr {host}", rule, "give host 0's name or address") from None
+        if not waiting:
+            logger.warning(f"waiting for {host}: it does not resolve yet")
+        waiting = True
+        time.sleep(1.0)

@@ -1,0 +1,196 @@
+"""Predict memory and step time of every layout on a cluster, without a GPU: search, explain, sweep, check.
+
+`calibrate` measures the machine at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megalite.config import cli
+from megalite.config.run import Config
+from megalite.config.train import TrainConfig
+from megalite.dist.grid import Grid
+from megalite.errors import ToolParser, UserError
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.outlook import batch_note, outlook, read_tokens, reliability
+from megalite.extras.plan.pictures import draw_search, draw_sweep
+from megalite.extras.plan.report import as_json, best_layouts, explain_text, mfu, search_text
+from megalite.extras.plan.search import Candidate, pick, search
+from megalite.extras.plan.time.step import step_time
+from megalite.extras.view.picture import picture_errors
+
+# Flags that set the batch size, and those of files that may.
+_GIVES_BATCH = {"--global-batch-size", "--batch-size-schedule", "--config", "--deepspeed-config", "--accelerate-config"}
+
+
+def _parser(name: str, about: str) -> argparse.ArgumentParser:
+    parser = ToolParser(prog=f"megalite plan {name}", description=about, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def _planned(
+    name: str, about: str, argv: Sequence[str], searches: bool = True, **extra: dict[str, object]
+) -> tuple[argparse.Namespace, Config, frozenset[str], Cluster, list[str]]:
+    """Read the planner's options, and all others as options of pretrain_gpt.py.
+
+    A search keeps layout options that are flags; those in files are chosen anew.
+    """
+    kept = "; layout flags are kept" if searches else ""
+    parser = _parser(name, f"{about} All other flags are those of pretrain_gpt.py{kept}.")
+    parser.add_argument(
+        "--cluster", required=True, help="NAME:GPUS[,domain=N][,network=GB/s]: h100:64, b200:288,domain=72"
+    )
+    parser.add_argument("--png", type=Path, metavar="F", help="draw to F (.png, .svg or .pdf)")
+    for flag, options in extra.items():
+        parser.add_argument(f"--{flag}", **options)  # type: ignore[arg-type]
+    args, asked = parser.parse_known_args(argv)
+    if not any(word.split("=")[0] in ("--precision", "--config", "--bf16", "--fp16") for word in asked):
+        asked += ["--precision", "bf16"]
+    parsed = cli.parse([*asked, *(("--layout", "auto") if searches else ())], dialect=DIALECT)
+    cfg = parsed.config
+    if cfg.model.vocab_size is None:
+        raise UserError("no vocabulary size", "the plan requires it", "give --preset or --vocab-size")
+    path = cfg.run.calibration
+    device, constants = (None, FITTED) if path is None else read_calibration(Path(path))
+    return args, cfg, parsed.layout or frozenset(), Cluster.parse(args.cluster, device, constants), asked
+
+
+def search_command(argv: Sequence[str]) -> int:
+    args, cfg, held, cluster, asked = _planned(
+        "search",
+        "Search all layouts: show what does not fit and why, the best ones, and the command line of the pick.",
+        argv,
+        top={"type": int, "default": 10, "help": "number of layouts to show (10)"},
+        tokens={"type": read_tokens, "metavar": "N", "help": "length of the training, for days and GPU hours: 300B"},
+        price={"type": float, "metavar": "P", "help": "price of a GPU hour, for the cost of --tokens"},
+    )
+    if args.top < 1:
+        raise UserError(f"--top {args.top}", "must be at least 1", "drop it for the ten best")
+    layouts = search(cfg, cluster, held)
+    best = pick(layouts)
+    lines = [] if best is None else outlook(best, cluster, args.tokens, args.price)
+    if args.json:
+        print(json.dumps(as_json(layouts, cluster)))
+    else:
+        words = {word.partition("=")[0] for word in asked}
+        if cfg.train.global_batch_size == TrainConfig().global_batch_size and not words & _GIVES_BATCH:
+            print(batch_note(cfg.train.global_batch_size))
+        print(search_text(layouts, cluster, asked, args.top))
+        # A comment: what stands above it is YAML.
+        print("\n".join(f"# {line}" for line in [*lines, reliability(cfg.run.calibration is not None)]))
+    if args.png:
+        with picture_errors(f"picture {args.png}"):
+            draw_search(best_layouts(layouts, args.top), cluster).savefig(args.png, dpi=150)
+    return 0
+
+
+def explain_command(argv: Sequence[str]) -> int:
+    about = "Show every term of one layout, given by its flags or a file."
+    args, cfg, _, cluster, _ = _planned("explain", about, argv, searches=False)
+    grid = Grid.from_config(cfg.parallel, cluster.gpus)
+    time, ranks = step_time(cfg, grid, cluster), memory_per_rank(cfg, grid)
+    if args.png:
+        one = Candidate(cfg, grid, ranks, time, cluster.device.memory, cluster.device.host_memory)
+        with picture_errors(f"picture {args.png}"):
+            draw_search([one], cluster).savefig(args.png, dpi=150)
+    if args.json:
+        memory = [{**vars(rank), "total": rank.total} for rank in ranks]
+        print(json.dumps({"step_time_s": time.total, "terms": time.terms, "memory": memory}))
+    else:
+        print(explain_text(cfg, grid, cluster, time))
+    return 0
+
+
+def sweep_command(argv: Sequence[str]) -> int:
+    args, cfg, held, cluster, _ = _planned(
+        "sweep",
+        "Predict strong scaling (the same global batch) and weak scaling (it grows with the GPUs).",
+        argv,
+        gpus={"default": "64..4096", "help": "FROM..TO, doubling (64..4096); replaces the number of --cluster"},
+    )
+    points = []
+    sizes = _sizes(args.gpus)
+    for mode in ("strong", "weak"):
+        for gpus in sizes:
+            batch = cfg.train.global_batch_size * (gpus // sizes[0] if mode == "weak" else 1)
+            where = cluster.with_gpus(gpus)
+            try:
+                best = pick(search(replace(cfg, train=replace(cfg.train, global_batch_size=batch)), where, held))
+            except UserError:
+                best = None  # fewer samples than ranks
+            if best is not None:
+                points.append({"mode": mode, "gpus": gpus, "global_batch_size": batch, **as_json([best], where)[0],
+                               "tokens_per_s": batch * cfg.model.seq_len / best.time.total})  # fmt: skip
+                if not args.json:
+                    print(f"{mode:<7}{gpus:>7} GPUs{batch:>8} samples{best.time.total:>10.4g} s  "
+                          f"MFU {mfu(best, where):6.1%}  dp {best.grid['dp']} tp {best.options['tp']} "
+                          f"pp {best.options['pp']} vp {best.options['vp']} {best.options['schedule']}")  # fmt: skip
+    if not points:
+        raise UserError(f"--gpus {args.gpus}", "no layout fits any of these sizes", "use more GPUs, or other options")
+    if args.png:
+        with picture_errors(f"picture {args.png}"):
+            draw_sweep(points).savefig(args.png, dpi=150)
+    if args.json:
+        print(json.dumps(points))
+    return 0
+
+
+def _sizes(text: str) -> list[int]:
+    first, dots, last = text.partition("..")
+    if not (dots and first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise UserError(f"--gpus {text}", "must be FROM..TO", "write 64..4096")
+    sizes = [int(first)]
+    while sizes[-1] * 2 <= int(last):
+        sizes.append(sizes[-1] * 2)
+    return sizes
+
+
+def check_command(argv: Sequence[str]) -> int:
+    parser = _parser("check", "Compare predictions with published runs; exit 1 if an error is above its goal.")
+    parser.add_argument("--reference", type=Path, required=True, metavar="F", help="JSON of published runs")
+    parser.add_argument("--markdown", action="store_true", help="the table of docs/plan.md instead")
+    args = parser.parse_args(argv)
+    from megalite.extras.plan.check import check, markdown, summarize, table
+    from megalite.extras.plan.published import read_runs
+
+    rows = check(read_runs(args.reference))
+    summary = summarize(rows)
+    if args.json:
+        print(json.dumps({"rows": [row.as_json() for row in rows], "summary": vars(summary)}))
+    else:
+        print(markdown(rows, summary) if args.markdown else table(summary))
+    return 1 if summary.failed else 0
+
+
+def calibrate_command(argv: Sequence[str]) -> int:
+    from megalite.extras.plan.calibration.run import main as calibrate  # with torch, which a plan does without
+
+    return calibrate(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "search": search_command,
+    "explain": explain_command,
+    "sweep": sweep_command,
+    "check": check_command,
+    "calibrate": calibrate_command,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `megalite plan`."""
+    words = list(argv)
+    name = words.pop(0) if words and not words[0].startswith("-") else "search"
+    if name not in COMMANDS:
+        raise UserError(f"megalite plan {name}", f"must be one of {', '.join(COMMANDS)}", "see megalite plan --help")
+    if name == "search" and words in (["-h"], ["--help"]):
+        print(f"{__doc__}\n\nmegalite plan [{'|'.join(COMMANDS)}] FLAGS (search is the default; each has --help)\n")
+    return COMMANDS[name](words)

@@ -1,0 +1,91 @@
+"""What a block keeps for its backward pass: the residual stream here, the rest as its kind declares."""
+
+from __future__ import annotations
+
+from megalite.config.run import Config
+from megalite.families.parts import BlockKind
+from megalite.model.ffn import FEED_FORWARDS
+from megalite.model.mixers import MIXERS
+from megalite.model.saved import SavedTensor, element_size, residual_bytes, residual_rows, tokens
+
+
+def block_activations(cfg: Config, kind: BlockKind, recompute: str | None = None) -> int:
+    """Compute the bytes that one block keeps per micro-batch for backward; arguments as for `saved_by_block`."""
+    return sum(row.bytes for row in saved_by_block(cfg, kind, recompute))
+
+
+def recomputed_bytes(cfg: Config, kind: BlockKind) -> int:
+    """Compute the bytes that recomputing one block brings back temporarily."""
+    if cfg.train.recompute == "none":
+        return 0
+    if cfg.train.recompute == "full":
+        return block_activations(cfg, kind, "none")
+    # The core works on a copy of its input, which is kept too.
+    return sum(row.bytes for row in MIXERS[kind.mixer].core(cfg))
+
+
+def saved_by_block(cfg: Config, kind: BlockKind, recompute: str | None = None) -> list[SavedTensor]:
+    """List what one block keeps per micro-batch until its backward.
+
+    Args:
+        recompute: overrides the mode of the config.
+    """
+    mode = recompute or cfg.train.recompute
+    if mode == "full":
+        return [_on_residual(cfg, "input of the block")]
+    mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
+    core = mixer.core(cfg) if mode == "none" else mixer.core_input(cfg)
+    return [*_residual_stream(cfg), *core, *mixer.saved(cfg), *feed_forward.saved(cfg)]
+
+
+def deferred_bytes(cfg: Config, kind: BlockKind) -> int:
+    """Compute the bytes that one block keeps per micro-batch for weight gradients that a split backward defers.
+
+    These are the inputs of its linear layers, and the gradients of their outputs.
+    """
+    m = cfg.model
+    # With a parallel residual, both sub-layers have the same gradient.
+    residual, inner = -m.hidden_size if m.parallel_residual else 0, 0
+    for part in (MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]):
+        inputs = set()
+        for matrix in part.matrices(m):
+            dims = {dim for _, dim in matrix.sharded_dims}
+            residual += 0 if 0 in dims else matrix.shape[0]
+            inner += sum(matrix.shape[dim] for dim in dims)
+            inputs |= set() if 1 in dims else {matrix.shape[1]}
+        residual += sum(inputs)  # layers that read the same input keep it once
+    return element_size(cfg) * (residual * residual_rows(cfg) + tokens(cfg) * inner // cfg.parallel.tp)
+
+
+def mask_bytes(cfg: Config) -> int:
+    """Compute the bytes of a dropout mask on the residual stream: bytes on a GPU, the activations' type on a CPU."""
+    element = element_size(cfg) if cfg.parallel.device == "cpu" else 1
+    return element * residual_rows(cfg) * cfg.model.hidden_size if cfg.model.hidden_dropout else 0
+
+
+def _on_residual(cfg: Config, name: str) -> SavedTensor:
+    return SavedTensor(name, residual_bytes(cfg))
+
+
+def _residual_stream(cfg: Config) -> list[SavedTensor]:
+    """List inputs and outputs of the norms, their statistics, and dropout masks."""
+    m = cfg.model
+    if m.norm_position == "post":  # what a norm puts out is added to the residual and dropped
+        names = ["input of the block", "input of the norm after attention"]
+        names += ["residual before the MLP", "input of the norm after the MLP"]
+    elif m.parallel_residual:  # both norms read the input of the block
+        names = ["input of the block", "output of the norm before attention", "output of the norm before the MLP"]
+    else:
+        names = ["input of the block", "output of the norm before attention"]
+        names += ["residual before the MLP", "output of the norm before the MLP"]
+    if m.norm_position == "both":
+        names += ["input of the norm after attention", "input of the norm after the MLP"]
+    rows = [_on_residual(cfg, name) for name in names]
+    norms = 4 if m.norm_position == "both" else 2
+    # On a CPU, torch's LayerNorm keeps statistics in the data type of its input.
+    like_input = m.norm == "layernorm" and cfg.parallel.device == "cpu"
+    statistic = SavedTensor("statistic of a norm", (element_size(cfg) if like_input else 4) * residual_rows(cfg))
+    rows += [statistic] * (norms * m.norm_kind.statistics)
+    if m.zero_centered_norm:
+        rows += [SavedTensor("1 + weight of a norm", 4 * m.hidden_size)] * norms
+    return rows + ([SavedTensor("dropout mask", mask_bytes(cfg))] * 2 if m.hidden_dropout else [])

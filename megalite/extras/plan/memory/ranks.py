@@ -1,0 +1,320 @@
+"""Memory of every pipeline rank, predicted: states from the parameter table, activations in closed form.
+
+States are exact except for the alignment of buckets (at most 128 dp elements each). Activations are what the layers of
+this project keep for backward, times the micro-batches that the schedule holds at once. Not counted: the allocator's
+slack, the device's context, communication buffers, workspace of single kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import mul
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.activations import block_activations, deferred_bytes, mask_bytes, recomputed_bytes
+from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
+from megalite.extras.plan.memory.states import sides_of, states_of, units_of
+from megalite.families.parts import BlockKind
+from megalite.model.ffn import FEED_FORWARDS
+from megalite.model.offload_memory import offloaded_bytes, sent_blocks
+from megalite.model.parameters import param_map
+from megalite.model.partition import blocks_by_kind, layer_split
+from megalite.model.saved import element_size, residual_bytes
+from megalite.pipeline.choose import name_of, names_of
+from megalite.pipeline.schedule import MAX_SENDS, Placement, placement_of
+from megalite.pipeline.steady import extend, sample_sizes
+from megalite.sharding import Layout, Shard
+
+# Bytes per logit of temporary fp32 copies in the torch reference of the loss; kernels work in place.
+_LOSS_WORK = 8
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak memory of the ranks at one pipeline position, in bytes (`parameters`: elements).
+
+    Attributes:
+        parameters: number of local elements, vocabulary padding included.
+        weights: parameters in the precision of the run.
+        main_grad: fp32 gradients, the copy that is sent if they are reduced in bf16, and the residual of compression.
+        optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments; 0 if they are offloaded.
+        activations: tensors kept for backward at the peak, the layer being recomputed, and on a GPU the workspace of
+            the backward pass.
+        logits: logits of the output layer at the peak, and the workspace of the loss.
+        host: bytes offloaded to the host or to disk; not in `total`.
+        temporary: weights that ZeRO gathers, and gradients not reduced yet or being compressed.
+    """
+
+    parameters: int
+    weights: int
+    main_grad: int
+    optimizer: int
+    activations: int
+    logits: int
+    host: int = 0
+    temporary: int = 0
+
+    def with_kept(self, activations: int, logits: int, host: int) -> RankMemory:
+        """Add what is kept for the backward pass, in bytes; `host` is the part that is offloaded."""
+        return replace(self, activations=activations, logits=logits, host=self.host + host)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.main_grad + self.optimizer + self.activations + self.logits + self.temporary
+
+
+def memory_per_rank(cfg: Config, grid: Grid, schedule: str | None = None) -> list[RankMemory]:
+    """Predict memory by pipeline rank; all dp and tp ranks at one pipeline position hold the same.
+
+    Args:
+        schedule: name of a schedule; default: that of the config.
+
+    Raises:
+        UserError: the batch does not divide, or the schedule cannot run it.
+    """
+    name = schedule or name_of(cfg, grid["dp"])
+    states, kept = states_per_rank(cfg, grid, name), kept_per_rank(cfg, grid, name)
+    return [rank.with_kept(*peak) for rank, peak in zip(states, kept)]
+
+
+def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
+    """Predict the part of `memory_per_rank` that depends neither on the micro-batch nor on recomputation."""
+    p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
+    layers, placement = split(cfg.model, p.pp * p.vp), placement_of(schedule, p.pp, p.vp)
+    out = []
+    for rank, apart in enumerate(splits_backward(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
+        units = units_of(cfg, grid["tp"], layers, placement.stages_of(rank))
+        sides = sides_of(cfg, grid["tp"], layers, placement.stages_of(rank))
+        states = states_of(cfg, units, grid.batch_ranks, element_size(cfg), apart, sides)
+        parameters = sum(sum(unit) for stage in units for unit in stage)
+        out.append(
+            RankMemory(
+                parameters,
+                states.weights,
+                states.main_grad,
+                states.optimizer,
+                activations=0,
+                logits=0,
+                host=states.host,
+                temporary=states.temporary,
+            )
+        )
+    return out
+
+
+def kept_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[tuple[int, int, int]]:
+    """Predict (activations, logits, offloaded activations) of every pipeline rank at the peak, at any ZeRO stage."""
+    p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
+    layers, sizes = split(cfg.model, p.pp * p.vp), sample_sizes(p.pp, m)
+    samples = [in_flight_by_rank(schedule, p.pp, p.vp, size) for size in sizes]
+    placement, head = placement_of(schedule, p.pp, p.vp), _head_bytes(cfg, m)
+    taken = _stages_bytes(cfg, layers)
+    host = [0] * p.pp
+    if cfg.train.offload == "activations":
+        host = offloaded_bytes(cfg, grid["dp"], schedule, layers, pinned=p.device != "cpu")
+    out = []
+    for rank in range(grid["pp"]):
+        stages = placement.stages_of(rank)
+        chunks, end = [taken[stage] for stage in stages], len(layers) - 1
+        final = stages.index(end) if end in stages else None
+        peaks = (_peak_bytes(held[rank], chunks, head, final) for held in samples)
+        kept, logits = (round(extend(m, sizes, figures)) for figures in zip(*peaks))
+        out.append((kept, logits, host[rank]))
+    return out
+
+
+def least_memory(cfg: Config, grid: Grid) -> int:
+    """Bound the peak memory of the worst rank from below, in bytes, without simulating the schedules of `auto`.
+
+    Raises:
+        UserError: as `memory_per_rank`.
+    """
+    names = names_of(cfg, grid["dp"])
+    return min(max(memory.total for memory in memory_per_rank(cfg, grid, name)) for name in names)
+
+
+def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: Sequence[range], rank: int) -> int:
+    """Count the parameters on each tensor-parallel rank of pipeline rank `rank`, vocabulary padding included.
+
+    Args:
+        layers: blocks of each stage.
+    """
+    stages = units_of(cfg, tp, layers, placement.stages_of(rank))
+    return sum(sum(unit) for units in stages for unit in units)
+
+
+def vocab_rows(cfg: Config) -> int:
+    """Count the rows of the vocabulary on one tensor-parallel rank, padding included."""
+    return _vocab_rows(cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
+
+
+@lru_cache(maxsize=256)
+def _vocab_rows(model: ModelConfig, tp: int, multiple: int) -> int:
+    return Shard(param_map(model)["lm_head.weight"], Layout(Grid.of(tp, tp=tp), multiple=multiple)).shape[0]
+
+
+@lru_cache(maxsize=256)
+def split(model: ModelConfig, stages: int) -> tuple[range, ...]:
+    """Return `layer_split` (cached)."""
+    return tuple(layer_split(model, stages))
+
+
+@lru_cache(maxsize=256)
+def count_kinds(model: ModelConfig, layers: tuple[range, ...]) -> tuple[dict[BlockKind, int], ...]:
+    """Count the blocks of each kind in every stage (cached)."""
+    kinds = blocks_by_kind(model).items()
+    counts = ({kind: sum(i in blocks for i in members) for kind, members in kinds} for blocks in layers)
+    return tuple({kind: n for kind, n in count.items() if n} for count in counts)
+
+
+def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
+    """Compute the bytes that a block's backward pass takes on a GPU beyond what it frees, fitted to estimates."""
+    m, p = cfg.model, cfg.parallel
+    if p.device == "cpu":
+        return 0
+    width = element_size(cfg) * cfg.train.micro_batch_size * m.seq_len
+    shards = p.tp if cfg.sequence_parallel else 1
+    sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // shards if p.pp > 1 else 0
+    if shards == 1:
+        return sends
+    # A gathered input or gradient, the input gradient before it is scattered, and the gradient inside the MLP.
+    inner = {FEED_FORWARDS[kind.feed_forward] for kind in blocks_by_kind(m)}
+    matrices = (matrix for feed_forward in inner for matrix in feed_forward.matrices(m))
+    widest = max((matrix.shape[0] for matrix in matrices if ("tp", 0) in matrix.sharded_dims), default=0)
+    return sends + width * (2 * m.hidden_size + widest // p.tp)
+
+
+@dataclass(frozen=True)
+class _BlockBytes:
+    """Bytes of one micro-batch in a block.
+
+    Attributes:
+        kept: bytes kept for its backward pass.
+        recomputed: bytes that recomputing it brings back.
+        deferred: bytes beyond `kept` that it keeps for deferred weight gradients.
+    """
+
+    kept: int
+    recomputed: int
+    deferred: int
+
+    @classmethod
+    def of(cls, cfg: Config, kind: BlockKind) -> _BlockBytes:
+        kept = block_activations(cfg, kind)
+        return cls(
+            kept,
+            # Two offloaded blocks are on the device while one is recomputed.
+            recomputed_bytes(cfg, kind) + 2 * kept * (cfg.train.offload == "activations"),
+            # A split backward frees as much at I as it keeps for W, unless blocks keep only their input.
+            deferred_bytes(cfg, kind) - kept if cfg.train.recompute == "full" else 0,
+        )
+
+
+@dataclass(frozen=True)
+class _StageBytes:
+    """Bytes of one micro-batch in a stage.
+
+    Attributes:
+        kept: bytes kept for its backward pass.
+        recomputed: largest number of bytes that recomputing one of its blocks brings back.
+        deferred: bytes beyond `kept` for deferred weight gradients, and what comes back from the host.
+        deferred_before: part of `deferred` that is in memory when the last block of a backward pass runs.
+    """
+
+    kept: int
+    recomputed: int
+    deferred: int
+    deferred_before: int
+
+
+def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
+    """Compute what every stage takes.
+
+    Args:
+        layers: blocks of every stage.
+    """
+    m, end, offloads = cfg.model, len(layers) - 1, cfg.train.offload == "activations"
+    # The final norm keeps its input and its output.
+    last = 2 * residual_bytes(cfg)
+    blocks, out = {kind: _BlockBytes.of(cfg, kind) for kind in blocks_by_kind(m)}, []
+    for stage, counts in enumerate(count_kinds(m, layers)):
+        held = [(n, blocks[kind]) for kind, n in counts.items()]
+        # Blocks whose input is offloaded keep nothing else.
+        away = sent_blocks(stage, layers[stage]) * residual_bytes(cfg) * offloads
+        # The first stage also keeps the mask of the embedding's dropout.
+        ends = mask_bytes(cfg) * (stage == 0) + last * (stage == end)
+        deferred = sum(n * block.deferred for n, block in held) + away
+        out.append(
+            _StageBytes(
+                kept=sum(n * block.kept for n, block in held) + ends - away,
+                recomputed=max(block.recomputed for _, block in held),
+                deferred=deferred,
+                deferred_before=max(0, deferred - min(block.deferred for _, block in held)),
+            )
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class _HeadBytes:
+    """What one micro-batch takes in the output layer, and a backward pass anywhere, bytes.
+
+    Attributes:
+        logits: bytes kept of them.
+        loss: workspace of the loss.
+        work: workspace of a backward pass.
+    """
+
+    logits: int
+    loss: int
+    work: int
+
+
+def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
+    m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
+    vocab, chunked = vocab_rows(cfg), cfg.train.loss_chunk > 0
+    # With chunks, no logits are kept, and those of one chunk exist temporarily in the forward pass.
+    rows = min(cfg.train.loss_chunk, tokens) or tokens
+    loss = e * rows * vocab if chunked else 0
+    if cfg.parallel.device != "cpu" and _torch_loss(cfg.train.ops):
+        loss += _LOSS_WORK * rows * vocab
+    if m.logit_softcap is not None:
+        loss += e * rows * vocab  # its slope, in backward
+    return _HeadBytes(0 if chunked else e * tokens * vocab, loss, _gpu_workspace(cfg, num_microbatches))
+
+
+@lru_cache(maxsize=16)
+def _torch_loss(spec: str) -> bool:
+    """Whether the loss is torch's. On a GPU `auto` is Triton; on a CPU the reference works in small pieces."""
+    if spec == "auto":
+        return False
+    from megalite.ops.choose import parse_spec  # with torch, which a search does without
+
+    return parse_spec(spec)["cross_entropy"] == "torch"
+
+
+def _peak_bytes(
+    states: InFlight, chunks: Sequence[_StageBytes], head: _HeadBytes, final: int | None
+) -> tuple[int, int]:
+    """Compute (activations, logits) at the peak of their sum, for a rank that holds this.
+
+    Args:
+        chunks: the rank's stages.
+        final: the last stage's place among them, if it is there.
+    """
+    kept, back = [chunk.kept for chunk in chunks], [chunk.deferred for chunk in chunks]
+    most, peak = 0, (0, 0)
+    for kind, chunk, alive, deferred in states:
+        activations = sum(map(mul, alive, kept)) + sum(map(mul, deferred, back))
+        # The workspace of the operation comes on top of what is kept.
+        activations += (chunks[chunk].recomputed if kind in "BI" else 0) + (head.work if kind in "BIW" else 0)
+        activations += chunks[chunk].deferred_before if kind == "I" else 0
+        logits = 0 if final is None else alive[final] * head.logits
+        logits += head.loss if chunk == final and kind in ("FBI" if head.logits else "F") else 0
+        if activations + logits > most:
+            most, peak = activations + logits, (activations, logits)
+    return peak

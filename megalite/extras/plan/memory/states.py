@@ -1,0 +1,197 @@
+"""Memory of weights, gradients and optimizer states under each ZeRO stage: between steps, and what a step adds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.dist.grid import Grid
+from megalite.hardware import pinned_bytes
+from megalite.model.parameters import param_map
+from megalite.optim.shares import INT8_BLOCK, plan_buckets, staging_bytes
+from megalite.sharding import Layout, Shard
+
+UnitSizes = tuple[int, ...]
+"""Number of elements on one rank of each kind of parameter, of an embedding, block, norm or output layer."""
+Sides = tuple[int, int]
+"""Sum of the rows and sum of the columns of a rank's matrices."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on a rank.
+
+    Attributes:
+        weights, main_grad, optimizer: bytes held between steps.
+        host: bytes offloaded to the host or to disk, staging buffers included.
+        temporary: peak bytes within a step of gathered weights, and of gradients not reduced yet or being compressed.
+    """
+
+    weights: int
+    main_grad: int
+    optimizer: int
+    host: int
+    temporary: int
+
+
+def states_of(
+    cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int, element: int, split: bool, sides: Sides = (0, 0)
+) -> States:
+    """Compute what a rank holds: 18, 6 + 12 / dp, 2 + 16 / dp and 18 / dp bytes per parameter for bf16 and AdamW.
+
+    Args:
+        stages: units of each stage of the rank.
+        element: bytes of a weight.
+        split: whether the schedule splits the backward pass.
+        sides: sides of the matrices that PowerSGD compresses, from `sides_of`.
+    """
+    p, t = cfg.parallel, cfg.train
+    params_away = t.offload == "optimizer+params"
+    zero = cfg.zero_stage(dp)
+    group = cfg.zero_group_size(dp, _ranks_of_host() if p.zero_group == "node" else dp) or dp
+    total = sum(sum(unit) for units in stages for unit in units)
+    cut = [[sum(n for n in unit if zero == 3 and n >= p.zero_whole_below) for unit in units] for units in stages]
+    gathered = sum(map(sum, cut))
+    # Bytes per element of the bf16 copy that is sent, and of what a reduce-scatter between CPUs receives.
+    sent = 2 if t.grad_reduce_dtype == "bf16" else 0
+    arriving = (sent or 4) if p.device == "cpu" and zero and dp > 1 and t.compress == "none" else 0
+    left, compressing = _compression(cfg, stages, sides) if dp > 1 and t.compress != "none" else (0, 0)
+    # The larger of a matrix-wise rule and the rule of the other parameters.
+    moments = 4 * max(len(cfg.optim.states_of(matrix)) for matrix in (False, True))
+    state = (0 if t.precision == "fp32" else 4) + moments
+    shared = total if zero == 2 else gathered
+    share = element * -(-gathered // group)
+    weights = element * (total - gathered) + (0 if params_away else share)
+    main_grad = (4 + sent) * (total - shared) + left + 4 * -(-shared // group)
+    held = -(-total // group) if zero else total
+    optimizer, host = state * held, 0
+    if t.offload.startswith("optimizer"):
+        # On the host, master weights are always separate from the weights.
+        optimizer, host = 0, (4 + moments) * held
+        if params_away:
+            shares = [element * -(-unit // group) for units in cut for unit in units]
+            host += sum(shares if p.device == "cpu" else map(pinned_bytes, shares))
+        if p.device != "cpu":
+            largest = max(map(max, cut)) if zero == 3 else _largest_bucket(cfg, stages)
+            host += staging_bytes(-(-largest // (group if zero else 1)), element)
+    # Full gradients all arrive before the step reads any of them.
+    temporary = compressing + (arriving * (total - shared) if p.overlap_grad_reduce else 0)
+    if zero == 2:
+        temporary += _gradient(cfg, _largest_bucket(cfg, stages), total, sent + arriving)
+    if zero == 3:
+        temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
+    return States(weights, main_grad, optimizer, host, temporary)
+
+
+def _ranks_of_host() -> int:
+    from megalite.dist.rendezvous import local_world_size  # with torch, which a search does without
+
+    return local_world_size()
+
+
+def _compression(cfg: Config, stages: Sequence[Sequence[UnitSizes]], sides: Sides) -> tuple[int, int]:
+    """Compute the bytes that `--compress` keeps between steps, and those that it uses within a step."""
+    total, largest = sum(sum(unit) for units in stages for unit in units), _largest_bucket(cfg, stages)
+    codec, _, number = cfg.train.compress.partition(":")
+    # Messages of other buckets, sent and received, wait until all gradients are complete.
+    waiting = total - largest if cfg.parallel.overlap_grad_reduce else 0
+    if codec == "int8":
+        # While a bucket is quantized there are three copies of it.
+        return 0, round(2 * (1 + 4 / INT8_BLOCK) * waiting) + 12 * largest
+    if codec == "topk":
+        # The residual, and the next one until the update; sorting takes the values twice, and indices.
+        return 4 * total, 4 * total + round(16 * float(number) * waiting) + 16 * largest
+    left, right = (4 * int(number) * side for side in sides)
+    return 4 * total + right, 4 * total + left + right + 8 * largest
+
+
+def _gradient(cfg: Config, largest: int, total: int, copies: int) -> int:
+    """Compute the bytes of gradients that are not reduced yet, `largest` elements at a time."""
+    if cfg.parallel.zero_reduce == "step":
+        return 4 * total + copies * largest
+    # On a GPU one is reduced while the next one fills.
+    return (4 + copies + (4 if cfg.parallel.device != "cpu" else 0)) * largest
+
+
+def _of_units(cfg: Config, units: Sequence[int], total: int, element: int, copies: int, split: bool) -> int:
+    """Compute the peak bytes of gathered weights and of the gradients beside them, at stage 3."""
+    ahead = [0, *units[:-1]] if cfg.parallel.overlap_param_gather else [0] * len(units)
+    # The next unit's weights are being gathered while one runs.
+    weights = [element * (n + more) for n, more in zip(units, ahead)]
+    if cfg.parallel.zero_keep != "none":
+        weights = [element * total] * len(units)
+    grads = [_gradient(cfg, n, total, copies) for n in units]
+    # Deferred weight gradients need no weights.
+    both = [max(w, g) if split and cfg.parallel.zero_keep != "step" else w + g for w, g in zip(weights, grads)]
+    return max(both, default=0)
+
+
+def _largest_bucket(cfg: Config, stages: Sequence[Sequence[UnitSizes]]) -> int:
+    units = [[max(unit, default=0)] for stage in stages for unit in stage]
+    alone_from = cfg.parallel.zero_whole_below if cfg.parallel.zero == 2 else math.inf
+    plans = plan_buckets(units, cfg.parallel.bucket_size, alone_from)
+    largest = max(sum(units[unit][i] for unit, i in bucket) for bucket in plans)
+    return largest if len(plans) == 1 else min(largest, max(cfg.parallel.bucket_size, *(unit[0] for unit in units)))
+
+
+def units_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int]) -> list[list[UnitSizes]]:
+    """List the units of a rank's stages, in forward order.
+
+    Args:
+        tp: tensor-parallel size.
+        layers: blocks of every stage of the model.
+        held: the rank's stages.
+    """
+    sizes = _unit_sizes(cfg.model, tp, cfg.parallel.vocab_divisible_by)
+    return [[sizes[name] for name in names if name in sizes] for names in _names_of(cfg, layers, held)]
+
+
+def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int]) -> Sides:
+    """Sum the sides of the matrices that PowerSGD compresses on a rank; arguments as for `units_of`."""
+    codec, _, rank = cfg.train.compress.partition(":")
+    if codec != "powersgd":
+        return 0, 0
+    held_units = {name for names in _names_of(cfg, layers, held) for name in names}
+    shapes = [shape for unit, shape in _shapes(cfg.model, tp, cfg.parallel.vocab_divisible_by) if unit in held_units]
+    matrices = [s for s in shapes if len(s) > 1 and int(rank) * (s[0] + math.prod(s[1:])) < math.prod(s)]
+    return sum(s[0] for s in matrices), sum(math.prod(s[1:]) for s in matrices)
+
+
+def _names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[list[str]]:
+    out = []
+    for stage in held:
+        names = [f"layers.{i}" for i in layers[stage]]
+        if stage == 0:
+            names = ["embed_tokens", "embed_positions", *names]
+        if stage == len(layers) - 1:
+            # Both uses of a tied embedding on one rank are one parameter.
+            names += ["norm"] if cfg.model.tie_embeddings and 0 in held else ["norm", "lm_head"]
+        out.append(names)
+    return out
+
+
+def _shapes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> list[tuple[str, tuple[int, ...]]]:
+    """List the unit and the local shape of every parameter."""
+    layout = Layout(Grid.of(tp, tp=tp), multiple=vocab_divisible_by)
+    return [(_unit_of(name), Shard(spec, layout).shape) for name, spec in param_map(model).items()]
+
+
+def _unit_of(name: str) -> str:
+    unit = re.match(r"layers\.\d+|[^.]+", name)
+    assert unit is not None
+    return unit[0]
+
+
+@lru_cache(maxsize=256)
+def _unit_sizes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> dict[str, UnitSizes]:
+    layout = Layout(Grid.of(tp, tp=tp), multiple=vocab_divisible_by)
+    sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
+    for name, spec in param_map(model).items():
+        sizes[_unit_of(name)][spec.weight_decay, spec.partial] += math.prod(Shard(spec, layout).shape)
+    return {name: tuple(kinds.values()) for name, kinds in sizes.items()}

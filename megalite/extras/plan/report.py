@@ -1,0 +1,263 @@
+"""What the planner prints: the page of `--dry-run`, the result of a search, and every term of one layout."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megalite.config.options import GROUP_OF
+from megalite.config.run import Config
+from megalite.dist.grid import Grid
+from megalite.errors import UserError
+from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank, vocab_rows
+from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
+from megalite.extras.plan.time.step import StepTime, model_flops
+from megalite.model.flops import flops_per_token
+from megalite.model.parameters import param_map
+from megalite.model.partition import block_costs, layer_split
+from megalite.pipeline.choose import schedule_of
+from megalite.pipeline.schedule import Costs, Placement
+from megalite.pipeline.simulate import simulate
+from megalite.sharding import count_parameters
+
+# GPUs of a host, where an NVLink domain spans several.
+_HOST = 8
+
+
+def mfu(layout: Candidate, cluster: Cluster) -> float:
+    """Compute the share of the dense bf16 peak that the model's FLOPs (causal attention) reach."""
+    return model_flops(layout.cfg) / (layout.time.total * cluster.gpus * cluster.device.peak)
+
+
+def as_json(candidates: Sequence[Candidate], cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the options and predictions of layouts, in their order."""
+    changes = Changes(list(candidates))
+    return [
+        {
+            **f.options,
+            "dp": f.grid["dp"],
+            "step_time_s": f.time.total,
+            "tokens_per_s": f.cfg.train.global_batch_size * f.cfg.model.seq_len / f.time.total,
+            "mem_gb": f.worst.total / 1e9,
+            "host_gb": max(rank.host for rank in f.ranks) / 1e9,
+            "mfu": mfu(f, cluster),
+            "fits": f.fits,
+            "why_not": why_not(f, changes),
+        }
+        for f in candidates
+    ]
+
+
+def search_text(candidates: list[Candidate], cluster: Cluster, asked: Sequence[str], top: int = 10) -> str:
+    """Format a search: what does not fit and why, the best layouts, and the pick as a command line and as YAML.
+
+    Args:
+        asked: the flags of the run that was planned.
+    """
+    cfg, fits, changes = candidates[0].cfg, [f for f in candidates if f.fits], Changes(candidates)
+    m, device = cfg.model, cluster.device
+    lines = [
+        f"{count_parameters(param_map(m)):,} parameters on {cluster.gpus} x {device.name} ({cluster.domain} share "
+        f"NVLink, {cluster.network / 1e9:g} GB/s of network each); {cfg.train.global_batch_size:,} samples of "
+        f"{m.seq_len:,} tokens, {cfg.train.precision}",
+        f"{len(candidates):,} layouts, {len(fits):,} fit into {candidates[0].limit / 1e9:.1f} GB "
+        f"({SHARE:.0%} of the device)",
+    ]
+    causes = Counter(f.cause for f in candidates if not f.fits)
+    for cause, count in causes.most_common():
+        failing = [f for f in candidates if f.cause == cause]
+        example = next((f for f in failing if changes.cheapest(f) is not None), failing[0])
+        lines += [f"  {count:,} do not fit because of their {cause}, for example: {' '.join(describe(example))}"]
+        lines += [f"    {why_not(example, changes)}"]
+    best = pick(candidates)
+    if best is None:
+        return "\n".join([*lines, "nothing fits: use more GPUs, a smaller model or --seq-len"])
+    lines += [
+        "",
+        *_search_table(fits, best, cluster, top),
+        "",
+        f"* picked, the simplest within {SAME_TIME - 1:.0%} of the fastest: {best.time.total:.4g} s per step, "
+        f"{best.worst.total / 1e9:.1f} GB",
+    ]
+    return "\n".join([*lines, f"  {command(best, cluster, asked)}", "or as YAML (--config):", to_yaml(best).rstrip()])
+
+
+def best_layouts(candidates: Sequence[Candidate], top: int) -> list[Candidate]:
+    """Return the fastest layouts that fit; of those that differ in vp alone, only the fastest."""
+    best: dict[str, Candidate] = {}
+    for layout in candidates:
+        if layout.fits and len(best) < top:
+            best.setdefault(str({**layout.options, "vp": None}), layout)
+    return list(best.values())
+
+
+def _search_table(fits: Sequence[Candidate], best: Candidate, cluster: Cluster, top: int) -> list[str]:
+    """List the fastest layouts and mark the one that is picked, which comes last if it is slower than these."""
+    shown = {str(place): f for place, f in enumerate(best_layouts(fits, top), 1)}
+    if all(f is not best for f in shown.values()):
+        shown[""] = best
+    rows = [f"{'':>4}{'step, s':>10}{'MFU':>7}{'GB':>7}  layout"]
+    for place, f in shown.items():
+        mark, words = "*" if f is best else " ", " ".join(describe(f))
+        rows += [f"{place:>3}{mark}{f.time.total:>10.4g}{mfu(f, cluster):>7.1%}{f.worst.total / 1e9:>7.1f}  {words}"]
+    return rows
+
+
+def describe(layout: Candidate) -> list[str]:
+    """Describe a layout in a few words; options at their defaults are left out."""
+    o = layout.options
+    words = [f"dp {layout.grid['dp']}", f"tp {o['tp']}", f"pp {o['pp']}"]
+    words += [f"vp {o['vp']}"] * (o["vp"] > 1) + [str(o["schedule"])] * (o["pp"] > 1)
+    words += [f"micro-batch {o['micro_batch_size']}", f"zero {o['zero']}"]
+    words += [f"group {o['zero_group']}"] * (o["zero_group"] != "full")
+    words += [f"recompute {o['recompute']}"] * (o["recompute"] != "none")
+    return words + [f"offload {o['offload']}"] * (o["offload"] != "none")
+
+
+def flags(options: Mapping[str, Any], than: Mapping[str, Any] | None = None) -> list[str]:
+    """Write options as words of a command line: all of them, or those that differ from `than`."""
+    words: list[str] = []
+    for name, value in options.items():
+        if than is not None and than[name] == value:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
+
+
+def why_not(layout: Candidate, changes: Changes) -> str | None:
+    """Explain why a layout does not fit, and which single change makes it fit; None if it fits."""
+    cause, worst, unit = layout.cause, layout.worst, 1e9
+    if cause is None:
+        return None
+    if cause == "host memory":
+        host = max(rank.host for rank in layout.ranks)
+        text = f"host memory: {host / unit:.1f} GB per rank of {layout.host_limit / unit:.1f}"
+    else:
+        states = worst.total - worst.activations - worst.logits
+        text = (
+            f"{cause}: {worst.total / unit:.1f} GB of {layout.limit / unit:.1f} (states {states / unit:.1f}, "
+            f"activations {worst.activations / unit:.1f}, logits {worst.logits / unit:.1f})"
+        )
+    change = changes.cheapest(layout)
+    if change is None:
+        return f"{text}; no single change makes it fit"
+    slower = change.time.total / layout.time.total - 1
+    return f"{text}; fits with {' '.join(flags(change.options, than=layout.options))} ({slower:+.0%} time)"
+
+
+def why_second(layout: Candidate, best: Candidate) -> str:
+    """Explain why a layout that fits was not chosen."""
+    ratio = layout.time.total / best.time.total
+    if ratio >= SAME_TIME:
+        return f"{ratio - 1:.1%} slower"
+    changed = flags(best.options, than=layout.options)
+    pace = f"{abs(ratio - 1):.1%} {'slower' if ratio >= 1 else 'faster'}"
+    return f"{pace}, and within {SAME_TIME - 1:.0%} the simpler layout is taken ({' '.join(changed)})"
+
+
+def command(layout: Candidate, cluster: Cluster, asked: Sequence[str]) -> str:
+    """Write the command line that starts a layout on each host."""
+    here = next(n for n in range(min(cluster.gpus, cluster.domain, _HOST), 0, -1) if cluster.gpus % n == 0)
+    hosts = f"--nnodes {cluster.gpus // here} " if cluster.gpus > here else ""
+    given = {word.split("=")[0] for word in asked}
+    chosen = {name: value for name, value in layout.options.items() if "--" + name.replace("_", "-") not in given}
+    return f"torchrun {hosts}--nproc-per-node {here} pretrain_gpt.py {shlex.join([*asked, *flags(chosen)])}"
+
+
+def to_yaml(layout: Candidate) -> str:
+    """Write the options of a layout as YAML for --config."""
+    tree: dict[str, dict[str, Any]] = {}
+    for name, value in layout.options.items():
+        tree.setdefault(GROUP_OF[name], {})[name] = value
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def explain_text(cfg: Config, grid: Grid, cluster: Cluster, time: StepTime) -> str:
+    """Format every term of one layout: the page of --dry-run, then seconds by cause."""
+    total = time.total
+    share = model_flops(cfg) / (total * cluster.gpus * cluster.device.peak)
+    lines = [dry_run_report(cfg, grid), "", f"predicted step on {cluster.gpus} x {cluster.device.name}: {total:.4g} s"]
+    for name, seconds in sorted(time.terms.items(), key=lambda term: -term[1]):
+        lines += [f"  {name:<12}{seconds:>12.4g} s{seconds / total:>8.1%}"]
+    tokens = cfg.train.global_batch_size * cfg.model.seq_len
+    return "\n".join([*lines, f"{tokens / total:,.0f} tokens/s, MFU {share:.1%} (causal attention)"])
+
+
+def dry_run_report(cfg: Config, grid: Grid) -> str:
+    """Describe a run on one page: layout, layers of each stage, parameters, memory of each rank, FLOPs.
+
+    Raises:
+        UserError: no vocabulary size, a batch that does not divide, or a schedule that cannot run it.
+    """
+    m, p, t = cfg.model, cfg.parallel, cfg.train
+    if m.vocab_size is None:
+        raise UserError("--dry-run", "requires the vocabulary size", "give --vocab-size, --tokenizer or --data")
+    schedule = schedule_of(cfg, grid["dp"])
+    layers = layer_split(m, schedule.placement.num_stages)
+    costs, head_cost = block_costs(m)
+    scale = tuple(sum(costs[r.start : r.stop]) + (head_cost if r is layers[-1] else 0.0) for r in layers)
+    bubble = simulate(schedule, Costs(stage_scale=scale)).bubble
+    ranks = memory_per_rank(cfg, grid)
+    worst = max(range(len(ranks)), key=lambda r: ranks[r].total)
+    flops = flops_per_token(m)
+    per_step = t.global_batch_size * m.seq_len
+    sequence = ", sequence parallel" if cfg.sequence_parallel else ""
+    padded = vocab_rows(cfg) * p.tp
+    holders = f"rank {grid.rank(pp=worst)}" + (" and its dp and tp peers" if grid["dp"] * grid["tp"] > 1 else "")
+    rows = [
+        ("model", f"{m.arch}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads "
+         f"({m.kv_heads} key/value), MLP {m.ffn_size}, sequence {m.seq_len}"),
+        ("vocabulary", f"{m.vocab:,}, padded to {padded:,}"),
+        ("parameters", f"{count_parameters(param_map(m)):,}"),
+        ("layout", f"{grid.world} ranks = dp {grid['dp']} x pp {p.pp} x tp {p.tp}{sequence}; vp {p.vp}, "
+         f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
+        ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
+         f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank"),
+        *([("", f"ramp: {t.batches.summary}; all figures are of the largest")] if t.batch_size_schedule else []),
+        ("schedule", f"{schedule.name}, bubble {bubble:.1%} of the busiest rank's compute"),
+        ("FLOPs", f"{flops.causal:.4g} per token (causal attention), {flops.full:.4g} (full attention)"),
+        ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
+         f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step"),
+        *([("peak rate", cfg.peak_rate)] if cfg.peak_rate else []),
+    ]  # fmt: skip
+    head = "\n".join(f"{name:<12}{text}" for name, text in rows)
+    unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"
+    where = "on disk" if t.offload_dir is not None else "in host memory"
+    host = max(rank.host for rank in ranks)
+    offloaded = "" if t.offload == "none" else f"offloaded: at most {_in(unit, host)} {unit} per rank, {where}\n"
+    return f"{head}\n\n{_rank_table(ranks, worst, unit, schedule.placement, layers)}\n\n" + (
+        f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n{offloaded}"
+        "not counted: the allocator's slack, the device's context, communication buffers, workspace of single kernels"
+    )
+
+
+def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Placement, layers: list[range]) -> str:
+    """Format one line per pipeline rank; * marks the one with the most memory."""
+    temporary = ("temporary",) if any(rank.temporary for rank in ranks) else ()
+    columns = ("weights", "main_grad", "optimizer", "activations", "logits", *temporary, "total")
+    where = [" + ".join(_span(layers[s]) for s in placement.stages_of(rank)) for rank in range(len(ranks))]
+    width = max(len("layers"), *(len(text) for text in where))
+    title = f"{'pp rank':<9}{'layers':<{width}}{'parameters':>16}" + "".join(f"{c:>12}" for c in columns)
+    lines = [f"{title}  ({unit})"]
+    for rank, memory in enumerate(ranks):
+        cells = "".join(f"{_in(unit, getattr(memory, c)):>12}" for c in columns)
+        name = f"{rank}{' *' if rank == worst else ''}"
+        lines.append(f"{name:<9}{where[rank]:<{width}}{memory.parameters:>16,}{cells}")
+    return "\n".join(lines)
+
+
+def _span(layers: range) -> str:
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+
+
+def _in(unit: str, size: int) -> str:
+    return f"{size / {'MiB': 2**20, 'GiB': 2**30}[unit]:.2f}"

@@ -1,0 +1,208 @@
+"""Conversations as training data: the text of a chat template, and which of its tokens are learned.
+
+A record is `{"messages": [{"role", "content"}]}` (also under `conversations`), ShareGPT's
+`{"conversations": [{"from", "value"}]}`, or `{"prompt", "completion"}`, texts or lists of messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megalite.data.controls import Span, any_of
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokens import token_dtype
+from megalite.extras.prepare.documents import EXCERPT_CHARS, BadRecord, Chunk
+from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
+from megalite.extras.prepare.workers import EncodedChunk
+from megalite.untrusted import require_shallow
+
+OTHER, ANSWER, LAST_ANSWER = 0, 1, 2
+"""Bytes of `PREFIX.mask.bin`, one per token: not learned; of an answer; of the last answer of its conversation."""
+
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""ShareGPT's names; user, assistant, system and tool are used as well."""
+
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|return|>", "</s>")
+
+Message = dict[str, Any]
+
+
+class BadConversation(Exception):
+    """A record is not a conversation; the message says why."""
+
+
+def messages_of(record: dict[str, Any], key: str | None = None) -> list[Message]:
+    """Return the messages of a record, each with a role and, as a text or None, a content.
+
+    Args:
+        key: key of the messages, by default `messages` or `conversations`.
+
+    Raises:
+        BadConversation: the record has no known form.
+    """
+    turns = next((record[name] for name in ([key] if key else ["messages", "conversations"]) if name in record), None)
+    if turns is None and key is None and "prompt" in record and "completion" in record:
+        turns = []
+        for name, role in (("prompt", "user"), ("completion", "assistant")):
+            content = record[name]
+            turns += content if isinstance(content, list) else [{"role": role, "content": content}]
+    if turns is None:
+        expected = f"no {key} (--key)" if key else "neither messages, nor conversations, nor prompt and completion"
+        raise BadConversation(f"the record has {expected}")
+    if not isinstance(turns, list) or not turns:
+        raise BadConversation("the messages must be a list that is not empty")
+    messages = [_message(number, turn) for number, turn in enumerate(turns, 1)]
+    if messages[0]["role"] != "system" and isinstance(record.get("system"), str) and record["system"]:
+        messages.insert(0, {"role": "system", "content": record["system"]})
+    return messages
+
+
+def _message(turn: int, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise BadConversation(f"turn {turn} must be an object, it is {type(message).__name__}")
+    if "from" in message and "role" not in message:
+        role = _ROLES.get(str(message["from"]), message["from"])
+        if role not in ("user", "assistant", "system", "tool"):
+            known = ", ".join([*_ROLES, "user", "assistant", "system", "tool"])
+            raise BadConversation(f"turn {turn} is from {message['from']!r:.40}, and must be from one of {known}")
+        message = {"role": role, "content": message.get("value")}
+    if not isinstance(message.get("role"), str):
+        raise BadConversation(f"turn {turn} must have a role")
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise BadConversation(f"the content of turn {turn} must be text, it is {type(content).__name__}")
+    return {**message, "content": content}
+
+
+class ControlWords:
+    """Hide the names of control tokens in the strings of a conversation, so that they stay text.
+
+    Their first characters are replaced by stand-ins until the text is encoded, and so is the beginning of a name at the
+    end of a string, which the text after it could complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        words = list(tokenizer.control_tokens)
+        first = sorted({word[0] for word in words})
+        self.stand_ins = {chr(code): char for code, char in zip(STAND_INS, first)}
+        self._stand_in_of = {char: stand_in for stand_in, char in self.stand_ins.items()}
+        beginnings = {word[:n] for word in words for n in range(1, len(word))}
+        self._names = re.compile(rf"{any_of(words)}|(?:{any_of(beginnings)})(?=\s*\Z)")
+        self._split_at = re.compile(f"({any_of(self.stand_ins)})")
+
+    def hide(self, value: Any) -> Any:
+        """Return a value of JSON with the control words in all its strings hidden."""
+        if isinstance(value, str):
+            hidden, count = self._names.subn(lambda m: self._stand_in_of[m[0][0]] + m[0][1:], value)
+            # The result may still hold a shorter name, or one that began inside another.
+            return self.hide(hidden) if count else hidden
+        if isinstance(value, dict):
+            return {self.hide(name): self.hide(item) for name, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, list) else value
+
+    def encode(self, tokenizer: Tokenizer, text: str) -> tuple[list[int], list[Span]]:
+        """Encode a template's text with hidden words in it: ids, and the characters that each covers."""
+        ids: list[int] = []
+        spans: list[Span] = []
+        at = 0
+        for piece in self._split_at.split(text):
+            if piece in self.stand_ins:
+                piece_ids = tokenizer.encode(self.stand_ins[piece])
+                piece_spans = [(0, 1)] * len(piece_ids)
+            else:
+                piece_ids, piece_spans = tokenizer.encode_template(piece) if piece else ([], [])
+            ids += piece_ids
+            spans += [(at + first, at + end) for first, end in piece_spans]
+            at += len(piece)
+        return ids, spans
+
+
+class ChatEncoder:
+    """Encode the conversations of a chunk, each as a document that ends where its template ends."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, key: str | None) -> None:
+        self.tokenizer, self.key, self.dtype = tokenizer, key, token_dtype(tokenizer.vocab_size)
+        self.renderer, self.words = Renderer(template), ControlWords(tokenizer)
+        self._ends_in_control = re.compile(rf"(?:{any_of(tokenizer.control_tokens)})\Z")
+        ends = [word for word, i in tokenizer.control_tokens.items() if word in _TURN_ENDS or i == tokenizer.eos_id]
+        self._end_follows = re.compile(any_of(ends))
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        ids: list[npt.NDArray[Any]] = []
+        learned: list[npt.NDArray[np.uint8]] = []
+        bad: list[BadRecord] = []
+        text_bytes = 0
+        for where, line in _lines(chunk):
+            try:
+                document, mask, size = self.encode(line)
+            except (BadConversation, TemplateFailure) as e:
+                bad.append(BadRecord(where, str(e), line[: 4 * EXCERPT_CHARS].decode(errors="replace")[:EXCERPT_CHARS]))
+                continue
+            ids.append(document)
+            learned.append(mask)
+            text_bytes += size
+        joined = np.concatenate(ids) if ids else np.zeros(0, self.dtype)
+        masks = np.concatenate(learned) if learned else np.zeros(0, np.uint8)
+        return EncodedChunk(joined, [len(d) for d in ids], text_bytes, 0, bad, masks)
+
+    def encode(self, line: bytes) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8], int]:
+        """Return ids [n], `PREFIX.mask.bin`'s bytes [n], and the size of the rendered text in bytes.
+
+        Raises:
+            BadConversation: the record has no known form.
+            TemplateFailure: the template does not render it, or its answers cannot be located.
+        """
+        try:
+            text = line.decode()
+            record = json.loads(text)
+            require_shallow(record)
+            json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+        except (ValueError, RecursionError) as e:
+            raise BadConversation(f"does not parse as JSON ({e})") from e
+        if not isinstance(record, dict):
+            raise BadConversation("the line must be a JSON object")
+        messages = messages_of(record, self.key)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise BadConversation("the conversation has no assistant turn, so nothing to learn")
+        hidden = self.words.hide({"messages": messages, "tools": record.get("tools")})
+        if RESERVED.search(json.dumps({"messages": messages, "tools": record.get("tools")}, ensure_ascii=False)):
+            raise BadConversation("the conversation has characters U+10FF00 to U+10FFFD")
+        rendered, answers = self.renderer.answers(hidden["messages"], hidden["tools"])
+        if not answers:
+            raise TemplateFailure("the chat template marks nothing in this conversation as an answer")
+        ids, spans = self.words.encode(self.tokenizer, rendered)
+        mask = self._mask(rendered, answers, spans)
+        return np.array(ids, self.dtype), mask, len(rendered.encode())
+
+    def _mask(self, text: str, answers: list[Span], spans: list[Span]) -> npt.NDArray[np.uint8]:
+        chars = np.zeros(len(text) + 1, np.uint8)
+        for first, end in answers:
+            chars[first : self._end(text, first, end)] = ANSWER if (first, end) != answers[-1] else LAST_ANSWER
+        # A token across the edge of an answer belongs to it, as in transformers.
+        bounds = np.array(spans, np.int64).reshape(-1, 2)
+        return np.maximum(chars[bounds[:, 0]], chars[np.maximum(bounds[:, 1] - 1, bounds[:, 0])])
+
+    def _end(self, text: str, first: int, end: int) -> int:
+        """Return the end of an answer: after the control word that ends the turn, without the spaces after that.
+
+        A template's marks may exclude that word, and a model that does not learn it never stops.
+        """
+        stripped = first + len(text[first:end].rstrip())
+        if self._ends_in_control.search(text, first, stripped):
+            return stripped
+        follows = self._end_follows.match(text, end)
+        return follows.end() if follows else end
+
+
+def _lines(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
+    for number, line in enumerate(chunk.records, chunk.first):
+        if line is not None and line.strip():
+            yield f"{chunk.path} {chunk.unit} {number}", line

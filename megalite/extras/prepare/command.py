@@ -1,0 +1,88 @@
+"""`megalite preprocess` and `megalite tokenizer`: text and conversations to tokens, and a tokenizer for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.errors import ToolParser, in_range
+from megalite.extras.prepare.preprocess import default_workers
+from megalite.extras.prepare.preprocess import preprocess as preprocess_files
+from megalite.extras.prepare.train_tokenizer import train_tokenizer
+from megalite.log import setup_logging
+
+_PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
+tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers."""
+
+
+def preprocess(argv: Sequence[str]) -> None:
+    """Make token files."""
+    parser = ToolParser(prog="megalite preprocess", description=_PREPROCESS)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, quoted globs: .jsonl, .parquet, any other text (a file is a document); also .gz or .zst",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        metavar="T",
+        help="folder or file: sentencepiece *.model, tokenizer.json, a tiktoken rank file, or the word bytes",
+    )
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="output path without .bin")
+    parser.add_argument("--workers", type=int, default=default_workers(), help="processes (default: one per core)")
+    parser.add_argument(
+        "--key", help="JSON key or parquet column of the text (default: text); with --chat, key of the messages"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="lines are conversations: messages, conversations (ShareGPT too), or prompt and completion",
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="jinja template, or the word chatml (default: the one in the tokenizer's folder)",
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
+    parser.add_argument("--overwrite", action="store_true", help="replace data that exist under the prefix")
+    args = parser.parse_args(argv)
+    setup_logging()
+    options = {key: value for key, value in vars(args).items() if key not in ("input", "tokenizer", "out")}
+    stats = preprocess_files(args.input, args.tokenizer, args.out, **options)
+    print(f"{args.out}: {stats}")
+
+
+def tokenizer(argv: Sequence[str]) -> None:
+    """Train a tokenizer."""
+    about = "Train a sentencepiece BPE tokenizer on text files: DIR/tokenizer.model."
+    parser = ToolParser(prog="megalite tokenizer", description=about)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders, quoted globs: .jsonl, .parquet, any other text; also .gz or .zst",
+    )
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="pieces, 256 bytes included")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
+    parser.add_argument(
+        "--control-symbols",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="special tokens of a chat template, quoted: '<|im_start|>' '<|im_end|>' (those of ChatML)",
+    )
+    parser.add_argument("--key", default="text", help="JSON key or parquet column of the text (default: text)")
+    parser.add_argument("--max-mb", type=float, default=1000.0, help="maximum amount of text to read (default: 1000)")
+    parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
+    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that exists in the folder")
+    args = parser.parse_args(argv)
+    in_range(args, "vocab_size", 1, 2**31)
+    # The trainer holds all text in memory.
+    in_range(args, "max_mb", 0, 10**6, above=True)
+    setup_logging()
+    options = {name: getattr(args, name) for name in ("key", "max_mb", "skip_bad", "overwrite", "control_symbols")}
+    trained = train_tokenizer(args.input, args.vocab_size, args.out, **options)
+    print(f"{trained.path}: {trained.vocab_size} pieces, SHA-256 {trained.sha256}")

@@ -1,0 +1,197 @@
+"""Convert text files to token files: every document, followed by one end-of-text id, in the order of the inputs.
+
+Or conversations: each as its chat template writes it, with a byte per id that says whether it is learned.
+The files do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalite import __version__
+from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokens import IndexedDatasetWriter, token_dtype
+from megalite.errors import UserError
+from megalite.extras.prepare.chat import ChatEncoder
+from megalite.extras.prepare.documents import Chunk, expand_inputs, kind_of, read_chunks
+from megalite.extras.prepare.progress import Progress
+from megalite.extras.prepare.template import ChatTemplate, find_template
+from megalite.extras.prepare.workers import EncodedChunk, EncoderFactory, TextEncoder, encode_all
+from megalite.log import logger
+
+_MAX_WORKERS = 1024
+_MAX_LOGGED = 10  # bad records logged one by one; all are counted
+
+
+@dataclass
+class PreprocessStats:
+    """What `preprocess` wrote and skipped; sizes in bytes of UTF-8 text, time in seconds."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty: int = 0
+    bad: int = 0
+    seconds: float = 0.0
+    learned: int | None = None
+    """Tokens that are learned; None where all are, as in text."""
+
+    def add(self, encoded: EncodedChunk) -> None:
+        """Count one chunk, and log its bad records while few have been logged."""
+        for record in encoded.bad[: max(_MAX_LOGGED - self.bad, 0)]:
+            logger.warning(f"skipped: {record.where}: {record.reason}")
+        self.documents += len(encoded.sizes)
+        self.tokens += len(encoded.tokens)
+        self.text_bytes += encoded.text_bytes
+        self.empty += encoded.empty
+        self.bad += len(encoded.bad)
+        if encoded.learned is not None:
+            self.learned = (self.learned or 0) + int(np.count_nonzero(encoded.learned))
+
+    def __str__(self) -> str:
+        what, of_tokens = "documents", "one end of text each"
+        if self.learned is not None:
+            what, of_tokens = "conversations", f"{self.learned} of them in answers"
+        line = (
+            f"{self.documents} {what}, {self.tokens} tokens ({of_tokens}), "
+            f"{self.text_bytes / max(self.tokens, 1):.2f} bytes per token, "
+            f"{self.text_bytes / 1e6 / max(self.seconds, 1e-9):.2f} MB/s"
+        )
+        return line + f"; skipped: {self.empty} empty, {self.bad} bad"
+
+
+def preprocess(
+    inputs: list[str],
+    tokenizer_path: str,
+    out_prefix: str,
+    *,
+    workers: int = 1,
+    key: str | None = None,
+    chat: bool = False,
+    chat_template: str | None = None,
+    skip_bad: bool = False,
+    overwrite: bool = False,
+) -> PreprocessStats:
+    """Write `out_prefix.bin`, `.idx` and `.json` from text files; nothing appears under these names until all is done.
+
+    For chat data also `out_prefix.mask.bin`: one byte per token, see `chat.ANSWER`.
+
+    Args:
+        inputs: files, folders and globs of `.jsonl` (a line is a document), `.parquet` (a row is one) and any other
+            UTF-8 text (a file is one), all but parquet also `.gz` / `.zst`.
+        tokenizer_path: see `load_tokenizer`.
+        workers: encoding processes; 1 encodes in this one.
+        key: JSON key or parquet column of the text, by default "text"; for chat data, key of the messages.
+        chat: the inputs are `.jsonl` files of conversations, see `chat`.
+        chat_template: file of a chat template, or "chatml"; by default the one in the tokenizer's folder.
+        skip_bad: skip and count records that do not parse; otherwise the first one ends the run.
+        overwrite: replace data that exist under `out_prefix`.
+
+    Raises:
+        UserError: inputs, tokenizer or output cannot be used, a record is bad, or there is no document.
+    """
+    _check_options(out_prefix, workers, overwrite, chat, chat_template)
+    paths, tokenizer = expand_inputs(inputs), load_tokenizer(tokenizer_path)
+    template = _template(chat_template, tokenizer, paths) if chat else None
+    make_encoder, text_key = _encoder_factory(tokenizer, template, key), key or "text"
+    stats, start = PreprocessStats(), time.perf_counter()
+    with (
+        IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size), masked=chat) as writer,
+        Progress(sum(path.stat().st_size for path in paths)) as progress,
+        closing(encode_all(_chunks(paths, text_key), tokenizer, make_encoder, workers)) as all_encoded,
+    ):
+        for chunk, encoded in all_encoded:
+            if encoded.bad and not skip_bad:
+                raise encoded.bad[0].error(skippable=True)
+            writer.add_documents(encoded.tokens, encoded.sizes, encoded.learned)
+            stats.add(encoded)
+            progress.update(chunk.read, stats.documents, stats.tokens)
+        _check_documents(stats, inputs)
+        writer.finalize(_sidecar(tokenizer, stats, template))
+    stats.seconds = time.perf_counter() - start
+    return stats
+
+
+def _check_options(out_prefix: str, workers: int, overwrite: bool, chat: bool, chat_template: str | None) -> None:
+    if os.path.basename(out_prefix) in ("", ".", ".."):
+        rule = "must end in a name, with which the names of the files begin"
+        raise UserError(f"--out {out_prefix!r}", rule, f"use {os.path.join(out_prefix, 'train')}, for example")
+    files = [f"{out_prefix}.{end}" for end in ("bin", "idx", "json", "mask.bin")]
+    old = next((file for file in files if os.path.exists(file)), None)
+    if old is not None and not overwrite:
+        raise UserError(f"--out {out_prefix}", f"{old} exists", "choose another prefix, or give --overwrite")
+    if not 1 <= workers <= _MAX_WORKERS:
+        raise UserError(f"--workers {workers}", f"must be from 1 to {_MAX_WORKERS}", "omit it for one per core")
+    if chat_template is not None and not chat:
+        raise UserError(f"--chat-template {chat_template}", "applies to conversations", "add --chat, or drop it")
+
+
+def _encoder_factory(tokenizer: Tokenizer, template: ChatTemplate | None, key: str | None) -> EncoderFactory:
+    if template is not None:
+        return partial(ChatEncoder, template=template, key=key)
+    if tokenizer.eos_id is None:
+        rule = "has no known end-of-text token, and every document must end with one"
+        raise UserError(f"tokenizer {tokenizer.path}", rule, "set eos_token in tokenizer_config.json beside it")
+    return partial(TextEncoder, key=key or "text")
+
+
+def _check_documents(stats: PreprocessStats, inputs: list[str]) -> None:
+    if stats.documents == 0:
+        rule = f"contain no document ({stats.empty} empty, {stats.bad} bad)"
+        raise UserError(f"--input {' '.join(inputs)}", rule, "check the files and --key")
+
+
+def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path]) -> ChatTemplate:
+    other = next((path for path in paths if kind_of(path) != ".jsonl"), None)
+    if other is not None:
+        raise UserError(f"--chat --input {other}", "conversations are lines of a .jsonl file", "convert it to .jsonl")
+    template = find_template(option, tokenizer)
+    logger.info(f"chat template: {template.where}")
+    return template
+
+
+def _chunks(paths: Iterable[Path], key: str) -> Iterator[Chunk]:
+    """Yield the chunks of all files; `read` counts from the start of the first."""
+    before = 0
+    for path in paths:
+        for chunk in read_chunks(path, key):
+            yield dataclasses.replace(chunk, read=before + chunk.read)
+        before += path.stat().st_size
+
+
+def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplate | None) -> dict[str, Any]:
+    """Return the contents of `PREFIX.json`, see `read_sidecar`."""
+    chat_entries = {}
+    if template is not None:
+        digest = hashlib.sha256(template.source.encode()).hexdigest()
+        chat_entries = {
+            "learned_tokens": stats.learned,
+            "chat_template_sha256": digest,
+            "chat_template": template.source,
+        }
+    return {
+        "tokenizer_kind": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_sha256": tokenizer.sha256,
+        "eos_id": tokenizer.eos_id,
+        "documents": stats.documents,
+        "tokens": stats.tokens,
+        **chat_entries,
+        "megalite_version": __version__,
+    }
+
+
+def default_workers() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,300 @@
+"""Chat templates: finding one, rendering it in a sandbox, and which characters of the result are answers.
+
+A template comes from a downloaded folder: it is run by jinja2's sandbox, which lets it reach neither attributes nor
+modules of Python, in a limited time and memory. The environment is that of transformers (`trim_blocks`,
+`lstrip_blocks`, `raise_exception`, `tojson`, `strftime_now`, `{% generation %}`), so that the same template gives the
+same text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import resource
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from megalite.data.controls import Span
+from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer_files import read_json
+from megalite.errors import UserError
+from megalite.extras.prepare.lost_parts import lost_part
+from megalite.untrusted import MAX_TEMPLATE, BadFile, read_regular
+
+TIME_LIMIT_S = 10.0
+"""For all renderings of one conversation."""
+_MEMORY_LIMIT = 1 << 30
+"""Bytes that a rendering may take; a conversation has far fewer characters."""
+
+_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# From the end of Unicode's private use area, which no text uses.
+_OPEN, _CLOSE = "\U0010ff00", "\U0010ff01"
+STAND_INS = range(0x10FF02, 0x10FFFE)
+"""Characters that may stand for others until a rendered conversation is encoded."""
+RESERVED = re.compile("[\U0010ff00-\U0010fffd]")
+"""Characters that neither conversations nor templates may contain."""
+_MAX_REPEATED = 1_000_000
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+class TemplateFailure(Exception):
+    """A template does not render a conversation, or its answers cannot be located in the result."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template as text, which every worker process compiles for itself.
+
+    Attributes:
+        source: the template.
+        where: its file, for messages.
+        tokens: names that it may use (`eos_token`) -> control words that they stand for.
+        now: what `strftime_now` reports, the same in every process.
+    """
+
+    source: str
+    where: str
+    tokens: dict[str, str]
+    now: datetime
+
+
+def find_template(option: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of `--chat-template`, else of the tokenizer's folder.
+
+    In the folder `chat_template.jinja` comes first, then `chat_template` of tokenizer_config.json: a text, or a list
+    of named ones, of which `default` is taken.
+
+    Raises:
+        UserError: there is none, or it does not compile.
+    """
+    folder = Path(tokenizer.path).parent
+    config = read_json(folder / "tokenizer_config.json") if tokenizer.kind != "bytes" else {}
+    if option == "chatml":
+        where, source = "--chat-template chatml", CHATML
+        missing = [word for word in ("<|im_start|>", "<|im_end|>") if word not in tokenizer.control_tokens]
+        if missing:
+            rule = f"tokenizer {tokenizer.path} has no control token {missing[0]}"
+            raise UserError(where, rule, "give a template that fits the tokenizer: --chat-template FILE")
+    elif option is not None:
+        where = f"--chat-template {option}"
+        source = _read_text(Path(option), where)
+    elif tokenizer.kind != "bytes" and (folder / "chat_template.jinja").exists():
+        where = str(folder / "chat_template.jinja")
+        source = _read_text(Path(where), where)
+    else:
+        where, source = str(folder / "tokenizer_config.json"), _from_config(config, tokenizer)
+    names = {id_: word for word, id_ in tokenizer.control_tokens.items()}
+    special = {"eos_token": names.get(tokenizer.eos_id or -1), "bos_token": names.get(tokenizer.bos_id or -1)}
+    tokens = special | {name: _content(value) for name, value in config.items() if name.endswith("_token")}
+    if len(source.encode()) > MAX_TEMPLATE:
+        raise UserError(where, f"is a template of more than {MAX_TEMPLATE} bytes", "give a shorter one")
+    template = ChatTemplate(source, where, {n: word for n, word in tokens.items() if word}, datetime.now())
+    Renderer(template)
+    return template
+
+
+def _read_text(path: Path, where: str) -> str:
+    remedy = "give a file with a jinja template, or the word chatml"
+    try:
+        return read_regular(path, MAX_TEMPLATE).decode()
+    except (BadFile, OSError) as e:
+        rule = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
+        raise UserError(where, rule, remedy) from None
+    except UnicodeDecodeError as e:
+        raise UserError(where, f"is not UTF-8 text ({e})", remedy) from None
+
+
+def _content(entry: Any) -> str | None:
+    """Return a special token of tokenizer_config.json, which is a text or an object."""
+    word = entry.get("content") if isinstance(entry, dict) else entry
+    return word if isinstance(word, str) else None
+
+
+def _from_config(config: dict[str, Any], tokenizer: Tokenizer) -> str:
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
+        template = named.get("default")
+        if template is None:
+            rule = f"its chat templates are {', '.join(map(str, named)) or 'none'}, and none is named default"
+            raise UserError(f"tokenizer {tokenizer.path}", rule, "write the one to use to a file: --chat-template FILE")
+    if not isinstance(template, str):
+        rule = "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
+        raise UserError(f"tokenizer {tokenizer.path}", rule, "give --chat-template FILE, or --chat-template chatml")
+    return template
+
+
+class _Generation(Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: what is between them is an answer."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """An environment without powers and repetitions that could fill the memory in one operation."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise SecurityError("powers are not allowed")
+        for value, times in ((left, right), (right, left)):
+            if hasattr(value, "__len__") and len(value) * times > _MAX_REPEATED:
+                raise SecurityError(f"{times} times a value of length {len(value)} is too much")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment(now: datetime) -> jinja2.Environment:
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
+
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = now.strftime
+    return environment
+
+
+class _Timeout(Exception):
+    pass
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    """Limit the time, and on Linux the memory, that this process may take."""
+
+    def stop(*_: Any) -> NoReturn:
+        raise _Timeout
+
+    previous_handler = signal.signal(signal.SIGALRM, stop)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(OSError):
+        mapped = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+        limits = [n for n in (mapped + _MEMORY_LIMIT, soft, hard) if n != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, previous_handler)
+
+
+class Renderer:
+    """Render conversations. For the main thread of a process only: the time limit is a signal.
+
+    Raises:
+        UserError: the template does not compile.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template, self.marked = template, _MARKED.search(template.source) is not None
+        if RESERVED.search(template.source):
+            raise UserError(template.where, "has characters U+10FF00 to U+10FFFD", "remove them")
+        try:
+            with _limits():
+                self._compiled = _environment(template.now).from_string(template.source)
+        except (jinja2.TemplateError, RecursionError, MemoryError, _Timeout) as e:
+            rule, remedy = f"does not compile ({e!s:.300})", "correct it, or give --chat-template"
+            raise UserError(f"chat template {template.where}", rule, remedy) from e
+
+    def answers(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        """Render a conversation; return the text and its answers, in order, as (first, end) characters.
+
+        Answers are what the template marks. In a template without marks, the answer of a turn is what the conversation
+        up to its end adds to the conversation before it and the header of an answer (`add_generation_prompt`).
+
+        Raises:
+            TemplateFailure: the template fails, is too slow, or its answers cannot be located.
+        """
+        try:
+            with _limits():
+                if lost := lost_part(self._render, messages, tools):
+                    raise TemplateFailure(lost)
+                return self._by_marks(messages, tools) if self.marked else self._by_turns(messages, tools)
+        except _Timeout:
+            raise TemplateFailure(f"the chat template takes more than {TIME_LIMIT_S:g} s") from None
+        except MemoryError:
+            raise TemplateFailure(f"the chat template takes more than {_MEMORY_LIMIT >> 20} MiB") from None
+        except TemplateFailure:
+            raise
+        except Exception as e:  # the template may do anything that Python can do with a list of messages
+            raise TemplateFailure(f"the chat template fails ({type(e).__name__}: {e!s:.300})") from e
+
+    def _render(self, messages: Sequence[dict[str, Any]], tools: Any, header: bool = False) -> str:
+        return self._compiled.render(
+            **self.template.tokens, messages=list(messages), tools=tools, documents=None, add_generation_prompt=header
+        )
+
+    def _by_marks(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        text, spans = "", []
+        opened: int | None = None
+        for piece in re.split(f"([{_OPEN}{_CLOSE}])", self._render(messages, tools)):
+            if (piece == _OPEN and opened is not None) or (piece == _CLOSE and opened is None):
+                raise TemplateFailure("the chat template has one {% generation %} inside another")
+            if piece == _OPEN:
+                opened = len(text)
+            elif piece == _CLOSE:
+                assert opened is not None
+                spans.append((opened, len(text)))
+                opened = None
+            else:
+                text += piece
+        return text, [(first, end) for first, end in spans if end > first]
+
+    def _by_turns(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        text, spans = self._render(messages, tools), []
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._render(messages[:turn], tools)
+            prompt = self._render(messages[:turn], tools, header=True)
+            after = self._render(messages[: turn + 1], tools)
+            answer, content = after[len(prompt) :].lstrip(), (message["content"] or "").strip()
+            problem = None
+            if not (text.startswith(after) and after.startswith(prompt)):
+                problem = "writes this turn differently with and without what follows it"
+            elif prompt == before and not answer.startswith(content[:8]):
+                problem = "writes a header for this turn, but not with add_generation_prompt"
+            if problem is not None:
+                rule = f"which tokens of turn {turn + 1} (assistant) are its answer is unclear: the template {problem}"
+                raise TemplateFailure(rule + " (marking the answers in it, {% generation %}, makes it clear)")
+            spans.append((len(prompt), len(after)))
+        return text, spans

@@ -1,0 +1,78 @@
+"""What a checkpoint holds, in lines of text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.load import resolve_checkpoint
+from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.reader import ShardReader
+from megalite.checkpoint.safetensors_io import num_bytes
+
+
+def describe(path: str | Path, tensors: bool = False, verify: bool = False) -> list[str]:
+    """Describe a checkpoint in lines of text.
+
+    Args:
+        path: a checkpoint's folder, or a run directory or checkpoints folder (its newest).
+        tensors: list all tensors and their boxes.
+        verify: read everything and verify all checksums.
+
+    Raises:
+        UserError: not a checkpoint, or a damaged one.
+    """
+    folder = resolve_checkpoint(path)
+    manifest = read_manifest(folder)
+    reader = ShardReader(folder, manifest)
+    try:
+        # Sizes are always compared, contents on demand.
+        for number in range(len(manifest.files)):
+            reader.descriptor(number)
+        lines = _summary(folder, manifest)
+        lines += [f"not part of it, ignored: {name}" for name in reader.extra_files()]
+        if tensors:
+            lines += _tensors(manifest)
+        if verify:
+            reader.verify()
+            lines.append(f"verified: {reader.stats.verified:,} bytes, all checksums are correct")
+        else:
+            lines.append("checksums not verified (use --verify)")
+    finally:
+        reader.close()
+    return lines
+
+
+def _summary(folder: Path, manifest: Manifest) -> list[str]:
+    meta = manifest.meta
+    lines = [
+        f"{folder}: step {manifest.step}, run {manifest.run_id}",
+        "saved by " + ", ".join(f"{key} {value}" for key, value in manifest.topology.items()),
+    ]
+    if "consumed_samples" in meta:
+        lines.append(f"consumed samples: {meta['consumed_samples']:,}")
+    model: dict[str, Any] = meta.get("config", {}).get("model", {})
+    if model:
+        shown = ("arch", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "seq_len")
+        lines.append("model: " + ", ".join(f"{key} {model[key]}" for key in shown if key in model))
+    for kind, entries in manifest.tensors.items():
+        count = sum(math.prod(t.shape) for t in entries.values())
+        size = sum(num_bytes(t.dtype, t.shape) for t in entries.values())
+        boxes = sum(len(t.boxes) for t in entries.values())
+        types = ", ".join(sorted({t.dtype for t in entries.values()}))
+        lines.append(f"{kind}: {len(entries)} tensors ({types}), {count:,} elements, {size:,} bytes, {boxes} boxes")
+    total = sum(f.size for f in manifest.files)
+    lines.append(f"{len(manifest.files)} shards, {total:,} bytes")
+    return lines
+
+
+def _tensors(manifest: Manifest) -> list[str]:
+    lines = []
+    for kind, entries in manifest.tensors.items():
+        for name, tensor in entries.items():
+            lines.append(f"{kind} {name} {list(tensor.shape)} {tensor.dtype}")
+            for number, box in tensor.boxes:
+                file = manifest.files[number].name
+                lines.append(f"    {list(box.shape)} at {list(box.offset)}: {file} byte {box.at}")
+    return lines

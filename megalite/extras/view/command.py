@@ -1,0 +1,34 @@
+"""`megalite plot` and `megalite inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.errors import ToolParser, printable
+from megalite.extras.view.runs import X_LABELS, load_runs, save
+
+
+def plot(argv: Sequence[str]) -> None:
+    """Draw runs."""
+    about = "Draw loss (with evaluations), learning rate and gradient norm of runs."
+    parser = ToolParser(prog="megalite plot", description=about)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directories (--run-dir of a run)")
+    parser.add_argument("--out", type=Path, required=True, metavar="F", help="picture to write (.png, .svg or .pdf)")
+    parser.add_argument("--x", choices=tuple(X_LABELS), default="step", help="horizontal axis (step)")
+    args = parser.parse_args(argv)
+    save(load_runs(args.runs, args.x), args.out, args.x)
+    print(f"wrote {args.out}")
+
+
+def inspect(argv: Sequence[str]) -> None:
+    """Describe a checkpoint."""
+    parser = ToolParser(prog="megalite inspect", description="Show what a checkpoint holds, and verify its checksums.")
+    parser.add_argument("checkpoint", metavar="CKPT", help="checkpoint folder, or a run directory (its newest)")
+    parser.add_argument("--verify", action="store_true", help="read everything and verify all checksums")
+    parser.add_argument("--tensors", action="store_true", help="list all tensors and where their parts are")
+    args = parser.parse_args(argv)
+    from megalite.extras.view.checkpoint import describe  # with torch
+
+    for line in describe(args.checkpoint, args.tensors, args.verify):
+        print(printable(line))

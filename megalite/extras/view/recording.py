@@ -1,0 +1,151 @@
+"""A step that `--record-schedule` recorded, in the form of a simulated one, and the costs measured in it.
+
+A recording has times in seconds; here they are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import UserError
+from megalite.pipeline.schedule import Costs, Op, Product, Schedule, build_schedule, needed_by
+from megalite.pipeline.simulate import Event, Simulation
+from megalite.untrusted import parse_json
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operation with the times at which it began, had what it waited for, and was done."""
+
+    op: Op
+    begun: float
+    ready: float
+    done: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Recorded steps of one pipeline.
+
+    Attributes:
+        schedule: what ran.
+        steps: step -> per pipeline rank its operations in order.
+    """
+
+    schedule: Schedule
+    steps: dict[int, list[list[Timed]]]
+
+    def duration(self, step: int) -> float:
+        """Return the time from first begin to last end over all ranks."""
+        times = [t for rank in self.steps[step] for t in rank]
+        return max(t.done for t in times) - min(t.begun for t in times)
+
+    def typical_step(self) -> int:
+        """Return the step of median duration."""
+        return sorted(self.steps, key=self.duration)[(len(self.steps) - 1) // 2]
+
+
+def read_recording(run_dir: Path) -> Recording:
+    """Read what `--record-schedule` wrote into a run directory.
+
+    Raises:
+        UserError: there is no recording, or its files are of different runs.
+    """
+    folder = run_dir / "schedule"
+    heads: list[tuple[str, int, int, int]] = []
+    per_rank: list[dict[int, list[Any]]] = []
+    pp = 1
+    while len(heads) < pp:
+        path = folder / f"pipeline_rank_{len(heads)}.jsonl"
+        try:
+            head, *lines = (parse_json(line) for line in path.read_text().splitlines())
+            heads.append((head["schedule"], int(head["pp"]), int(head["vp"]), int(head["num_microbatches"])))
+            per_rank.append({int(line["step"]): line["ops"] for line in lines})
+        except OSError:
+            rule = f"has no {path.relative_to(run_dir)}"
+            raise UserError(f"--run {run_dir}", rule, "record with pretrain_gpt.py --record-schedule 10:13") from None
+        except (ValueError, KeyError, TypeError):
+            rule = "is not what --record-schedule writes"
+            raise UserError(f"{path}", rule, "record again with pretrain_gpt.py --record-schedule") from None
+        pp = heads[0][1]
+    steps = sorted(set.intersection(*(set(steps) for steps in per_rank)))
+    if len(set(heads)) > 1 or not steps:
+        rule = "holds recordings of several runs" if len(set(heads)) > 1 else "has no step that every rank recorded"
+        raise UserError(f"--run {run_dir}", rule, f"remove {folder} and record again")
+    schedule = build_schedule(*heads[0])
+    ops = [{str(op): op for op in program} for program in schedule.programs]
+    try:
+        timed = {n: [[_timed(row, ops[r]) for row in steps[n]] for r, steps in enumerate(per_rank)] for n in steps}
+    except KeyError as e:
+        rule = f"holds an operation that {schedule.name} does not have: {e}"
+        raise UserError(f"--run {run_dir}", rule, f"remove {folder} and record again") from None
+    return Recording(schedule, timed)
+
+
+def _timed(row: list[Any], ops: dict[str, Op]) -> Timed:
+    text, *seconds = row
+    begun, ready, done = (1e3 * float(s) for s in seconds)
+    return Timed(ops[text], begun, ready, done)
+
+
+def measured_step(recording: Recording, step: int) -> Simulation:
+    """Return a recorded step as a `Simulation`: an op lasts from ready to done, a transfer from send to use."""
+    schedule, ranks = recording.schedule, recording.steps[step]
+    zero = min(t.begun for rank in ranks for t in rank)
+    used: dict[Product, float] = {}  # when its consumer had it
+    for t in (t for rank in ranks for t in rank if t.op.is_compute):
+        needed = needed_by(t.op, schedule.placement.num_stages)
+        if needed is not None:
+            used[needed] = t.ready - zero
+    events: list[Event] = []
+    for rank, timed in enumerate(ranks):
+        for t in timed:
+            if t.op.is_compute:
+                events.append(Event(t.op, rank, None, t.ready - zero, t.done - zero))
+            elif t.op.kind in ("SF", "SB"):
+                events.append(Event(t.op, rank, t.op.peer, t.begun - zero, used[_message(t.op)]))
+    return Simulation.from_events(schedule, "measured", recording.duration(step), events)
+
+
+def _message(send: Op) -> Product:
+    return send.kind[1], send.stage, send.microbatch
+
+
+def measured_costs(recording: Recording, step: int) -> Costs:
+    """Measure the costs of the operations in a step, with which the planned step beside it is simulated.
+
+    Per kind the mean over stages and micro-batches, a factor per stage, and as transfer time the median of messages
+    that were waited for (0 if none was).
+    """
+    schedule = recording.schedule
+    num_stages = schedule.placement.num_stages
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    by_stage = [0.0] * num_stages
+    sent: dict[Product, float] = {}
+    for rank in recording.steps[step]:
+        for t in rank:
+            if t.op.is_compute:
+                by_kind[t.op.kind].append(t.done - t.ready)
+                by_stage[t.op.stage] += t.done - t.ready
+            elif t.op.kind in ("SF", "SB"):
+                sent[_message(t.op)] = t.begun
+    waits = []
+    for rank in recording.steps[step]:
+        for t in rank:
+            needed = needed_by(t.op, num_stages) if t.op.is_compute else None
+            if needed in sent and t.begun <= sent[needed]:
+                waits.append(t.ready - sent[needed])
+    mean = {kind: statistics.fmean(times) for kind, times in by_kind.items()}
+    average = statistics.fmean(by_stage)
+    fused = mean.get("B", 0.0) / 2
+    return Costs(
+        mean["F"],
+        mean.get("I", fused),
+        mean.get("W", fused),
+        statistics.median(waits) if waits else 0.0,
+        tuple(total / average for total in by_stage),
+    )

@@ -1,0 +1,168 @@
+"""Data sheets of GPUs, and the memory of the host: a new GPU is one row of `GPUS`. Without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of one GPU (or CPU process): FLOP/s, bytes and bytes/s.
+
+    Attributes:
+        name: name of `--cluster`.
+        peak: dense bf16 FLOP/s (data sheets also give twice as much, with sparsity).
+        fp32: FLOP/s of fp32 matrix products.
+        gemm: fraction of `peak` that a large matrix product reaches; fitted per architecture.
+        hbm: bytes/s of its memory.
+        nvlink: bytes/s to a peer of the same domain, one direction (data sheets give the sum of both).
+        network: usual bytes/s of its network card, one direction.
+        memory: bytes of its memory.
+        units: number of streaming multiprocessors, which share the tiles of a matrix product.
+        domain: number of GPUs that share NVLink.
+        host_link: bytes/s to the host's memory, one direction.
+        host_memory: bytes of host memory per GPU, as in the vendor's own servers.
+        host_bandwidth: bytes/s of host memory per GPU.
+        tile: number of rows and columns of a tile.
+    """
+
+    name: str
+    peak: float
+    fp32: float
+    gemm: float
+    hbm: float
+    nvlink: float
+    network: float
+    memory: float
+    units: int
+    domain: int = 8
+    host_link: float = 25e9
+    host_memory: float = 250e9
+    host_bandwidth: float = 40e9
+    tile: int = 128
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A row of the table.
+
+    Attributes:
+        device: rates of the board with NVLink (SXM).
+        word: word in the name that the driver gives ("NVIDIA H100 80GB HBM3"); "" if that name means another row.
+        boards: (word, dense bf16 FLOP/s) of boards with the same chip but another peak.
+    """
+
+    device: Device
+    word: str = ""
+    boards: tuple[tuple[str, float], ...] = ()
+
+
+_H100 = Device("h100", 989e12, 67e12, 0.66, 3.35e12, 450e9, 50e9, 85.0e9, 132, host_link=55e9)
+GPUS = (
+    Gpu(Device("a100-40g", 312e12, 19.5e12, 0.80, 1.555e12, 300e9, 25e9, 42.3e9, 108, host_memory=125e9), "A100"),
+    Gpu(Device("a100-80g", 312e12, 19.5e12, 0.80, 2.04e12, 300e9, 25e9, 85.1e9, 108), "A100"),
+    Gpu(_H100, "H100", boards=(("PCIe", 756e12), ("NVL", 835e12))),
+    # torchtitan's: 96 GB and 500 W, at which long matrix products run at four fifths of the clock.
+    Gpu(replace(_H100, name="h100-500w", peak=0.8 * 989e12, hbm=2.4e12, memory=102e9)),
+    Gpu(replace(_H100, name="h200", hbm=4.8e12, memory=150e9), "H200", boards=(("NVL", 835e12),)),
+    Gpu(
+        Device("b200", 2250e12, 80e12, 0.445, 8e12, 900e9, 50e9, 191e9, 148, host_link=55e9, host_memory=500e9), "B200"
+    ),
+)
+DEVICES: dict[str, Device] = {gpu.device.name: gpu.device for gpu in GPUS}
+
+
+def find_gpu(name: str, memory: float = 0.0) -> Gpu | None:
+    """Look up a GPU by the name that the driver gives; None if it is not listed, or is a part of a GPU (MIG).
+
+    Args:
+        memory: bytes of its memory, which decide between GPUs of the same name.
+    """
+    # Whole words: GH200 and GB200 are different chips from H200 and B200.
+    rows = [gpu for gpu in GPUS if gpu.word and "MIG" not in name and re.search(rf"\b{gpu.word}\b", name)]
+    return min(rows, key=lambda gpu: abs(gpu.device.memory - memory), default=None)
+
+
+def peak_of_name(name: str) -> float | None:
+    """Look up the dense bf16 peak of a GPU in FLOP/s; None if it is not listed."""
+    gpu = find_gpu(name)
+    if gpu is None:
+        return None
+    return next((peak for word, peak in gpu.boards if re.search(rf"\b{word}\b", name)), gpu.device.peak)
+
+
+def nvlink_speed(name: str, matrix: str) -> float | None:
+    """Look up the bandwidth of a GPU's NVLinks, one direction, in bytes per second; None if unknown.
+
+    Args:
+        matrix: output of `nvidia-smi topo -m`.
+    """
+    gpu = find_gpu(name) if re.search(r"\bNV\d+\b", matrix) else None
+    return None if gpu is None else gpu.device.nvlink
+
+
+def installed_memory() -> int:
+    """Get the bytes of the host's memory, or what its control group allows."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _lines("/sys/fs/cgroup/memory.max")
+    return min([installed, *_sizes("/proc/meminfo", "MemTotal"), *(int(line) for line in limit if line.isdecimal())])
+
+
+def process_memory() -> int:
+    """Get the bytes of host memory that this process can still use: the tightest of its limits and the host's."""
+    status = "/proc/self/status"
+    free = [installed_memory() - sum(_sizes(status, "VmRSS"))]
+    for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            free.append(soft - sum(_sizes(status, used)))
+    return max(0, min(free))
+
+
+def available_memory(root: str = "/") -> int:
+    """Get the bytes that processes can still allocate: the host's free memory, or what our control groups allow.
+
+    Args:
+        root: folder that contains /proc and /sys.
+    """
+    free = _sizes(os.path.join(root, "proc/meminfo"), "MemAvailable")
+    if not free:
+        free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for line in _lines(os.path.join(root, "proc/self/cgroup")):
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # Version 2 of control groups has no list of controllers.
+        base = os.path.join(root, "sys/fs/cgroup", "memory" if controllers else "")
+        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts) + 1):
+            folder = os.path.join(base, *parts[:depth])
+            limit, used = (_lines(os.path.join(folder, f"memory.{name}")) for name in names)
+            if limit and used and limit[0].isdecimal():
+                cache = [row.split() for row in _lines(os.path.join(folder, "memory.stat"))]
+                reclaimable = sum(int(row[1]) for row in cache if row[0] == "inactive_file")
+                free.append(int(limit[0]) - int(used[0]) + reclaimable)
+    return max(0, min(free))
+
+
+def _sizes(path: str, name: str) -> list[int]:
+    """Read a row of a table in /proc, in bytes; empty if there is none."""
+    rows = [line.split() for line in _lines(path)]
+    return [int(row[1]) * 1024 for row in rows if row[:1] == [f"{name}:"] and row[2:] == ["kB"]]
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path) as f:
+            return f.read().splitlines()
+    except OSError:
+        return []
+
+
+def pinned_bytes(size: int) -> int:
+    """Compute what torch allocates for `size` bytes of pinned memory: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0

@@ -1,0 +1,7 @@
+"""The feed-forward layers by name; one file describes each."""
+
+from megalite.model.ffn.mlp import DenseMLP
+from megalite.model.kinds import FeedForward
+
+FEED_FORWARDS: dict[str, FeedForward] = {"mlp": DenseMLP()}
+"""Name (`BlockKind.feed_forward`) -> feed-forward layer."""

@@ -1,0 +1,44 @@
+"""The dense MLP, gated or plain, inner features split over tensor-parallel ranks; see model/mlp.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.model.kinds import FeedForward
+from megalite.model.saved import SavedTensor, element_size, inside
+from megalite.model.specs import linear, out_std
+from megalite.sharding import ParamSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megalite.model.layers import Layers
+
+
+class DenseMLP(FeedForward):
+    """gate_up_proj -> activation -> down_proj, or up_proj -> activation -> down_proj."""
+
+    def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        hidden, ffn, bias = cfg.hidden_size, cfg.ffn_size, cfg.mlp_bias
+        if cfg.gated:
+            first = linear(f"{name}.gate_up_proj", 2 * ffn, hidden, 0, bias=bias, std=cfg.init_std, parts=(ffn, ffn))
+        else:
+            first = linear(f"{name}.up_proj", ffn, hidden, 0, bias=bias, std=cfg.init_std)
+        return [*first, *linear(f"{name}.down_proj", hidden, ffn, 1, bias=bias, std=out_std(cfg))]
+
+    def saved(self, cfg: Config) -> list[SavedTensor]:
+        features, e = cfg.model.ffn_size, element_size(cfg)
+        return [
+            inside(cfg, "MLP before its activation", e * (2 if cfg.model.gated else 1) * features),
+            inside(cfg, "MLP after its activation", e * features),
+        ]
+
+    def touched(self, cfg: ModelConfig) -> int:
+        return (3 if cfg.gated else 2) * cfg.ffn_size
+
+    def module(self, layers: Layers, index: int) -> nn.Module:
+        from megalite.model.mlp import MLP
+
+        return MLP(layers, index)

@@ -1,0 +1,77 @@
+"""What a kind of layer is: a block has a mixer (`layers.N.self_attn`) and a feed-forward layer (`layers.N.mlp`).
+
+A family names both for every layer (`Family.layer_kind`); `model.mixers.MIXERS` and `model.ffn.FEED_FORWARDS` hold the
+kinds by name. A kind is one object, and all that differs between kinds is asked of it: parameters, partition, FLOPs and
+the planner's memory and time. It is a description, read without torch; `module` makes the layer itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.model.saved import SavedTensor
+from megalite.sharding import ParamSpec
+
+if TYPE_CHECKING:  # plans read kinds, and start without torch
+    from torch import nn
+
+    from megalite.model.layers import Layers
+
+
+class LayerKind(ABC):
+    """A sub-layer of a block, of either sort."""
+
+    @abstractmethod
+    def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        """Declare its parameters under the global name `name`, in the order of the forward pass."""
+
+    def matrices(self, cfg: ModelConfig) -> list[ParamSpec]:
+        """List the matrices [out, in] that every token is multiplied with."""
+        return [spec for spec in self.specs(cfg, "") if len(spec.shape) == 2]
+
+    @abstractmethod
+    def saved(self, cfg: Config) -> list[SavedTensor]:
+        """List what it keeps for backward: not its input, which the block counts, nor the core of a mixer."""
+
+    @abstractmethod
+    def touched(self, cfg: ModelConfig) -> int:
+        """Count the values per token that its elementwise kernels read and write in the forward pass."""
+
+    def weight_work(self, cfg: ModelConfig) -> int:
+        """Count the multiply-adds of a token with weights, in its forward pass."""
+        return sum(spec.numel for spec in self.matrices(cfg))
+
+
+class Mixer(LayerKind):
+    """What mixes the tokens of a sample."""
+
+    @abstractmethod
+    def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
+        """Make the mixer of block `index`, called with (x_SBH, rope, documents, fwd), to the shape of x.
+
+        Args:
+            recompute_core: recompute its core in backward (`--recompute selective`).
+        """
+
+    def core(self, cfg: Config) -> list[SavedTensor]:
+        """List what its core keeps for backward, the part that `--recompute selective` computes again."""
+        return []
+
+    def core_input(self, cfg: Config) -> list[SavedTensor]:
+        """List what is kept instead where the core is recomputed."""
+        return []
+
+    def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
+        """Count the multiply-adds of a token with all that it may see, and those that a causal mask leaves."""
+        return 0.0, 0.0
+
+
+class FeedForward(LayerKind):
+    """What transforms each token by itself."""
+
+    @abstractmethod
+    def module(self, layers: Layers, index: int) -> nn.Module:
+        """Make the feed-forward layer of block `index`, called with (x_SBH, fwd), to the shape of x."""

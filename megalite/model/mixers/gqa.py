@@ -1,0 +1,101 @@
+"""Grouped-query attention (Ainslie et al. 2023), heads split over tensor-parallel ranks; see model/attention.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.model.kinds import Mixer
+from megalite.model.saved import SavedTensor, element_size, inside, tokens
+from megalite.model.specs import linear, norm_init, out_std
+from megalite.sharding import ParamSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megalite.model.layers import Layers
+
+
+class GroupedQueryAttention(Mixer):
+    """qkv_proj -> q/k norm -> rope -> scaled dot product -> o_proj, with an optional window and cap of scores."""
+
+    def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        hidden, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_size, cfg.kv_heads * cfg.head_size
+        qkv = linear(f"{name}.qkv_proj", q + 2 * kv, hidden, 0, bias=cfg.qkv_bias, std=cfg.init_std, parts=(q, kv, kv))
+        norms = [] if cfg.qk_norm == "none" else _qk_norms(cfg, name, q, kv)
+        return [*qkv, *norms, *linear(f"{name}.o_proj", hidden, q, 1, bias=cfg.o_bias, std=out_std(cfg))]
+
+    def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
+        from megalite.model.attention import Attention
+
+        return Attention(layers, index, recompute_core)
+
+    def saved(self, cfg: Config) -> list[SavedTensor]:
+        return [inside(cfg, "output of attention", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
+
+    def core(self, cfg: Config) -> list[SavedTensor]:
+        """List what attention keeps besides its output: its input, the norms of queries and keys, its statistics."""
+        m, e, on_cpu = cfg.model, element_size(cfg), cfg.parallel.device == "cpu"
+        q, kv, scores = m.num_heads * m.head_size, m.kv_heads * m.head_size, m.num_heads * m.seq_len
+        # FlashAttention follows the lengths of documents; elsewhere each sample has a mask of its own.
+        by_document = cfg.data.within_documents and (on_cpu or e == 4 or m.attention_dropout > 0)
+        masks = cfg.train.micro_batch_size if cfg.data.within_documents else 1
+        masked = by_document or (not cfg.data.within_documents and (m.window or m.seq_len) < m.seq_len)
+        rows = []
+        if m.qk_norm == "head":
+            rows = [_packed(cfg, "queries, keys and values before their norms")]
+            rows += [inside(cfg, "statistics of query and key norms", 4 * (m.num_heads + m.kv_heads))]
+        elif m.qk_norm == "full":
+            # Over all heads it is plain torch in fp32.
+            wide = [inside(cfg, f"{name} in fp32", 4 * width) for name, width in (("queries", q), ("keys", kv))]
+            rows = [_packed(cfg, "queries, keys and values before their norms")] if e == 4 else wide
+            rows += [inside(cfg, f"normalized {name}", e * width) for name, width in (("queries", q), ("keys", kv))]
+            rows += [SavedTensor("statistic of a query or key norm", 4 * tokens(cfg))] * 2
+        if m.attention_softcap is not None:  # no fused kernel
+            rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]
+            rows += [inside(cfg, "bounded scores", 4 * scores), inside(cfg, "probabilities", 4 * scores)]
+            rows += [inside(cfg, "probabilities in the type of the values", e * scores)] if e == 2 else []
+            return [*rows, SavedTensor("mask", masks * m.seq_len**2)]
+        if m.attention_dropout and on_cpu:  # neither, and torch's own works in fp32
+            rows += [inside(cfg, name, 4 * q) for name in ("scaled queries", "scaled keys", "values")]
+            return rows + [
+                inside(cfg, name, 4 * scores) for name in ("probabilities", "kept probabilities", "dropout mask")
+            ]
+        rows += [_packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
+        if q > kv and not on_cpu and (e == 4 or masked):
+            # No fused kernel takes grouped heads in fp32 or with a mask.
+            rows += [inside(cfg, "keys, one per query head", e * q), inside(cfg, "values, one per query head", e * q)]
+        return rows + ([SavedTensor("summand of the scores", e * masks * m.seq_len**2)] if masked else [])
+
+    def core_input(self, cfg: Config) -> list[SavedTensor]:
+        return [_packed(cfg)]
+
+    def touched(self, cfg: ModelConfig) -> int:
+        return 4 * (cfg.num_heads + cfg.kv_heads) * cfg.head_size
+
+    def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
+        keys = min(cfg.window_of(layer) or cfg.seq_len, cfg.seq_len)
+        # The first positions of a sequence see less than a window: w^2 / 2 of s w pairs are missing.
+        causal = keys - keys * keys / (2 * cfg.seq_len)
+        per_key = 2 * cfg.num_heads * cfg.head_size
+        return per_key * keys, per_key * causal
+
+
+def _qk_norms(cfg: ModelConfig, name: str, q: int, kv: int) -> list[ParamSpec]:
+    """Norms of queries and keys. Per head, a rank sees its own heads only: a partial gradient, always."""
+    if cfg.qk_norm == "head":
+        shape = (cfg.head_size,)
+        return [
+            ParamSpec(f"{name}.{n}.weight", shape, init=norm_init(cfg), weight_decay=False, partial=("tp",))
+            for n in ("q_norm", "k_norm")
+        ]
+    return [
+        ParamSpec(f"{name}.{n}.weight", (size,), (("tp", 0),), init=norm_init(cfg), weight_decay=False)
+        for n, size in (("q_norm", q), ("k_norm", kv))
+    ]
+
+
+def _packed(cfg: Config, name: str = "queries, keys and values") -> SavedTensor:
+    m = cfg.model
+    return inside(cfg, name, element_size(cfg) * (m.num_heads + 2 * m.kv_heads) * m.head_size)

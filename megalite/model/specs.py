@@ -1,0 +1,42 @@
+"""Declarations that the kinds of layers share: linear layers, vectors on the residual stream, norms."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from megalite.config.model import ModelConfig
+from megalite.sharding import ParamSpec
+
+
+def linear(
+    name: str, out: int, inner: int, dim: int, *, bias: bool, std: float, parts: tuple[int, ...] = ()
+) -> list[ParamSpec]:
+    """Declare a linear layer, weight [out, inner], sharded over tp along `dim`: 0 column-parallel, 1 row-parallel."""
+    specs = [ParamSpec(f"{name}.weight", (out, inner), (("tp", dim),), parts=parts, std=std, matrix=True)]
+    if bias and dim == 0:
+        specs.append(ParamSpec(f"{name}.bias", (out,), (("tp", 0),), parts=parts, init="zeros", weight_decay=False))
+    elif bias:
+        specs.append(vector(f"{name}.bias", out, "zeros"))
+    return specs
+
+
+def vector(name: str, size: int, init: Literal["ones", "zeros"]) -> ParamSpec:
+    """Declare a vector on the residual stream: every rank holds all of it, and sees a part of the sequence."""
+    return ParamSpec(name, (size,), init=init, weight_decay=False, partial=("sequence",))
+
+
+def norm(cfg: ModelConfig, name: str) -> list[ParamSpec]:
+    """Declare a norm over the hidden size."""
+    specs = [vector(f"{name}.weight", cfg.hidden_size, norm_init(cfg))]
+    return [*specs, vector(f"{name}.bias", cfg.hidden_size, "zeros")] if cfg.norm_kind.bias else specs
+
+
+def norm_init(cfg: ModelConfig) -> Literal["ones", "zeros"]:
+    """Return the initial weight of the model's norms."""
+    return "zeros" if cfg.zero_centered_norm else "ones"
+
+
+def out_std(cfg: ModelConfig) -> float:
+    """Return the initial deviation of layers that write to the residual stream (GPT-2, section 2.3)."""
+    return cfg.init_std / math.sqrt(2 * cfg.num_layers)

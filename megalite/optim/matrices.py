@@ -1,0 +1,154 @@
+"""Full matrices for the update rules that need them: each gathered from flat shares on one rank, and scattered again.
+
+Every tensor-parallel rank has a shard of a logical matrix (q, k, v, gate, up, …), one interval of its bucket, and every
+rank that shares the bucket has a share of that interval. One all-to-all collects the shares of a shard on its holder, a
+second one, over tp, the shards of a matrix on its owner; two more return the transformed matrix. Holders and owners are
+balanced greedily: the largest matrix first, to the rank with the least work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from megalite.dist import collectives
+from megalite.dist.context import Axis, ParallelContext
+from megalite.optim.bucket import Bucket
+from megalite.parameter import ShardedParameter
+from megalite.slices import Slice
+from megalite.update_rules.rule import MatrixRule
+
+# Flat tensors to or from each rank of an axis.
+Messages = list[list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One logical matrix.
+
+    Attributes:
+        bucket: bucket of the matrix.
+        start: first element of this rank's shard in the bucket.
+        boxes: box of each tensor-parallel rank's shard in the matrix.
+        shape: global shape, [out, in].
+        holder: rank that collects the shares of a shard, an index on the bucket's share axis.
+        owner: rank that collects the shards of the matrix, an index on tp.
+    """
+
+    bucket: Bucket
+    start: int
+    boxes: tuple[Slice, ...]
+    shape: tuple[int, ...]
+    holder: int = 0
+    owner: int = 0
+
+    @property
+    def work(self) -> int:
+        """Multiplications in the smaller product of the matrix with its transpose."""
+        return self.shape[0] * self.shape[1] * min(self.shape)
+
+    def interval(self, numel: int, rank: int) -> tuple[int, int]:
+        """Return the bucket elements [first, end) of a shard of `numel` elements that lie in a rank's share."""
+        owned = self.bucket.owned
+        share = owned.stop - owned.start
+        low = min(max(self.start, share * rank), share * (rank + 1))
+        return low, max(low, min(self.start + numel, share * (rank + 1)))
+
+
+class MatrixExchange:
+    """Applies the `MatrixRule` of buckets to each of their logical matrices.
+
+    Args:
+        buckets: buckets with a `MatrixRule`, all sharded alike; the same on all ranks of tp and of the batch axes.
+        ctx: this rank's axes.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
+        self._tp = ctx.tp
+        self._share_axis = buckets[0].share_axis if buckets[0].sharded.state else Axis("shares", ranks=(ctx.rank,))
+        matrices = [
+            m for b in buckets for p, start in zip(b.params, b.starts) for m in _matrices_of(b, p, start, ctx.tp)
+        ]
+        load = {(holder, owner): 0 for holder in range(self._share_axis.size) for owner in range(self._tp.size)}
+        placed = {}
+        for i in sorted(range(len(matrices)), key=lambda i: -matrices[i].work):
+            holder, owner = place = min(load, key=load.__getitem__)
+            load[place] += matrices[i].work
+            placed[i] = replace(matrices[i], holder=holder, owner=owner)
+        self._matrices = [placed[i] for i in range(len(matrices))]
+        self._collected = [m for m in self._matrices if m.holder == self._share_axis.rank]
+        self._owned = [m for m in self._collected if m.owner == self._tp.rank]
+
+    def transform(self, cfg: Any) -> None:
+        """Replace every matrix in the gradients by what its rule returns for it."""
+        mine = self._tp.rank
+        shares, tp = range(self._share_axis.size), range(self._tp.size)
+        views = [[self._own_share(m) for m in self._matrices if m.holder == rank] for rank in shares]
+        share_sizes = [[_share_size(m, m.boxes[mine].numel, rank) for m in self._collected] for rank in shares]
+        received = _exchange(self._share_axis, views, share_sizes)
+        shards = {id(m): torch.cat(parts) for m, *parts in zip(self._collected, *received)}
+
+        by_owner = [[m for m in self._collected if m.owner == rank] for rank in tp]
+        numels = [[m.boxes[rank].numel for m in self._owned] for rank in tp]
+        received = _exchange(self._tp, [[shards[id(m)] for m in group] for group in by_owner], numels)
+        transformed = [_transform(m, parts, cfg) for m, *parts in zip(self._owned, *received)]
+
+        outgoing = [[x[m.boxes[rank].index].flatten() for m, x in zip(self._owned, transformed)] for rank in tp]
+        returned = _exchange(self._tp, outgoing, [[m.boxes[mine].numel for m in group] for group in by_owner])
+        shards = {id(m): x for group, xs in zip(by_owner, returned) for m, x in zip(group, xs)}
+
+        parts = [shards[id(m)].split([sizes[i] for sizes in share_sizes]) for i, m in enumerate(self._collected)]
+        outgoing = [[shard[rank] for shard in parts] for rank in shares]
+        view_sizes = [[len(view) for view in group] for group in views]
+        for group, new in zip(views, _exchange(self._share_axis, outgoing, view_sizes)):
+            for view, x in zip(group, new):
+                view.copy_(x)
+
+    def _own_share(self, matrix: _Matrix) -> torch.Tensor:
+        """Return the view of a matrix in this rank's share of the gradient."""
+        first, end = matrix.interval(matrix.boxes[self._tp.rank].numel, self._share_axis.rank)
+        return matrix.bucket.grad_share[first - matrix.bucket.owned.start : end - matrix.bucket.owned.start]
+
+
+def _matrices_of(bucket: Bucket, param: ShardedParameter, start: int, tp: Axis) -> list[_Matrix]:
+    """List the matrices of a parameter, one for each of its packed parts."""
+    shard = param.shard
+    shards = [replace(shard, layout=replace(shard.layout, rank=rank)) for rank in tp.ranks]
+    out = []
+    for own, *boxes in zip(shard.slices, *(s.slices for s in shards)):
+        low = tuple(map(min, zip(*(box.offset for box in boxes))))
+        high = tuple(map(max, zip(*([o + n for o, n in zip(box.offset, box.shape)] for box in boxes))))
+        moved = [replace(box, offset=tuple(o - l for o, l in zip(box.offset, low))) for box in boxes]
+        out.append(_Matrix(bucket, start + own.at, tuple(moved), tuple(h - l for l, h in zip(low, high))))
+    return out
+
+
+def _share_size(matrix: _Matrix, numel: int, rank: int) -> int:
+    first, end = matrix.interval(numel, rank)
+    return end - first
+
+
+def _transform(matrix: _Matrix, shards: Sequence[torch.Tensor], cfg: Any) -> torch.Tensor:
+    """Assemble a matrix from its flat shards, and transform it."""
+    rule = matrix.bucket.rule
+    assert isinstance(rule, MatrixRule)
+    full = shards[0].new_empty(matrix.shape)
+    for box, shard in zip(matrix.boxes, shards):
+        full[box.index] = shard.view(box.shape)
+    return rule.transform(full, cfg)
+
+
+def _exchange(axis: Axis, outgoing: Messages, sizes: list[list[int]]) -> Messages:
+    """Send the flat tensors outgoing[i] to rank i of the axis; return those received from each rank i, of sizes[i]."""
+    messages = [torch.cat(tensors) if tensors else None for tensors in outgoing]
+    like = next(x for x in messages if x is not None)
+    x = torch.cat([like.new_empty(0) if message is None else message for message in messages])
+    counts = [sum(rank_sizes) for rank_sizes in sizes]
+    out = x.new_empty(sum(counts))
+    send_counts = [0 if message is None else len(message) for message in messages]
+    collectives.all_to_all(out, x, axis, counts, send_counts).wait()
+    received = zip(out.split(counts), sizes)
+    return [list(message.split(rank_sizes)) if rank_sizes else [] for message, rank_sizes in received]

@@ -1,0 +1,271 @@
+"""Open a run from its config: data, engine, run directory, and the state of an earlier run in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.folder import step_folders
+from megalite.checkpoint.hf.start import load_hf
+from megalite.checkpoint.save import Checkpointer
+from megalite.config import cli
+from megalite.config.run import Config
+from megalite.data import BatchLoader, Datasets, Samples, Tokenizer, chat_template_of, mask_path, prefixes_of
+from megalite.dist.agree import agree, check_equal
+from megalite.dist.context import ParallelContext
+from megalite.dist.dtypes import DTYPES
+from megalite.errors import UserError, step_range
+from megalite.log import logger, setup_logging
+from megalite.model.parameters import param_map
+from megalite.ops.attention import why_masked
+from megalite.pipeline.record import Recorder
+from megalite.sharding import count_parameters
+from megalite.train.build import build_engine
+from megalite.train.engine import Engine
+from megalite.train.gpu_readings import GpuReadings
+from megalite.train.inputs import open_data, resolve_vocabulary
+from megalite.train.metrics import MetricsLogger
+from megalite.train.profile import StepProfiler
+from megalite.train.resume import Source, check_folders, choose_checkpoint, log_start, resume
+from megalite.train.run import Run
+from megalite.train.spike import SpikeDetector
+from megalite.train.watch.heartbeat import Heartbeat
+from megalite.train.watch.watchdog import IDLE, OWN
+
+
+def open_run(
+    cfg: Config, ctx: ParallelContext, train_data: Samples | None = None, valid_data: Samples | None = None
+) -> Run:
+    """Check everything, build the engine, and resume from the run directory's last checkpoint if there is one.
+
+    Args:
+        cfg: all options.
+        ctx: this rank's axes.
+        train_data, valid_data: samples of the caller's own, in place of `--data`.
+
+    Raises:
+        UserError: a request cannot be met on some rank; raised on every rank, after everything opened is closed again.
+    """
+    with contextlib.ExitStack() as exit_stack:
+        agree(ctx, lambda: check_folders(cfg))
+        heartbeat = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
+        exit_stack.callback(heartbeat.close)
+        cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg, train_data is not None))
+        text = cli.to_yaml(cfg)
+        check_equal(ctx, "the configuration", digest_of(text), "start every rank with the same flags and files")
+        cfg.num_microbatches(ctx.dp.size)
+        heartbeat.beat("set-up: data", patience=OWN)
+        datasets, hashes = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
+        meta = {"config": dataclasses.asdict(cfg), **hashes}
+        heartbeat.beat("set-up: model", patience=OWN)
+        engine = agree(ctx, lambda: build_engine(cfg, ctx))
+        run_dir = Path(cfg.run.run_dir)
+        agree(ctx, lambda: make_run_dir(run_dir))
+        agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
+        log_banner(engine)
+        heartbeat.beat("set-up: checkpoint", patience=OWN)
+        folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
+        scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
+        checkpointer = Checkpointer(folder, ctx, keep_last=keep, on_error=on_error, scratch=scratch)
+        exit_stack.callback(checkpointer.close)
+        source = choose_checkpoint(cfg, run_dir, ctx)
+        state = source.state(resume(engine, source, meta)) if source else init_weights(engine)
+        prefixes, learned = prefixes_of(cfg.data.data) if cfg.data.data else (), state.get("chat_template")
+        meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
+        if source:
+            log_start(engine, source, meta)
+        # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
+        agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
+        run = make_run(
+            engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
+        )
+        _record_start(run, source)
+        exit_stack.pop_all()
+        run.heartbeat.beat("between calls", run.step, IDLE)
+        return run
+
+
+def _open_same_data(
+    cfg: Config,
+    ctx: ParallelContext,
+    tokenizer: Tokenizer | None,
+    train_data: Samples | None,
+    valid_data: Samples | None,
+) -> tuple[Datasets, dict[str, Any]]:
+    """Open the data, the same on all ranks; return it with the hashes that a checkpoint records."""
+    share = (ctx.rank, ctx.world.size)
+    datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, share))
+    hashes = agree(ctx, datasets.content_hashes)
+    check_equal(ctx, "the data", digest_of(str(hashes)), "give every host the same files")
+    return datasets, {**hashes, "tokenizer_sha256": tokenizer.sha256 if tokenizer else None}
+
+
+def _record_start(run: Run, source: Source | None) -> None:
+    """Record in metrics.jsonl what the run starts from, and continue the history of that checkpoint."""
+    if source and not source.resets:
+        continue_history(run, source.path)
+    origin = {"checkpoint": str(source.path), "resets": " ".join(source.resets)} if source else {}
+    event = "resume" if source else "start"
+    run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, **origin)
+
+
+def digest_of(text: str) -> str:
+    """Return a short hash, for `check_equal`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def continue_history(run: Run, source: Path) -> None:
+    """Make the checkpoint that a run starts from, and those before it in its folder, part of this run's history."""
+    run.checkpointer.continues(source)
+    older = step_folders(source.parent) if source.parent == run.checkpointer.root else []
+    run.saved = [(step, path) for step, path in reversed(older) if step < run.step] + [(run.step, source)]
+
+
+def init_weights(engine: Engine) -> dict[str, Any]:
+    """Give a new run its weights, random or from a Hugging Face folder; return what a checkpoint would record."""
+    folder = engine.cfg.run.init_from_hf
+    if folder is None:
+        engine.optimizer.init_parameters(engine.cfg.train.seed)
+        logger.info(f"new run: random weights of --seed {engine.cfg.train.seed}")
+    else:
+        dtype = load_hf(folder, engine.cfg.model, engine.optimizer.states(), engine.ctx)
+        engine.optimizer.finish_load()
+        logger.info(f"weights from {folder} ({dtype}); the optimizer starts at zero")
+    return {"step": 0, "consumed_samples": 0}
+
+
+def make_run(
+    engine: Engine,
+    *,
+    datasets: Datasets,
+    meta: dict[str, Any],
+    state: dict[str, Any],
+    checkpointer: Checkpointer,
+    heartbeat: Heartbeat,
+) -> Run:
+    """Make the run, given the state that it starts from."""
+    cfg, ctx = engine.cfg, engine.ctx
+    run_dir, sizes = Path(cfg.run.run_dir), cfg.train.batches
+    step, consumed = int(state["step"]), int(state["consumed_samples"])
+    following = sizes.following(step)
+    loader = BatchLoader(datasets.train, following, ctx.dp.rank, ctx.dp.size, consumed_samples=consumed)
+    make_metrics = partial(
+        MetricsLogger,
+        run_dir,
+        ctx.rank,
+        total_steps=cfg.train.train_steps,
+        log_every=cfg.run.log_every,
+        tensorboard=cfg.run.tensorboard,
+        wandb_project=cfg.run.wandb_project,
+        config=meta["config"],
+    )
+    metrics = agree(ctx, make_metrics)
+    profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
+    steps = step_range("--record-schedule", cfg.run.record_schedule)
+    count = sizes.size(max(1, steps.start)) // (cfg.train.micro_batch_size * ctx.dp.size)
+    recorder = Recorder(run_dir / "schedule", ctx, engine.executor, engine.schedule_of(count), steps)
+    threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
+    spikes = SpikeDetector(threshold, state.get("loss_history", ()))
+    engine.executor.observers = (heartbeat,)
+    return Run(
+        engine=engine,
+        datasets=datasets,
+        loader=loader,
+        metrics=metrics,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        profiler=profiler,
+        gpu=GpuReadings(ctx.device if ctx.rank == 0 else torch.device("cpu")),
+        meta=meta,
+        heartbeat=heartbeat,
+        spikes=spikes,
+        step=step,
+        sample_offset=consumed - sizes.samples(step),
+        skipped_steps=int(state.get("skipped_steps", 0)),
+    )
+
+
+def log_banner(engine: Engine) -> None:
+    """Log what is about to be trained."""
+    cfg, ctx = engine.cfg, engine.ctx
+    *fewer, count = cfg.microbatch_counts(ctx.dp.size)
+    parameters = count_parameters(param_map(cfg.model))
+    sharing = f"ZeRO-{cfg.parallel.zero}" + f", gradients {cfg.train.compress}" * (cfg.train.compress != "none")
+    logger.info(
+        f"{cfg.model.arch}, {parameters:,} parameters, on {ctx.world.size} x {ctx.device.type}: dp {ctx.dp.size}, "
+        f"pp {ctx.pp.size}, tp {ctx.tp.size}; {f'{fewer[0]} to ' if fewer else ''}{count} "
+        f"micro-batch{'es' * (count > 1)} of "
+        f"{cfg.train.micro_batch_size} per dp rank and step; {cfg.train.precision}, {sharing}"
+    )
+    if cfg.peak_rate:
+        logger.info(f"peak learning rate {cfg.peak_rate}")
+    _log_documents(engine)
+    _log_sharding(engine)
+
+
+def _log_documents(engine: Engine) -> None:
+    """Log how attention stays within documents, if it does."""
+    cfg, dtype = engine.cfg, DTYPES[engine.cfg.train.precision]
+    packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.data.data))
+    if not packed and not cfg.data.document_mask:
+        return
+    model = cfg.model
+    why = why_masked(engine.ctx.device, dtype, model.head_size, model.attention_dropout, model.attention_softcap)
+    how = "FlashAttention over each" if why is None else f"a mask of seq_len x seq_len ({why})"
+    logger.info(f"attention within documents: {how}")
+
+
+def _log_sharding(engine: Engine) -> None:
+    """Log options for data-parallel ranks that have no effect here, and what ZeRO-3 shards."""
+    cfg, buckets = engine.cfg, engine.optimizer.buckets
+    p, alone = cfg.parallel, engine.ctx.batch.size == 1
+    if cfg.train.compress != "none" and alone:
+        logger.info(f"--compress {cfg.train.compress}: dp is 1, so no gradients are sent and none are compressed")
+    if p.zero > 1 and alone and cfg.train.offload != "optimizer+params":
+        logger.info(f"--zero {p.zero}: dp is 1, so there is nothing to shard")
+    if p.zero == 3 and not alone:
+        unsharded = sum(param.numel() for b in buckets if not b.sharded.weights for param in b.params)
+        total, ranks = sum(param.numel() for b in buckets for param in b.params), buckets[0].share_axis.size
+        logger.info(
+            f"ZeRO-3: {total - unsharded:,} weights of this rank are sharded over {ranks} ranks; {unsharded:,} of "
+            f"small layers are not (--zero-whole-below {p.zero_whole_below:,})"
+        )
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the run's directories."""
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+    except OSError as e:
+        raise UserError(
+            f"--run-dir {run_dir}", f"must be a folder this user can write ({e.strerror})", "choose another --run-dir"
+        ) from None
+
+
+def write_config(run_dir: Path, text: str) -> None:
+    """Write config.yaml; an earlier run's file stays until the new one is completely on disk.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path, part = run_dir / "config.yaml", run_dir / ".config.yaml.part"
+    try:
+        with part.open("w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(part, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        rule = f"cannot be written ({e.strerror})"
+        raise UserError(str(path), rule, "make room, or choose another --run-dir") from None

@@ -1,0 +1,50 @@
+"""The figures of a step: one line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import torch
+
+from megalite.model.flops import flops_per_token, peak_flops
+from megalite.train.run import Run
+from megalite.train.step import StepResult
+
+
+def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> dict[str, Any]:
+    """Make one line of metrics.jsonl."""
+    cfg, ctx = run.engine.cfg, run.engine.ctx
+    size = cfg.train.batches.size(run.step)
+    tokens = size * cfg.model.seq_len
+    per_second = tokens / seconds
+    flops = flops_per_token(cfg.model).causal * per_second / ctx.world.size
+    peak = peak_flops(ctx.device)
+    return {
+        "step": run.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}),
+        **({} if cfg.optim.start_weight_decay is None else {"weight_decay": result.weight_decay}),
+        **({} if cfg.train.batch_size_schedule is None else {"global_batch_size": size}),
+        "loss_scale": result.loss_scale,
+        "skipped_steps": run.skipped_steps,
+        "consumed_samples": run.consumed_samples,
+        "consumed_tokens": run.consumed_samples * cfg.model.seq_len,
+        "step_time_s": seconds,
+        "tokens_per_s": per_second,
+        "tflops_per_gpu": flops / 1e12,
+        "mfu": flops / peak if peak else None,
+        "data_wait_s": waited,
+        "grad_bytes_sent": run.engine.optimizer.grad_bytes_sent,
+        "memory_gib": peak_memory(ctx.device) / 2**30,
+        **run.gpu.latest,
+    }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory so far in bytes: allocated on the GPU, or resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

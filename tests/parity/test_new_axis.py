@@ -1,0 +1,73 @@
+"""A throw-away axis: one row in the table of axes, one cut of the batch, and it trains like the others.
+
+The ranks of "sq" read the same samples; each counts the losses of every other token only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megalite.config.run import Config
+from megalite.dist import grid as table
+from megalite.dist.grid import Grid, MeshAxis
+from tests.parity import jobs
+from tests.parity.test_zero import Gradients, assert_same, boxes_of, config
+from tests.workers import WorkerPool
+
+# (world, tp, pp, layout). On 2 ranks, the new axis alone shares the batch.
+CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "sq2": (2, 1, 1, {"overlap_grad_reduce": False}),
+    "dp2-sq2": (4, 1, 1, {"zero_group": "2"}),
+    "tp2-pp2-sq2": (8, 2, 2, {"schedule": "zb-h1"}),
+}
+
+
+def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[float, float]], Gradients]]:
+    """By config: (loss, gradient norm) of two steps; this rank's boxes of the first's gradients."""
+    import torch
+
+    from megalite.dist.context import ParallelContext
+    from megalite.train import step
+    from megalite.train.build import build_engine
+
+    ctx = ParallelContext.create(grid, torch.device("cpu"))
+    sq, cut = ctx.axis("sq"), step.to_microbatches
+
+    def of_this_rank(*args: Any) -> Any:
+        out = []
+        for microbatch in cut(*args):
+            others = torch.arange(len(microbatch.targets_SB)) % sq.size != sq.rank
+            out.append(replace(microbatch, targets_SB=microbatch.targets_SB.masked_fill(others[:, None], -1)))
+        return out
+
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "to_microbatches", of_this_rank)
+        for cfg in cfgs:
+            engine = build_engine(cfg, ctx)
+            assert any(bucket.sharded.weights for bucket in engine.optimizer.buckets) == (cfg.parallel.zero == 3)
+            engine.optimizer.init_parameters(cfg.train.seed)
+            first = jobs.run_steps(engine, 1)
+            boxes = boxes_of(engine)
+            results.append((first + jobs.run_steps(engine, 2, first=2), boxes))
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_axis_is_one_row(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    world, tp, pp, options = CASES[case]
+    pp_axis, dp_axis, tp_axis = table.AXES
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "AXES", (pp_axis, dp_axis, MeshAxis("sq", cuts_batch=True), tp_axis))
+        grid = Grid.from_config(SimpleNamespace(tp=tp, pp=pp, sq=2), world)
+    assert grid.axes == (("pp", pp), ("dp", world // (2 * tp * pp)), ("sq", 2), ("tp", tp))
+    layout = {"tp": tp, "pp": pp, **options}
+    cfgs = [config(jobs.llama(), zero, layout if zero > 1 else {**layout, "zero_group": "full"}) for zero in (1, 3)]
+    ranks = pool.run(world, trained, cfgs, grid)
+    single = replace(jobs.make_config(jobs.llama()), optim=cfgs[0].optim)
+    for i, cfg in enumerate(cfgs):
+        assert_same([rank[i] for rank in ranks], single, f"{case} ZeRO-{cfg.parallel.zero}")

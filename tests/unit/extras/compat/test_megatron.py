@@ -1,0 +1,495 @@
+"""Spellings of Megatron-LM: each acts as ours does or is refused by name, and docs/megatron.md lists them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config import cli
+from megalite.config.model import RopeScaling
+from megalite.config.options import GROUP_OF, TYPES
+from megalite.config.run import Config, rates_at
+from megalite.errors import UserError
+from megalite.extras.compat import megatron as aliases
+from megalite.extras.compat import refusals
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.compat.table import Refusal, all_patterns
+from megalite.schedules.lr import LR_DECAYS
+
+parse = partial(cli.parse, dialect=DIALECT)
+DOCS = Path(__file__).parents[4] / "docs" / "megatron.md"
+
+# A value for each option that is not its default and that is valid beside defaults.
+SAMPLE = {
+    "tp": "2", "pp": "2", "vp": "2", "zero": "0", "device": "cpu", "bucket_size": "7", "vocab_divisible_by": "64",
+    "num_heads": "8", "num_kv_heads": "2", "head_dim": "32", "seq_len": "64", "norm": "layernorm", "norm_eps": "1e-3",
+    "position": "learned", "rope_theta": "5e5", "rope_fraction": "0.5", "init_std": "0.1", "tokenizer": "T",
+    "micro_batch_size": "2", "train_steps": "7", "recompute": "full", "lr_decay": "linear", "lr_decay_steps": "9",
+    "wsd_decay_steps": "3", "warmup_steps": "5", "init_lr": "1e-5", "beta1": "0.8", "beta2": "0.7", "eps": "1e-6",
+    "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
+    "weight_decay": "0.3", "weight_decay_ramp": "constant",
+    "data": "P", "valid_data": "Q", "rope_linear_factor": "8", "window_pattern": "2",
+}  # fmt: skip
+
+
+def config(*argv: str) -> Config:
+    return parse(list(argv)).config
+
+
+def values(c: Config) -> dict[str, Any]:
+    return {name: getattr(getattr(c, group), name) for name, group in GROUP_OF.items()}
+
+
+@pytest.mark.parametrize("theirs", aliases.RENAMED)
+def test_renamed_flag_acts_as_ours(theirs: str) -> None:
+    name = aliases.RENAMED[theirs]
+    ours = config("--" + name.replace("_", "-"), SAMPLE[name])
+    assert config(f"--{theirs}", SAMPLE[name]) == ours != Config()
+    assert config(f"--{theirs.replace('-', '_')}={SAMPLE[name]}") == ours
+
+
+@pytest.mark.parametrize("theirs", aliases.SWITCHES)
+def test_switch_sets_what_it_says(theirs: str) -> None:
+    says = aliases.SWITCHES[theirs]
+    argv: list[str] = []
+    for name, value in says.items():
+        flag = name.replace("_", "-")
+        dashes = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
+        argv += dashes[value] if TYPES[name] is bool else [f"--{flag}", str(value)]
+    # Some are about a checkpoint.
+    start = ("--resume", "runs/other")
+    assert config(*start, f"--{theirs}") == config(*start, *argv)
+    with pytest.raises(UserError, match="takes no value"):
+        config(f"--{theirs}", "1")
+
+
+@pytest.mark.parametrize(
+    ("flag", "theirs", "option", "value"),
+    [
+        ("normalization", "RMSNorm", "norm", "rmsnorm"),
+        ("normalization", "LayerNorm", "norm", "layernorm"),
+        ("position-embedding-type", "learned_absolute", "position", "learned"),
+        ("position-embedding-type", "rope", "position", "rope"),
+        ("lr-decay-style", "WSD", "lr_decay", "wsd"),
+        ("lr-decay-style", "cosine", "lr_decay", "cosine"),
+        ("lr-decay-style", "inverse-square-root", "lr_decay", "inverse-square-root"),
+        ("optimizer", "adam", "optimizer", "adamw"),
+        ("distributed-backend", "nccl", "device", "cuda"),
+        ("distributed-backend", "gloo", "device", "cpu"),
+        ("data-parallel-sharding-strategy", "no_shard", "zero", 0),
+        ("data-parallel-sharding-strategy", "optim", "zero", 1),
+        ("recompute-granularity", "selective", "recompute", "selective"),
+    ],
+)
+def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: Any) -> None:
+    assert values(config(f"--{flag}", theirs))[option] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "option", "value"),
+    [
+        ("--num-layers 16 --pp 2 --num-layers-per-virtual-pipeline-stage 2", "vp", 4),
+        ("--num-layers-per-virtual-pipeline-stage 1 --pp 2 --vp 2", "vp", 2),
+        ("--train-samples 800 --global-batch-size 8", "train_steps", 100),
+        ("--train-samples 1600 --lr-warmup-fraction 0.1", "warmup_steps", 20),
+        ("--train-iters 1000 --lr-decay-iters 500 --lr-warmup-fraction 0.01", "warmup_steps", 5),
+        ("--lr-warmup-samples 16", "warmup_steps", 2),
+        ("--train-samples 1953125000 --global-batch-size 128", "train_steps", 15258789),
+        ("--group-query-attention", "num_kv_heads", 1),
+        ("--group-query-attention --num-query-groups 2", "num_kv_heads", 2),
+        ("--num-query-groups 2 --group-query-attention", "num_kv_heads", 2),
+        ("--window-size (127,0) --window-attn-skip-freq 4", "window", 128),
+        ("--window-size=-1,0", "window", None),
+        ("--use-rope-scaling --rope-scaling-factor 32", "rope_scaling", RopeScaling(factor=32.0)),
+        ("--rope-scaling-factor 32", "rope_scaling", None),
+        ("--distributed-timeout-minutes 2", "watchdog_timeout", 120.0),
+        ("--zero-stage optim_grads_params --num-distributed-optimizer-instances 2", "zero_group", "dp/2"),
+        ("--lr-decay-samples 800", "lr_decay_steps", 100),
+        ("--lr-wsd-decay-samples 80", "wsd_decay_steps", 10),
+        (
+            "--weight-decay 0.01 --weight-decay-incr-style cosine --start-weight-decay 0.02 --end-weight-decay 0.3",
+            "weight_decay",
+            0.3,
+        ),
+        ("--end-weight-decay 0.3 --weight-decay 0.01", "weight_decay", 0.3),
+        ("--save R --load R", "resume", "latest"),
+        ("--save R --load R/checkpoints/step_00000010", "resume", "R/checkpoints/step_00000010"),
+        ("--preset gpt2-124m --disable-bias-linear", "o_bias", False),
+        ("--preset gpt2-124m --disable-bias-linear", "qkv_bias", False),
+        ("--preset gpt2-124m --disable-bias-linear --add-qkv-bias", "qkv_bias", True),
+        ("--preset gpt2-124m --add-qkv-bias --disable-bias-linear", "qkv_bias", True),
+        ("--preset gpt2-124m --add-qkv-bias --disable-bias-linear", "mlp_bias", False),
+        ("--preset gpt2-124m --untie-embeddings-and-output-weights", "tie_embeddings", False),
+    ],
+)
+def test_flags_that_need_others_to_be_understood(argv: str, option: str, value: Any) -> None:
+    assert values(config(*shlex.split(argv)))[option] == value
+
+
+def test_ramp_is_theirs() -> None:
+    """Sizes, number of steps, and what rates count, against a loop over the rule of Megatron-LM's ramp."""
+    batch, start, increment, ramp, samples = 48, 16, 8, 300, 2000
+    argv = f"--rampup-batch-size {start} {increment} {ramp} --train-samples {samples} --lr-warmup-samples 480"
+    c = config(*argv.split(), "--global-batch-size", str(batch), "--lr-decay-samples=1920")
+    share, consumed, sizes = ramp / ((batch - start) // increment), 0, []
+    while True:
+        size = batch if consumed > ramp else start + int(consumed / share) * increment
+        if consumed + size > samples:
+            break
+        sizes.append(size)
+        consumed += size
+    assert c.train.train_steps == len(sizes)
+    assert [c.train.batches.size(step) for step in range(1, len(sizes) + 1)] == sizes
+    assert len(set(sizes)) == 5
+    # 480 samples are ten full batches of warmup; theirs is one step behind.
+    assert (c.optim.lr_by, c.optim.warmup_steps, c.optim.lr_decay_steps) == ("samples", 10, 40)
+    assert rates_at(c.optim, c.train, 3)[0] == pytest.approx(c.optim.lr * sum(sizes[:3]) / 480)
+
+
+def test_batch_size_schedule_in_tokens() -> None:
+    c = config("--step-batch-size-schedule", "0:768 250B:1536 500B:3072", "--seq-length", "8192")
+    first = -(-250 * 10**9 // 8192 // 768)
+    assert c.train.batches.phases[:2] == ((0, 768), (first, 1536))
+    assert c.train.global_batch_size == 3072
+    # Ours counts steps, and so do the rates: samples are converted to steps.
+    ours = config("--batch-size-schedule", "0:4 3:8", "--train-samples", "30", "--lr-warmup-samples", "20")
+    assert (ours.train.train_steps, ours.optim.warmup_steps, ours.optim.lr_by) == (5, 4, "steps")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--rampup-batch-size 16 8", "--rampup-batch-size 16 8: must be START INCREMENT SAMPLES"),
+        ("--rampup-batch-size a 8 300", "--rampup-batch-size a 8 300: must be a list of whole numbers"),
+        ("--rampup-batch-size 16 7 300 --global-batch-size 48", "--global-batch-size 48 must be START plus"),
+        ("--rampup-batch-size 1 1 300 --global-batch-size 1000000000000", "at most 10000 increments"),
+        ("--step-batch-size-schedule 0:8,1x:16", "must be pairs START:SIZE in rising order"),
+        ("--step-batch-size-schedule 0:0", "must have sizes of at least 1"),
+        ("--step-batch-size-schedule 0:8 --global-batch-size 16", "--global-batch-size 16: must be the largest of"),
+        ("--rampup-batch-size 16 8 300 --batch-size-schedule 0:4 --global-batch-size 48", "conflicts with it"),
+        ("--rampup-batch-size 16 8 300 --lr-by steps --global-batch-size 48", "--lr-by steps conflicts with it"),
+        ("--num-layers 10 --pp 4 --num-layers-per-virtual-pipeline-stage 1", "cannot be split into chunks of 1; give"),
+        ("--num-layers-per-virtual-pipeline-stage 0", "cannot be split into chunks of 0"),
+        ("--num-layers-per-virtual-pipeline-stage x", "must be a whole number"),
+        ("--pp 2 --vp 1 --num-layers-per-virtual-pipeline-stage 1", "--vp 1 conflicts with it"),
+        ("--train-samples 801 --global-batch-size 0", "--global-batch-size 0: must be at least 1"),
+        ("--window-size 127", "must be two whole numbers, LEFT,RIGHT"),
+        ("--window-size 127,1", "attention is causal"),
+        ("--lr-warmup-fraction 1.5", "must be between 0 and 1"),
+        ("--num-distributed-optimizer-instances 0", "must be at least 1"),
+        ("--lr-warmup-fraction nan", "must be between 0 and 1"),
+        ("--load", "--load: takes one value"),
+        ("--bf16 --fp16", "--fp16: --bf16 conflicts with it; keep one of the two"),
+        ("--swiglu --activation gelu", "--activation gelu: --swiglu conflicts with it"),
+        ("--zero-stage 4", "--zero-stage 4: must be one of 0, 1, 2, 3"),
+        ("--lr-decay-style steep", f"must be one of {', '.join(LR_DECAYS)}"),
+        ("--learning-rate 1e-3", "--learning-rate 1e-3: is a name of the Hugging Face Trainer; give --lr"),
+        ("--per_device_train_batch_size 4", "give --micro-batch-size"),
+        ("--gradient-accumulation-steps 4", "give --global-batch-size, which is steps x --micro-batch-size x dp"),
+        ("--epochs 3", "give --train-steps, which is epochs x samples / --global-batch-size"),
+        ("--nproc-per-node 8", "--nproc-per-node 8: is an option of torchrun; write it before pretrain_gpt.py"),
+        (
+            "--foo --lr 1 --bar",
+            "--foo: is an unknown flag; see --help all\n  --bar: is an unknown flag; see",
+        ),
+        ("--tp 2 --tensor-model-parallel-size 4", "--tensor-model-parallel-size 4: --tp 2 conflicts with it"),
+    ],
+)
+def test_mistakes_are_reported_in_their_words(argv: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(shlex.split(argv))
+    assert message in str(caught.value)
+
+
+def test_a_file_with_one_of_their_names_says_what_ours_is(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {num_attention_heads: 1}")
+    with pytest.raises(UserError, match="num_attention_heads: is not an option of model; write num_heads under model"):
+        parse(["--config", str(tmp_path / "c.yaml")])
+
+
+NO_EFFECT = """
+    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout
+    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split standalone-embedding-stage
+    pipeline-model-parallel-split-rank microbatch-group-size-per-virtual-pipeline-stage
+    overlap-param-gather-with-optimizer-step overlap-p2p-communication overlap-p2p-communication-warmup-flush
+    tp-comm-overlap no-overlap-p2p-communication no-align-grad-reduce no-align-param-gather tp-comm-overlap-cfg
+    tp-comm-overlap-rs-dgrad defer-embedding-wgrad-compute DDP-impl no-contiguous-buffers-in-local-ddp
+    ddp-num-buckets ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
+    zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size
+    zero-allgather-bucket-size no-pipeline-parallel ds-fused-adam local-rank lazy-mpu-init recompute-method
+    recompute-num-layers recompute-modules distribute-saved-activations checkpoint-num-layers
+    distribute-checkpointed-activations partition-activations contigious-checkpointing use-flash-attn
+    use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton attention-backend transformer-impl
+    no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
+    no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion cross-entropy-fusion-impl
+    use-fused-rmsnorm use-te-activation-func use-mcore-models use-legacy-models attention-softmax-in-fp32
+    apply-query-key-layer-scaling no-query-key-layer-scaling use-cpu-initialization no-initialization
+    init-model-with-meta-device tokenizer-type tokenizer-metadata legacy-tokenizer trust-remote-code
+    padded-vocab-size calculate-per-token-loss create-attention-mask-in-dataloader
+    no-create-attention-mask-in-dataloader data-cache-path no-mmap-bin-files mmap-warmup num-workers data-impl
+    num-dataset-builder-threads override-opt-param-scheduler ckpt-format use-dist-ckpt dist-ckpt-format
+    auto-detect-ckpt-format ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load
+    ckpt-assume-constant-structure dist-ckpt-strictness no-save-optim no-save-rng async-save verify-checkpoint
+    exit-signal-handler tensorboard-log-interval tensorboard-queue-size log-throughput log-progress
+    log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option log-timers-to-tensorboard
+    log-memory-to-tensorboard log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard
+    log-world-size-to-tensorboard log-optimizer-states-to-tensorboard no-log-loss-scale-to-tensorboard
+    wandb-exp-name wandb-save-dir no-check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads
+    manual-gc empty-unused-memory-level profile-step-start profile-ranks inference-max-requests
+    straggler-minmax-count nccl-communicator-config-path te-rng-tracker use-sharp one-logger-project
+    no-one-logger exit-signal
+"""
+"""Dropping these changes nothing that is trained."""
+
+MATTERS = """
+    context-parallel-size cp-comm-type hierarchical-context-parallel-sizes ds-sequence-parallel-size
+    force-ds-sequence-parallel num-experts expert-model-parallel-size expert-tensor-parallel-size
+    expert-interval topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
+    num-experts-switch moe-router-topk use-megatron-fsdp use-torch-fsdp2 cpu-optimizer cpu-torch-adam
+    optimizer-offload-fraction cpu-offloading-num-layers remote-device use-pin-memory
+    checkpoint-in-cpu deepspeed spec fp32-residual-connection fp16-lm-cross-entropy
+    embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul squared-relu quick-geglu
+    apply-residual-connection-post-layernorm embed-layernorm use-alibi-position-embeddings no-position-embedding
+    rotary-interleaved rope-type qk-l2-norm softmax-type multi-latent-attention mtp-num-layers
+    relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
+    data-parallel-random-init sliding-window vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens
+    vocab-extra-ids reset-position-ids reset-attention-mask eod-mask-loss dataloader-type test-data-path
+    data-args-path per-split-data-args-path decrease-batch-size-if-needed train-tokens lr-decay-tokens
+    lr-warmup-tokens warmup do-norm-bias-weight-decay
+    head-lr-mult
+    lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state
+    universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint
+    use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
+    exit-interval exit-duration-in-mins kill-switch-path adlr-autoresume skip-train tensorboard-dir wandb-entity
+    fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-momentum
+    use-precision-aware-optimizer iterations-to-skip full-validation
+"""
+"""Dropping these would train something else, or would do it elsewhere or longer."""
+
+
+def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> None:
+    for theirs in NO_EFFECT.split():
+        with pytest.raises(
+            UserError, match=f"^--{theirs} 7: has no effect here: .*; drop it, or give --ignore-megatron"
+        ):
+            parse([f"--{theirs}", "7"])
+        assert config(f"--{theirs}", "7", "--ignore-megatron-flags") == Config()
+    for theirs in MATTERS.split():
+        with pytest.raises(UserError, match=f"^--{theirs} 7: is not an option here: .*; "):
+            parse([f"--{theirs}", "7", "--ignore-megatron-flags"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(
+            "--context-parallel-size 1",
+            "--expert-model-parallel-size 1",
+            "--attention-backend auto",
+            "--rope-type rope",
+        ),
+        *("--softmax-type vanilla", "--vocab-extra-ids 0", "--dataloader-type single", "--mtp-num-layers 0"),
+        *("--lr-wsd-decay-style linear", "--num-distributed-optimizer-instances 1"),
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_accepted(argv: str) -> None:
+    assert config(*argv.split()) == Config()
+    assert config(*argv.replace(" ", "=").split()) == Config()
+
+
+def test_ignored_flags_are_named_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        config(*shlex.split("--ignore-megatron-flags --use-mcore-models --log-throughput --tp 1 --num-workers 2"))
+    (line,) = caplog.messages
+    assert line.split(": ")[1] == "--use-mcore-models, --log-throughput, --num-workers"
+
+
+@pytest.mark.parametrize("typo", ["log-evry", "wandb-projct", "recompute-granularty", "no-save-every", "zero-stag"])
+def test_a_typo_of_an_option_is_not_taken_for_a_flag_that_is_refused(typo: str) -> None:
+    with pytest.raises(UserError, match=f"--{typo} 1: is an unknown flag; did you mean --"):
+        parse([f"--{typo}", "1"])
+
+
+def test_all_refusals_of_a_script_are_reported_at_once() -> None:
+    """Those that matter have a line each; a bare --profile, and a value that is missing, hide nothing."""
+    script = "--tp 2 --use-mcore-models --profile --bf16 --fo 3 --eod-mask-loss --lr --num-workers 2 --epochs 3"
+    with pytest.raises(UserError) as caught:
+        parse(shlex.split(script))
+    head, *lines, last = str(caught.value).splitlines()
+    assert head.startswith("4 flags: ")
+    assert "; 2 more have no effect here" in head
+    starts = (
+        "  --profile: takes",
+        "  --fo 3: is an unknown flag; ",
+        "  --eod-mask-loss: is not",
+        "  --epochs 3: is a name of",
+    )
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts))
+    assert last == "  no effect: --use-mcore-models, --num-workers"
+
+
+def test_tables_do_not_contradict_each_other() -> None:
+    named = all_patterns([*refusals.MEGATRON, *refusals.TRAINER])
+    theirs = [*aliases.RENAMED, *aliases.SWITCHES, *aliases.COMPUTED, *named]
+    assert [flag for flag in set(theirs) if theirs.count(flag) > 1] == []
+    ours = {name.replace("_", "-") for name in GROUP_OF}
+    assert not ours & set(theirs)
+    assert "*" not in named
+    assert set(aliases.RENAMED.values()) <= set(GROUP_OF)
+
+
+def test_a_megatron_script_becomes_the_configuration_it_means() -> None:
+    """The usual options of a Llama 3 8B script; what is expected is written out, not taken from the tables."""
+    c = config(
+        *shlex.split("""
+        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4
+        --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
+        --seq-length 8192 --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 500000
+        --rotary-percent 1.0 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.01
+        --micro-batch-size 1 --global-batch-size 128 --train-iters 5000 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine
+        --lr-warmup-iters 200 --lr-decay-iters 4000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+        --adam-eps 1e-7 --clip-grad 1.0 --bf16 --grad-reduce-in-bf16 --recompute-activations --seed 42
+        --data-path 0.7 A_text_document 0.3 B_text_document --split 949,50,1 --tokenizer-model T
+        --make-vocab-size-divisible-by 256 --distributed-backend nccl --log-interval 10 --save-interval 500
+        --eval-interval 250 --eval-iters 20 --save out --load out""")
+    )
+    expected = {
+        "tp": 4, "pp": 2, "vp": 4, "sequence_parallel": True, "zero": 1, "device": "cuda",
+        "overlap_grad_reduce": True, "overlap_param_gather": True, "vocab_divisible_by": 256,
+        "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_heads": 32, "num_kv_heads": 8,
+        "seq_len": 8192, "position": "rope", "rope_theta": 500000.0, "rope_fraction": 1.0, "norm": "rmsnorm",
+        "norm_eps": 1e-5, "activation": "swiglu", "qkv_bias": False, "mlp_bias": False, "tie_embeddings": False,
+        "init_std": 0.01, "micro_batch_size": 1, "global_batch_size": 128, "train_steps": 5000, "seed": 42,
+        "lr": 3e-4, "min_lr": 3e-5, "lr_decay": "cosine", "warmup_steps": 200, "lr_decay_steps": 4000,
+        "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.98, "eps": 1e-7, "clip_grad": 1.0, "precision": "bf16",
+        "grad_reduce_dtype": "bf16", "recompute": "selective", "split": "949,50,1", "tokenizer": "T",
+        "data": ("0.7", "A_text_document", "0.3", "B_text_document"), "log_every": 10, "save_every": 500,
+        "eval_every": 250, "eval_steps": 20, "run_dir": "out", "resume": "latest",
+    }  # fmt: skip
+    assert {name: values(c)[name] for name in expected} == expected
+
+
+# ------------------------------------------------------------------------------------------------ docs/megatron.md
+
+THEIR_DEFAULTS = {
+    "position": "learned",
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "qkv_bias": "on",
+    "o_bias": "on",
+    "mlp_bias": "on",
+    "tie_embeddings": "on",
+    "hidden_dropout": "0.1",
+    "attention_dropout": "0.1",
+    "vocab_size": "the tokenizer's",
+    "sequence_parallel": "off",
+    "zero": "0",
+    "overlap_grad_reduce": "off",
+    "overlap_param_gather": "off",
+    "lr_decay": "linear",
+    "weight_decay": "0.01",
+    "beta2": "0.999",
+    "initial_loss_scale": "4294967296.0",
+    "eval_every": "1000",
+    "eval_steps": "100",
+    "log_every": "100",
+}
+"""What Megatron-LM takes where nothing is given, in our words; the document shows those that differ from ours."""
+
+
+def flag(name: str) -> str:
+    return f"`--{name.replace('_', '-')}`"
+
+
+def ours(switch: dict[str, Any]) -> str:
+    """`--x value`, `--x` or `--no-x` for each option."""
+    shown = []
+    for name, value in switch.items():
+        on = "" if value is True else "no-"
+        dashed = name.replace("_", "-")
+        shown.append(f"`--{on}{dashed}`" if TYPES[name] is bool else f"`--{dashed} {value}`")
+    return " ".join(shown)
+
+
+def renamed_table() -> list[str]:
+    rows = ["| Megatron-LM, Megatron-DeepSpeed | here |", "|---|---|"]
+    for theirs, name in aliases.RENAMED.items():
+        spelled = ", ".join(f"`{a}` = `{b}`" for a, b in aliases.VALUES.get(name, {}).items())
+        rows.append(f"| `--{theirs}` | {flag(name)}{f' ({spelled})' if spelled else ''} |")
+    rows += [f"| `--{theirs}` | {ours(switch)} |" for theirs, switch in aliases.SWITCHES.items()]
+    return rows
+
+
+def defaults_table() -> list[str]:
+    rows = ["| option | theirs | here |", "|---|---|---|"]
+    for name, theirs in THEIR_DEFAULTS.items():
+        default = next(f.default for f in dataclasses.fields(getattr(Config(), GROUP_OF[name])) if f.name == name)
+        shown = ("on" if default else "off") if TYPES[name] is bool else str(default)
+        rows += [f"| {flag(name)} | {theirs} | {shown} |"] if default is not None and shown != theirs else []
+    return rows
+
+
+def refused_table() -> list[str]:
+    rows = ["| refused | because | instead |", "|---|---|---|"]
+    for entry in refusals.MEGATRON:
+        if entry.instead:
+            why = entry.why.removeprefix("is not an option here: ")
+            rows.append(f"| {flags_of(entry)} | {why} | {entry.instead} |")
+    return rows
+
+
+def no_effect_table() -> list[str]:
+    rows = ["| no effect | because |", "|---|---|"]
+    for entry in refusals.MEGATRON:
+        if not entry.instead:
+            rows.append(f"| {flags_of(entry)} | {entry.why.removeprefix('has no effect here: ')} |")
+    return rows
+
+
+def others_table() -> list[str]:
+    rows = ["| Hugging Face Trainer, torchrun | here |", "|---|---|"]
+    return rows + [f"| {flags_of(entry)} | {entry.instead} |" for entry in refusals.TRAINER]
+
+
+def flags_of(entry: Refusal) -> str:
+    return " ".join(f"`--{flag}`{f' (except {off[0]})' if off else ''}" for flag, off in entry.patterns.items())
+
+
+def with_tables(text: str) -> str:
+    """The document with the tables between its `<!-- NAME -->` and `<!-- end -->` marks made anew."""
+    tables = {"renamed": renamed_table, "defaults": defaults_table, "refused": refused_table}
+    for name, table in (tables | {"no effect": no_effect_table, "others": others_table}).items():
+        before, rest = text.split(f"<!-- {name} -->\n")
+        _, after = rest.split("<!-- end -->", 1)
+        text = "\n".join([f"{before}<!-- {name} -->", *table(), f"<!-- end -->{after}"])
+    return text
+
+
+def test_the_two_commands_of_the_document_are_the_same_run() -> None:
+    blocks = [
+        block.split("```")[0].replace("\\\n", " ") for block in DOCS.read_text(encoding="utf-8").split("```bash\n")[1:]
+    ]
+    theirs, ours = [shlex.split(block.split("pretrain_gpt.py ")[1]) for block in blocks[:2]]
+    assert "--tp" in ours
+    assert "--tp" not in theirs
+    assert config(*theirs) == config(*ours)
+
+
+def test_the_document_lists_every_flag() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    assert text == with_tables(text), f"run: python {Path(__file__).name} --write"
+    for computed in aliases.COMPUTED:
+        assert f"`--{computed}" in text
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    DOCS.write_text(with_tables(DOCS.read_text(encoding="utf-8")), encoding="utf-8")

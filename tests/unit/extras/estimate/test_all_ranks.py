@@ -1,0 +1,156 @@
+"""The collectives and messages of all ranks fit together, in every layout, if each operation blocks its rank.
+
+No processes: each rank's real step runs here, one after the other, in a world that only records. gloo cannot show this,
+as it lets two groups of a rank proceed at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.run import Config
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
+from megalite.extras.estimate.match import find_faults
+from megalite.extras.estimate.rank import plausible_status, run_step
+from megalite.extras.estimate.record import Communication, recorded_world
+from megalite.optim.gather_chain import GatherChain
+from megalite.train.build import build_engine
+from megalite.train.step import eval_step
+from tests.parity import jobs
+from tests.parity.test_layouts import LAYOUTS, MODELS, VARIANTS
+
+SP_OFF = {"sequence_parallel": False}
+CUT = {"tp": 2, "pp": 2}
+WHOLE_3 = {"zero": 3, "zero_whole_below": 0}
+
+# As in the parity grid: (world, layers, layout, training options); for Llama and for GPT-2 with tied embeddings.
+MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "zero0": (8, 4, {**CUT, "zero": 0}, {}),
+    "zero2": (8, 4, {**CUT, "zero": 2}, {}),
+    "zero2-step": (8, 4, {**CUT, "zero": 2, "zero_reduce": "step"}, {}),
+    "zero3": (8, 4, {**CUT, **WHOLE_3}, {}),
+    "zero3-small-whole": (8, 4, {**CUT, "zero": 3, "zero_whole_below": 4000}, {}),
+    "zero3-backward": (8, 4, {**CUT, **WHOLE_3, "zero_keep": "backward"}, {}),
+    "zero3-keep-step": (8, 4, {**CUT, **WHOLE_3, "zero_keep": "step"}, {}),
+    "zero3-zb-h1": (8, 4, {**CUT, **WHOLE_3, "schedule": "zb-h1"}, {}),
+    "zero3-zb-v": (8, 4, {**CUT, **WHOLE_3, "vp": 2, "schedule": "zb-v"}, {}),
+    "zero3-vp2": (8, 4, {**CUT, **WHOLE_3, "vp": 2}, {}),
+    "zero3-groups": (16, 4, {**CUT, **WHOLE_3, "zero_group": "2"}, {"global_batch_size": 16}),
+    "zero2-groups": (8, 4, {"tp": 2, "zero": 2, "zero_group": "2"}, {}),
+    "one-bucket": (8, 4, {**CUT, "bucket_size": None}, {}),
+    "no-overlap": (
+        8,
+        4,
+        {**CUT, "overlap_grad_reduce": False, "overlap_param_gather": False, "overlap_tp_reduce": False},
+        {},
+    ),
+    "no-sp-zb-h1": (8, 4, {**CUT, **SP_OFF, "schedule": "zb-h1"}, {}),
+    "tp4-no-sp": (8, 4, {"tp": 4, **SP_OFF}, {}),
+    "recompute-full": (8, 4, CUT, {"recompute": "full"}),
+    "recompute-selective": (8, 4, {**CUT, "schedule": "zb-h1"}, {"recompute": "selective"}),
+    "loss-chunk": (8, 4, CUT, {"loss_chunk": 5}),
+    "smoothing": (8, 4, CUT, {"label_smoothing": 0.1}),
+    "bf16": (8, 4, CUT, {"precision": "bf16", "grad_reduce_dtype": "bf16"}),
+    "int8": (8, 4, CUT, {"compress": "int8"}),
+    "topk": (8, 4, CUT, {"compress": "topk:0.1"}),
+    "powersgd": (8, 4, CUT, {"compress": "powersgd:2"}),
+    "gpipe": (8, 4, {**CUT, "schedule": "gpipe"}, {}),
+    "naive": (8, 4, {**CUT, "schedule": "naive"}, {}),
+    "eager": (8, 4, {"tp": 2, "pp": 4, "schedule": "1f1b-eager"}, {}),
+    "pp3": (6, 6, {"pp": 3, "schedule": "zb-h1"}, {}),
+    "pp4-vp3": (4, 12, {"pp": 4, "vp": 3}, {}),
+}
+LARGE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "64-interleaved": (64, 16, {"tp": 4, "pp": 4, "vp": 2}, {"global_batch_size": 16}),
+    "64-zb-v-zero3": (64, 16, {"tp": 2, "pp": 8, "vp": 2, "schedule": "zb-v", **WHOLE_3}, {"global_batch_size": 32}),
+}
+ALL = {
+    **{
+        f"{name}-{model}": (MODELS[model], *layout, *([{}] if len(layout) == 3 else []))
+        for name, layout in (LAYOUTS | MORE).items()
+        for model in ("llama", "gpt2")
+    },
+    **{name: (MODELS["gpt2"], *layout) for name, layout in LARGE.items()},
+    **{
+        name: (lambda layers, options=options: jobs.llama(layers, **options), 8, 4, CUT, {})
+        for name, options in VARIANTS.items()
+    },
+}
+
+
+def run_rank(cfg: Config, grid: Grid, rank: int) -> list[Communication]:
+    """What a rank posts in a step and an evaluation."""
+    with recorded_world(rank, grid.world) as log:
+        engine = build_engine(cfg, ParallelContext.create(grid, torch.device("cpu")))
+        run_step(engine, log)
+        with plausible_status(cfg):
+            batch = torch.zeros(cfg.train.global_batch_size // engine.ctx.dp.size, cfg.model.seq_len + 1)
+            eval_step(engine, batch.long())
+        return [event for event in log if isinstance(event, Communication)]
+
+
+def run_all(name: str) -> list[list[Communication]]:
+    """What all ranks of a layout post."""
+    make, world, layers, parallel, train = ALL[name]
+    cfg = jobs.make_config(make(layers), parallel, **train)
+    grid = Grid.from_config(cfg.parallel, world)
+    return [run_rank(cfg, grid, rank) for rank in range(world)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_ranks_fit_together(name: str) -> None:
+    logs = run_all(name)
+    assert find_faults(logs) == []
+    assert all(logs)
+
+
+@pytest.fixture(scope="module")
+def logs() -> list[list[Communication]]:
+    return run_all("tp2-pp2-vp2-dp2-zero1-gpt2")
+
+
+def swapped(log: Sequence[Communication], i: int) -> list[Communication]:
+    return [*log[:i], log[i + 1], log[i], *log[i + 2 :]]
+
+
+def test_two_operations_in_another_order_get_stuck(logs: list[list[Communication]]) -> None:
+    tried = 0
+    for i, (one, other) in enumerate(itertools.pairwise(logs[3])):
+        both = set(one.ranks) & set(other.ranks) - {3}
+        # If another rank takes part in both, it waits in the one and this rank in the other. Equal ones may be swapped.
+        whom = {posted.peer for posted in (one, other) if posted.peer is not None}
+        if one == other or not both or len(whom) == 2:
+            continue
+        tried += 1
+        assert find_faults([*logs[:3], swapped(logs[3], i), *logs[4:]]), (i, one, other)
+    assert tried > 20
+
+
+def test_what_one_rank_leaves_out_or_does_differently(logs: list[list[Communication]]) -> None:
+    log = logs[5]
+    assert find_faults([*logs[:5], log[:-1], *logs[6:]])
+    for i in range(0, len(log), 7):
+        missing = [*log[:i], *log[i + 1 :]]
+        assert find_faults([*logs[:5], missing, *logs[6:]])
+        larger = [*log[:i], dataclasses.replace(log[i], numel=log[i].numel + 1), *log[i + 1 :]]
+        assert "rank 5" in find_faults([*logs[:5], larger, *logs[6:]])[0]
+
+
+def test_one_rank_that_gathers_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = GatherChain.__init__
+
+    def backwards(self: GatherChain, buckets: Any) -> None:
+        buckets = list(buckets)
+        odd = torch.distributed.get_rank() == 2
+        before(self, buckets[::-1] if odd else buckets)
+
+    monkeypatch.setattr(GatherChain, "__init__", backwards)
+    assert find_faults(run_all("dp2-zero1-llama")) == []
+    assert find_faults(run_all("tp2-pp2-dp2-zero1-llama"))

@@ -1,0 +1,225 @@
+"""`megalite estimate`: one rank's real training step without a GPU and without its peers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config import cli
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
+from megalite.extras.estimate.rank import run_step
+from megalite.extras.estimate.record import Communication, recorded_world
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.train.build import build_engine
+
+ROOT = Path(__file__).resolve().parents[4]
+GIB = 2**30
+
+LLAMA_405B = (
+    "--arch llama --num-layers 126 --hidden-size 16384 --num-heads 128 --num-kv-heads 8 --ffn-hidden-size 53248 "
+    "--vocab-size 128256 --seq-len 8192 --precision bf16 --recompute none --global-batch-size 2048 --tp 8 --pp 16 "
+    "--schedule 1f1b"
+)
+# 8 GB of weights on a rank, gathered over 32 hosts in 190 ms, and 380 ms of forward pass to hide that behind.
+LLAMA_8B = (
+    "--preset llama-3-8b --seq-len 8192 --micro-batch-size 4 --global-batch-size 128 --tp 2 --precision bf16 "
+    "--recompute none"
+)
+ZERO3 = "--tp 2 --pp 2 --zero 3 --zero-whole-below 0 --schedule zb-h1"
+BUDGETS = ("--preset llama-3.2-1b", "--preset llama-3-8b --num-layers 4")
+LARGE_BATCH = "--precision bf16 --recompute none --seq-len 4096 --micro-batch-size 4 --global-batch-size 8"
+TINY = (
+    "--arch gpt2 --num-layers 4 --hidden-size 64 --num-heads 4 --vocab-size 90 --seq-len 16 --precision bf16 "
+    "--global-batch-size 16 --hidden-dropout 0.1 --attention-dropout 0.1 --bucket-size 5000 --vocab-divisible-by 8"
+)
+
+
+@dataclass
+class Runs:
+    """What the tool printed where Triton is not installed, and the memory of the process."""
+
+    zero3: dict[str, Any]
+    big: dict[str, Any]
+    tp2: dict[str, Any]
+    text: str
+    refused: str
+    budgets: list[str]
+    layers: list[dict[str, Any]]
+    chunked: dict[str, Any]
+    picture: Path
+    process_bytes: int
+
+
+def answers(asked: Sequence[str], without: Sequence[str] = ()) -> list[Any]:
+    """What the tool answers to several command lines, and the memory of its process, which lacks some packages."""
+    lines = "".join(json.dumps(words.split()) + "\n" for words in asked)
+    command = [sys.executable, "-m", "tests.unit.extras.estimate.fake_runs", *without]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
+    picture = tmp_path_factory.mktemp("estimate") / "memory.png"
+    asked = [
+        f"--rank 15 --world 16 --json {ZERO3} {TINY}",
+        f"--world 8192 --json {LLAMA_405B}",
+        f"--world 64 --json {LLAMA_8B}",
+        f"--world 2 --tp 2 --png {picture} {TINY}",
+        f"--world 2 --rank 2 {TINY}",
+        *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
+        *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --num-layers {n}" for n in (1, 2)),
+        f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
+    ]
+    zero3, big, tp2, text, refused, *budgets_and_layers, chunked, memory = answers(asked, without=("triton",))
+    budgets, layers = budgets_and_layers[: len(BUDGETS)], list(map(json.loads, budgets_and_layers[len(BUDGETS) :]))
+    zero3, big, tp2, chunked = map(json.loads, (zero3, big, tp2, chunked))
+    return Runs(zero3, big, tp2, text, refused, budgets, layers, chunked, picture, memory)
+
+
+def states(run: dict[str, Any]) -> int:
+    """What the memory model says of the bytes between steps."""
+    return sum(run["predicted_bytes"][part] for part in ("weights", "main_grad", "optimizer"))
+
+
+def test_a_rank_of_llama_405b(runs: Runs) -> None:
+    run = runs.big
+    assert runs.process_bytes < 2 * GIB
+    # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
+    assert 0 <= run["states_bytes"] - states(run) < 2**21
+    assert run["peak_bytes"] / GIB == pytest.approx(84.42, abs=0.01)
+    assert run["peak_bytes"] == pytest.approx(run["predicted_bytes"]["total"], rel=0.02)
+    assert run["peak_during"] == "B0.0"
+    assert run["peak_holders"]["activations"] / GIB == pytest.approx(63.76, abs=0.01)
+    # 2 x 3 FLOPs per parameter of the matrices and token, and causal attention: 5.5 products of half of S x S.
+    tokens, layers, s = 32 * 8192, 8, 8192
+    matrices = 6 * layers * (16384 * (16384 * 2 + 1024 * 2) + 3 * 16384 * 53248) / 8
+    assert run["flops"] == pytest.approx(tokens * (matrices + layers * 7 * s * 16384 / 8), rel=1e-3)
+    tp = run["collectives"]["tp"]
+    # Each layer gathers twice and scatters twice in each direction, and gathers its inputs twice more in backward.
+    assert tp["all_gather"]["count"] == 32 * (8 * 6 + 1)
+    assert tp["reduce_scatter"]["count"] == 32 * (8 * 4 + 1)
+    assert tp["all_gather"]["bytes"] == 392 * GIB
+    assert run["collectives"]["pp"]["send"] == {"count": 32, "bytes": GIB, "exposed_s": 0.0}
+    assert run["host_syncs"] == 1
+
+
+def test_an_installed_triton_changes_nothing(runs: Runs) -> None:
+    pytest.importorskip("triton")
+    asked = f"--rank 15 --world 16 --json {ZERO3} {TINY}"
+    with_triton, _ = answers([asked])
+    assert json.loads(with_triton) == runs.zero3
+    assert "triton: rmsnorm, layernorm" in runs.zero3["ops"]
+
+
+def test_a_library_that_is_named_is_there(runs: Runs) -> None:
+    named, _ = answers([f"--world 2 --json {TINY} --ops adamw=cuda"], without=("triton",))
+    assert "cuda: adamw" in json.loads(named)["ops"]
+    assert "cuda: " not in runs.zero3["ops"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "peak"),
+    [
+        (0, "", 84.43),
+        (15, "", 22.45),
+        (0, "--schedule zb-h1", 84.96),
+        (8, "--schedule zb-h1", 83.25),
+        (15, "--recompute full --loss-chunk 2048", 19.28),
+        (0, "--recompute selective", 84.36),
+    ],
+)
+def test_dry_run_predicts_the_peak(rank: int, options: str, peak: float) -> None:
+    # GiB that the tool found for other pipeline ranks and options of the run above: half a minute of computation.
+    cfg = cli.parse(f"{LLAMA_405B} {options}".split()).config
+    assert memory_per_rank(cfg, Grid.of(8192, tp=8, pp=16))[rank].total / GIB == pytest.approx(peak, rel=0.02)
+
+
+def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
+    run = runs.zero3
+    assert run["coords"] == {"pp": 1, "dp": 3, "tp": 1}
+    assert set(run["collectives"]) == {"dp", "pp", "pp_grad", "tp", "ends", "world"}
+    # Shares of a quarter: 2 + 4 + 12 bytes per parameter over 4 ranks.
+    assert 0 <= run["states_bytes"] - states(run) < 40_000
+    # 4 micro-batches: forward gathers each unit, backward all but the embedding; a norm's are kept by its block.
+    assert run["collectives"]["dp"]["all_gather"]["count"] > 4 * 2 * 3
+    assert run["timeline"][-1]["op"].startswith("W")
+
+
+def test_the_program_is_the_same_on_a_cpu(runs: Runs) -> None:
+    # The test of all ranks runs on CPU tensors, which takes a tenth of the time.
+    cfg = cli.parse(f"{ZERO3} {TINY}".split()).config
+    with recorded_world(15, 16) as log:
+        first = run_step(build_engine(cfg, ParallelContext.create(Grid.of(16, tp=2, pp=2), torch.device("cpu"))), log)
+    posted = Counter((event.axis, event.kind) for event in log[first:] if isinstance(event, Communication))
+    found = runs.zero3["collectives"]
+    assert posted == {(axis, kind): v["count"] for axis, kinds in found.items() for kind, v in kinds.items()}
+
+
+def test_gathering_weights_hides_behind_the_forward_pass(runs: Runs) -> None:
+    gathers = runs.tp2["collectives"]["dp"]["all_gather"]
+    assert gathers["bytes"] == pytest.approx(8.03e9, rel=1e-3)
+    # With one hardware queue, gathers that were all posted at once would hold the first kernel up for 190 ms.
+    assert gathers["exposed_s"] < 0.02
+
+
+def test_what_a_layer_launches(runs: Runs) -> None:
+    """In 16 micro-batches; each operation more is one that the host has to start, and memory that is read again."""
+    one, two = (run["calls"] for run in runs.layers)
+    added = {way: Counter(two[way]) - Counter(one[way]) for way in one}
+    expected = {
+        "forward": {"triton_norm": 2, "mm": 4, "triton_rope_": 1, "_scaled_dot_product_flash_attention": 1}
+        | {"triton_glu": 1, "add": 1},
+        "backward": {"triton_norm_backward": 2, "mm": 4, "addmm": 4, "triton_rope_pack": 1}
+        | {"_scaled_dot_product_flash_attention_backward": 1, "triton_glu_backward": 1, "add": 1},
+    }
+    # A first contribution is mm, later ones are addmm.
+    first = {"mm": 4, "addmm": -4}
+    for way, calls in expected.items():
+        want = {name: 16 * count + (first.get(name, 0) if way == "backward" else 0) for name, count in calls.items()}
+        assert {name.rpartition(":")[2]: count for name, count in added[way].items()} == want
+    assert [sum(calls.values()) for calls in expected.values()] == [10, 14]
+
+
+@pytest.mark.parametrize("model", range(len(BUDGETS)), ids=BUDGETS)
+def test_computed_times_on_the_page(runs: Runs, model: int) -> None:
+    table = runs.budgets[model].strip()
+    assert table.startswith("| computed, not measured |")
+    assert table in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_the_output_layer_in_chunks_of_tokens(runs: Runs) -> None:
+    part = runs.chunked["output layer"]
+    # Two micro-batches of 16 tokens in chunks of 12 and 4; 12 tokens x 256 rows are the FLOPs of 16 x 192 (q, k and v).
+    assert (part["kernels"], part["flops"]) == (2 * 2 * 3, 2 * 3 * 2 * 16 * 64 * 256)
+    assert runs.chunked["products, forward"]["flops"] == 2 * 4 * 2 * 16 * 64 * (192 + 64 + 256 + 256)
+    assert part["seconds"]["h200"] > 0
+
+
+def test_the_page_the_picture_and_a_refusal(runs: Runs) -> None:
+    assert runs.picture.stat().st_size > 10_000
+    assert "tp        all_gather" in runs.text
+    assert runs.refused == "error: --rank 2: a world of 2 has ranks 0 to 1; choose one"
+
+
+def test_a_missing_compiler_is_a_user_error() -> None:
+    command = [sys.executable, "tools/estimate.py", "--world", "2"]
+    environment = {**os.environ, "PATH": "/nonexistent"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 2
+    assert "requires a C++ compiler" in done.stderr

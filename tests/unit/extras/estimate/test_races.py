@@ -1,0 +1,97 @@
+"""No operation of a step uses memory out of order with those of other streams, or after it was freed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.extras.estimate.order import COMPUTE, HOST, Order
+
+ROOT = Path(__file__).resolve().parents[4]
+PROGRAM = """
+from megalite.extras.estimate.guard import install_guard
+install_guard()
+from tests.unit.extras.estimate.fake_races import main
+main()
+"""
+# Case, and how many streams besides the host's it has at least.
+CASES = {
+    "zero0-gpt2": 7,
+    "zero1": 7,
+    "zero2": 7,
+    "zero2-zb-v": 7,
+    "zero3-gpt2": 7,
+    "zero3-zb-h1": 7,
+    "zero3-vp2": 7,
+    "zero3-groups-recompute": 5,
+    "zero3-backward": 7,
+    "bf16-reduce": 7,
+    "no-overlap": 7,
+    "offload-optimizer": 9,
+    "offload-params": 9,
+    "offload-activations": 9,
+    "offload-activations-zero3": 9,
+    "interrupted": 4,
+}
+# Mutant, and a fault that it has.
+MUTANTS = {
+    "weights are not waited for": "reads what all_gather on dp writes",
+    "a reduction is not waited for": "resize_ frees what reduce_scatter on dp still reads",
+    "the chain does not wait": "reads what all_gather on dp writes",
+    "the host does not wait for copies": "on host reads what copy_ on stream",
+    "fetched activations are not waited for": "on compute reads what copy_ on stream",
+    "an upload does not wait for compute": "new memory before compute is done with it",
+    "what is under way is forgotten": "resize_ frees what reduce_scatter on dp still writes",
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler, which a CPU build of torch requires to imitate a GPU")
+    names = [*CASES, *MUTANTS]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *names], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_is_used_in_order(results: dict[str, Any], name: str) -> None:
+    faults, operations, streams = results[name]
+    assert faults == {}
+    assert operations > 900
+    assert len(set(streams) - {HOST, "upload"}) >= CASES[name]
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_does_not_wait_is_found(results: dict[str, Any], name: str) -> None:
+    faults = results[name][0]
+    assert any(MUTANTS[name] in fault for fault in faults), faults
+
+
+def test_order_by_hand() -> None:
+    order = Order()
+    order.allocate(1, COMPUTE)
+    order.launch(COMPUTE, "fill", [], [(1, 0, 8)])
+    order.launch("dp", "sum", [(1, 4, 8)], [])
+    assert order.faults == {"sum on dp reads what fill on compute writes": 1}
+    order.wait("dp", order.clock(COMPUTE))
+    order.launch("dp", "sum", [(1, 4, 8)], [])
+    # Another part of the memory, two reads, and what record_stream protects.
+    order.launch(COMPUTE, "fill", [], [(1, 0, 4)])
+    order.launch(COMPUTE, "read", [(1, 4, 8)], [])
+    assert order.faults.total() == 1
+    order.free(1, "del")
+    assert order.faults.total() == 3
+    order.allocate(1, COMPUTE)
+    order.launch("dp", "sum", [(1, 0, 8)], [])
+    assert order.faults["sum on dp reads new memory before compute is done with it"] == 1
+    order.record(1, "dp")
+    order.free(1, "del")
+    assert order.faults.total() == 4

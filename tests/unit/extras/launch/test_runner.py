@@ -1,0 +1,238 @@
+"""The runner over real local processes: the agent where ssh and the network would be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megalite.extras.launch import agent, command, runner
+from megalite.extras.launch.failure import FailedRank
+from megalite.extras.launch.hosts import Host
+from megalite.extras.launch.runner import Outcome, Runner
+
+FOREVER = "import time\nwhile True: time.sleep(60)"
+MARK = "[[rank {}]] "
+TORCHRUN_REPORT = """Traceback (most recent call last):
+  File "run.py", line 1, in main
+ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  rank      : {rank} (local_rank: 0)
+  exitcode  : {code} (pid: 1)
+"""
+
+
+def on_host(code: str) -> list[str]:
+    return [sys.executable, agent.__file__, sys.executable, "-c", code]
+
+
+def test_whole_lines_with_host_and_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = "".join(f"os.write(1, b'[[rank {{r}}]] step {i}'); os.write(1, b' done\\n'); " for i in range(50))
+    code = f"import os; {lines} os.write(2, b'[[rank {{r}}]] [rank{{r}}]: warned\\nno newline at the end')"
+    done = Runner(["a", "b"], [on_host(code.format(r=0)), on_host(code.format(r=1))], "logs").run()
+    assert done == Outcome(0, None, (), False)
+    out, err = capfd.readouterr()
+    for host, rank in (("a", 0), ("b", 1)):
+        mine = [line for line in out.splitlines() if line.startswith(f"[{host} ")]
+        assert mine == [f"[{host} rank {rank}] step {i} done" for i in range(50)]
+        assert f"[{host} rank {rank}] warned\n" in err
+        assert f"[{host}] no newline at the end\n" in err
+    assert len(out.splitlines()) == 100
+
+
+def test_the_first_failure_ends_all_and_is_told_last(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    words = f"{MARK.format(3)}[rank3]: Traceback (most recent call last):\n{MARK.format(3)}[rank3]: ValueError: boom\n"
+    code = f"import os, sys; os.write(2, {(words + TORCHRUN_REPORT.format(rank=3, code=1)).encode()!r}); sys.exit(7)"
+    runner.logger.propagate = True
+    done = Runner(["a", "b", "c"], [on_host(FOREVER), on_host(code), on_host(FOREVER)], "L").run()
+    assert done.code == 7
+    assert done.culprit is not None
+    assert (done.culprit.host, done.culprit.rank, done.culprit.code) == ("b", 3, 1)
+    assert done.unseen == ()
+    assert caplog.messages[0] == "launch: b ended with exit code 7; stopping all hosts"
+    told, *tail = caplog.messages[-3:]
+    assert "first failure: rank 3 on b, exit code 1 (full output: b:L/b/*/attempt_0/0/stderr.log)" in told
+    assert tail == ["    Traceback (most recent call last):", "    ValueError: boom"]
+    err = capfd.readouterr().err
+    assert "ChildFailedError" not in err  # torchrun's own lines are not shown when a rank is named
+    assert err.count("agent: the launcher closed the connection: stopped everything on this host") == 2
+
+
+LOST = f"{MARK.format(0)}Traceback (most recent call last):\n{MARK.format(0)}RuntimeError: Connection closed by peer\n"
+LOSES_A_PEER = f"import os; os.write(2, {(LOST + TORCHRUN_REPORT.format(rank=0, code=1)).encode()!r}); os._exit(1)"
+
+
+def test_a_host_that_lost_a_peer_does_not_cut_short_the_one_with_the_cause(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other host's torchrun reports only when the first host's end has been seen, unless it was told to stop."""
+    seen = tmp_path / "seen"
+
+    class Seen(Runner):
+        def _host_failed(self, remote: runner.Remote) -> None:
+            super()._host_failed(remote)
+            seen.touch()
+
+    words = f"{MARK.format(2)}Traceback (most recent call last):\n{MARK.format(2)}ValueError: boom\n"
+    reports = f"""
+import os, select, sys, time
+while not os.path.exists({str(seen)!r}): time.sleep(0.01)
+while select.select([0], [], [], 0)[0]:
+    if not os.read(0, 100): sys.exit(129)
+os.write(2, {(words + TORCHRUN_REPORT.format(rank=2, code=1)).encode()!r})
+sys.exit(1)
+"""
+    runner.logger.propagate = True
+    done = Seen(["a", "b"], [on_host(LOSES_A_PEER), [sys.executable, "-c", reports]], "L").run()
+    assert done.culprit is not None
+    assert (done.code, done.culprit.host, done.culprit.rank) == (1, "b", 2)
+    waits = "launch: a ended with exit code 1; its ranks lost a peer: waiting for the other hosts to report why"
+    assert caplog.messages[0] == waits
+    assert caplog.messages[-1].endswith("ValueError: boom")
+
+
+def test_hosts_that_name_no_cause_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "REPORT_S", 0.5)
+    done = Runner(["a", "b"], [on_host(LOSES_A_PEER), on_host(FOREVER)], "L").run()
+    assert done.code == 1
+    assert done.culprit is not None
+    assert done.culprit.host == "a"
+
+
+def test_torchruns_own_failure_is_shown_in_full(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "raise OSError('port 29500 is in use')"
+    done = Runner(["a"], [on_host(code)], "L").run()
+    assert (done.code, done.culprit) == (1, None)
+    assert "[a] OSError: port 29500 is in use\n" in capfd.readouterr().err
+
+
+def test_a_lost_connection_and_one_that_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "CLOSE_TO_KILL_S", 1.0)
+    runner.logger.propagate = True
+    deaf = [sys.executable, "-c", FOREVER]  # no agent: end of input means nothing to it
+    done = Runner(["a", "b"], [deaf, ["sh", "-c", "exit 255"]], "L").run()
+    assert done.code == 255
+    assert done.unseen == ("a", "b")
+    assert "launch: b: connection lost; stopping all hosts" in caplog.messages
+    assert "launch: a does not end: closing its connection" in caplog.messages
+
+
+def test_heartbeats_are_sent_and_without_them_the_agent_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "HEARTBEAT_S", 0.2)
+    counts = "import sys; sys.exit([sys.stdin.readline() for _ in range(3)] != ['PING\\n'] * 3)"
+    assert Runner(["a"], [[sys.executable, "-c", counts]], "L").run().code == 0
+    monkeypatch.setattr(runner, "HEARTBEAT_S", 600.0)
+    short = f"import sys; sys.path.insert(0, {str(Path(agent.__file__).parent)!r}); import agent; "
+    short += "agent.HEARTBEAT_TIMEOUT_S = 1.0; sys.exit(agent.main())"
+    command = [sys.executable, "-c", short, "sleep", "600"]
+    assert Runner(["a"], [command], "L").run().code == agent.STOPPED_EXIT_CODE
+
+
+def test_a_reader_that_stops_reading_costs_no_heartbeat(tmp_path: Path) -> None:
+    counted = tmp_path / "counted"
+    # Writes until everything up to the reader has been full for a second; then heartbeats still come.
+    chatty = f"""
+import os, select
+os.set_blocking(1, False)
+left = (b"x" * 99 + b"\\n") * 20000
+while select.select([], [1], [], 1.0)[1]:
+    left = left[os.write(1, left):]
+# What had come so far, then three more.
+for _ in range(4):
+    assert os.read(0, 1 << 16)
+open({str(counted)!r}, "w").close()
+os.set_blocking(1, True)
+while left:
+    left = left[os.write(1, left):]
+"""
+    code = f"""
+import sys
+from megalite.extras.launch import runner
+runner.HEARTBEAT_S = 0.2
+sys.exit(runner.Runner(["a"], [[sys.executable, "-c", {chatty!r}]], "L").run().code)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"["
+        deadline = time.monotonic() + 60
+        while not counted.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(process.stdout.read().splitlines()) == 20000
+    assert process.returncode == 0
+
+
+SAVES = """
+import os, signal, subprocess, sys
+rank = '''
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"[[rank 0]] saved" + bytes([10])), os._exit(0)))
+signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"[[rank 0]] stacks" + bytes([10])))
+open(PATH, "w").close()
+while True: time.sleep(60)
+'''
+sys.exit(subprocess.call([sys.executable, "-c", rank.replace("PATH", repr(sys.argv[1]))]))
+"""
+
+
+def test_signals_are_relayed_and_a_saved_run_is_a_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ready, stacks = tmp_path / "ready", threading.Event()
+    before = signal.getsignal(signal.SIGTERM)
+
+    class Heard(Runner):
+        def _show(self, remote: runner.Remote, which: str, line: str) -> None:
+            super()._show(remote, which, line)
+            if "stacks" in line:
+                stacks.set()
+
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        # The handler of SIGTSTP is the last that the runner installs.
+        while not (ready.exists() and signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(os.getpid(), signal.SIGTSTP)  # Ctrl-Z must not silence the heartbeat
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stacks.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    done = Heard(["a"], [[*on_host(SAVES), str(ready)]], "L").run()
+    sender.join()
+    assert stacks.is_set()
+    assert done == Outcome(0, None, (), True)
+    out = capfd.readouterr().out
+    assert "[a rank 0] stacks" in out
+    assert "[a rank 0] saved" in out
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "attempts"),
+    [
+        ([Outcome(1, None, (), False), Outcome(0, None, (), False)], 0, 2),
+        ([Outcome(1, None, (), False)] * 9, 1, 3),
+        ([Outcome(1, None, (), True)], 1, 1),
+        ([Outcome(1, FailedRank("a", 0, 0, 2, 0.0), (), False)], 1, 1),
+    ],
+)
+def test_restarts(monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], code: int, attempts: int) -> None:
+    """Not after a stop on request, nor when a rank says that what was asked is wrong (exit code 2)."""
+    left = list(outcomes)
+    monkeypatch.setattr(command, "_attempt", lambda *_: left.pop(0))
+    assert command._run(None, [Host("a", (0,))], 2, None) == code  # type: ignore[arg-type]
+    assert len(outcomes) - len(left) == attempts

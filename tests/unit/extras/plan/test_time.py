@@ -1,0 +1,58 @@
+"""Predicted step times: the schedule's ramp against the simulator, and terms against what they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import cli
+from megalite.config.run import Config
+from megalite.dist.grid import Grid
+from megalite.extras.plan.cluster import FITTED, Cluster
+from megalite.extras.plan.time.step import pipeline_ramp, step_time
+from megalite.model.partition import layer_split
+from megalite.pipeline.choose import USUAL_COSTS, schedule_of
+from megalite.pipeline.simulate import simulate
+
+
+def _config(flags: str) -> Config:
+    return cli.parse(f"--precision bf16 {flags}".split()).config
+
+
+@pytest.mark.parametrize(
+    ("name", "vp", "within"),
+    [("gpipe", 1, 0.0), ("1f1b", 1, 0.0), ("interleaved", 2, 0.0), ("interleaved", 5, 0.0), ("zb-h1", 1, 0.0),
+     ("zb-v", 2, 0.02), ("naive", 1, 0.0)],
+)  # fmt: skip
+def test_ramp_is_that_of_the_simulator(name: str, vp: int, within: float) -> None:
+    """For equal stages and free messages, from one micro-batch to many."""
+    costs = replace(USUAL_COSTS, transfer=0.0).per_chunk(vp)
+    whole = USUAL_COSTS.forward + USUAL_COSTS.input_grad + USUAL_COSTS.weight_grad
+    for pp in (2, 4, 8):
+        for m in (1, 2, pp, pp + pp // 2, 2 * pp, 3 * pp):
+            if name == "interleaved" and m % pp:
+                continue
+            cfg = _config(f"--num-layers 80 --pp {pp} --vp {vp} --schedule {name} --global-batch-size {m}")
+            simulated = simulate(schedule_of(cfg, 1), costs).makespan / whole
+            assert m + pipeline_ramp(name, pp, vp, m) == pytest.approx(simulated, rel=max(within, 1e-9)), (pp, m)
+
+
+@pytest.mark.parametrize("flags", ["--pp 4 --schedule 1f1b", "--pp 4 --vp 4 --schedule interleaved",
+                                   "--pp 4 --schedule zb-h1", "--pp 2 --vp 2 --schedule zb-v"])  # fmt: skip
+def test_uneven_stages_take_what_the_simulator_says(flags: str) -> None:
+    """22 layers and a large output layer over 4 ranks: every stage takes another time."""
+    cfg = _config(f"--preset llama-3-8b --num-layers 22 --global-batch-size 16 {flags}")
+    p = cfg.parallel
+    h100 = Cluster.parse(f"h100:{p.pp}")
+    free = replace(h100, device=replace(h100.device, nvlink=1e18), constants=replace(FITTED, latency=0.0))
+    time = step_time(cfg, Grid.of(p.pp, pp=p.pp), free)
+    layers = layer_split(cfg.model, p.pp * p.vp)
+    one = _config("--preset llama-3-8b --num-layers 1 --global-batch-size 1")
+    alone = step_time(one, Grid.of(1), free)
+    block, head = alone.gemm + alone.attention + alone.elementwise, alone.head
+    scale = tuple(len(held) + (head / block if i == len(layers) - 1 else 0.0) for i, held in enumerate(layers))
+    costs = replace(USUAL_COSTS, transfer=0.0, stage_scale=scale)
+    whole = USUAL_COSTS.forward + USUAL_COSTS.input_grad + USUAL_COSTS.weight_grad
+    simulated = simulate(schedule_of(cfg, 1), costs).makespan / whole * block
+    assert time.total - time.optimizer == pytest.approx(simulated, rel=0.03)

@@ -1,0 +1,114 @@
+"""Model FLOPs per token against published conventions, and an independent count by PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megalite.config.cli import parse
+from megalite.config.model import ModelConfig
+from megalite.families import PRESETS
+from megalite.model.flops import flops_per_token, peak_flops
+from megalite.model.partition import block_costs, layer_split
+
+GPT3 = ModelConfig.from_arch(
+    "gpt2", hidden_size=12288, num_layers=96, num_heads=96, ffn_hidden_size=49152, vocab_size=51200, seq_len=2048
+)
+GPT_7B = ModelConfig.from_arch(
+    "gpt2", hidden_size=4096, num_layers=30, num_heads=32, ffn_hidden_size=16384, vocab_size=131072, seq_len=4096
+)
+LLAMA_8B = ModelConfig(
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=14336,
+    vocab_size=128256,
+    seq_len=8192,
+)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "causal"), [(GPT3, 1.06195e12), (GPT_7B, 4.24799e10), (LLAMA_8B, 5.14704e10)], ids=["175b", "7.1b", "8b"]
+)
+def test_causal_figures(cfg: ModelConfig, causal: float) -> None:
+    assert flops_per_token(cfg).causal == pytest.approx(causal, rel=5e-6)
+
+
+def test_every_preset_counts_as_its_dimensions_say() -> None:
+    """Matrices 6 L W with W = h (2 q + 2 kv) + g h f, causal attention 6 L q s, head 6 V h."""
+    for name in PRESETS:
+        m = parse(["--preset", name]).config.model
+        q, kv, matrices = m.num_heads * m.head_size, m.kv_heads * m.head_size, 3 if m.gated else 2
+        flops = flops_per_token(m)
+        weights = m.hidden_size * (2 * q + 2 * kv + matrices * m.ffn_size)
+        assert flops.matrices == 6 * m.num_layers * weights, name
+        assert flops.head == 6 * m.vocab * m.hidden_size, name
+        if m.window is None or m.window >= m.seq_len:
+            assert flops.causal_attention == 6 * m.num_layers * q * m.seq_len, name
+
+
+def test_full_attention_adds_the_other_half() -> None:
+    flops = flops_per_token(LLAMA_8B)
+    assert flops.full - flops.causal == 6 * 32 * 4096 * 8192
+    assert flops.matrices + flops.head == 6 * (32 * (2 * 4096**2 * 5 // 4 + 3 * 4096 * 14336) + 128256 * 4096)
+
+
+def test_windows_count_the_keys_that_they_leave() -> None:
+    """Every other layer sees 4 of 24 positions: pairs counted one by one."""
+    sizes = {"hidden_size": 48, "num_heads": 4, "head_dim": 16, "vocab_size": 100, "seq_len": 24}
+    cfg = ModelConfig(num_layers=4, **sizes, window=4, window_pattern=2)
+    plain = ModelConfig(num_layers=4, **sizes)
+    flops, whole = flops_per_token(cfg), flops_per_token(plain)
+    assert flops.attention == whole.attention * (4 + 24) / 48
+    pairs = sum(min(i + 1, 4) for i in range(24)) + sum(i + 1 for i in range(24))
+    # A diagonal counts by half here, as half of all pairs are causal without windows.
+    assert flops.causal_attention / whole.causal_attention == pytest.approx((pairs - 24) / (24 * 24), rel=0.03)
+    assert flops.causal == flops.matrices + flops.causal_attention + flops.head
+
+
+def test_terms_are_printed() -> None:
+    text = str(flops_per_token(LLAMA_8B))
+    assert "5.14704e+10 causal" in text
+    assert "5.79129e+10 full attention" in text
+    assert "matrices 4.1876e+10, attention 6.4425e+09 or 1.2885e+10, head 3.1520e+09" in text
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2"])
+def test_agrees_with_the_flop_counter_of_pytorch(arch: str) -> None:
+    """The same matrices multiplied for real, on meta tensors, under torch's own counter (full attention)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    cfg = ModelConfig.from_arch(
+        arch, num_layers=3, hidden_size=48, num_heads=4, num_kv_heads=2, head_dim=16, vocab_size=100, seq_len=24
+    )
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device="meta", requires_grad=True)
+
+    hidden, heads, kv, head, ffn = 48, 4, 2, 16, cfg.ffn_size
+    x = meta(cfg.seq_len, hidden)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        for _ in range(cfg.num_layers):
+            qkv = x @ meta(hidden, (heads + 2 * kv) * head)
+            q = qkv[:, : heads * head].view(-1, heads, head).transpose(0, 1)
+            k, v = meta(heads, cfg.seq_len, head), meta(heads, cfg.seq_len, head)  # key/value heads repeated
+            out = ((q @ k.transpose(1, 2)) @ v).transpose(0, 1).reshape(cfg.seq_len, -1)
+            x = out @ meta(heads * head, hidden)
+            inner = x @ meta(hidden, (2 if cfg.gated else 1) * ffn)
+            x = inner[:, :ffn] @ meta(ffn, hidden)
+        (x @ meta(hidden, 100)).sum().backward()
+    assert counter.get_total_flops() == cfg.seq_len * flops_per_token(cfg).full
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_the_head_counts_in_the_layer_split() -> None:
+    # 128k vocabulary: the head is 128256 h / (13 h^2 + h s) layers' work.
+    assert block_costs(LLAMA_8B)[1] == pytest.approx(3.15202e9 / ((5.14704e10 - 3.15202e9) / 32), rel=1e-5)
+    counts = [len(layers) for layers in layer_split(LLAMA_8B, 4)]
+    assert counts == [9, 9, 8, 6]
+    assert [i for layers in layer_split(LLAMA_8B, 4) for i in layers] == list(range(32))

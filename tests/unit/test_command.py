@@ -1,0 +1,140 @@
+"""`megalite`: its commands, as they are installed from a wheel, without the checkout; their doors in tools/."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.__main__ import COMMANDS
+from tests.ranks import ROOT
+
+# The help, and a line of what must not have been imported for it.
+HELP = """
+import atexit, runpy, sys
+atexit.register(lambda: print(*{{"torch", "matplotlib"}} & sys.modules.keys()))
+sys.argv = ["megalite", "{}", "--help"]
+runpy.run_module("megalite", None, "__main__")
+"""
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "pretrain_gpt.py")
+DOORS = {
+    "cluster_check": "check",
+    "convert_hf": "convert",
+    "convert_megatron": "convert",
+    "inspect_checkpoint": "inspect",
+    "lm_harness": "lm-eval",
+    "preprocess_data": "preprocess",
+    "train_tokenizer": "tokenizer",
+}
+SIZES = "--num-layers 1 --hidden-size 16 --num-heads 2 --seq-len 32 --micro-batch-size 2"
+ON_CPU = f"{SIZES} --device cpu"
+# Each with something that it prints.
+USES = [
+    ("tokenizer --input text.txt --vocab-size 280 --out tok", "tok/tokenizer.model: 280 pieces"),
+    ("preprocess --input text.txt --tokenizer tok --out data --workers 1", "data: "),
+    (f"train --nproc 1 {ON_CPU} --data data --tokenizer tok --train-steps 2 --run-dir run", ""),
+    ("plot run --out loss.png", "wrote loss.png"),
+    ("inspect run --verify", "verified: "),
+    ("convert export --checkpoint run --out hf --tokenizer tok", "hf: "),
+    ("evaluate hf --text text.txt --device cpu --max-tokens 100", '{"source": "text.txt"'),
+    ("generate hf --prompt def --max-new-tokens 2 --device cpu", "def"),
+    ("plan --preset gpt2-124m --cluster h100:1 --global-batch-size 8 --json", '[{"tp": 1'),
+    ("schedule --schedule 1f1b --pp 2 -m 4 --json", '{"schedule": "1f1b"'),
+    ("launch --emit slurm --nodes 1 --slots 1 -- -m pretrain_gpt --mock-data --vocab-size 64", "srun "),
+    ("train --nproc 1 -m megalite check --device cpu --size-mb 0.1", "all is well"),
+    (f"scaling --ranks 1 --mode strong --steps 5 --warmup 0 -- {ON_CPU} --mock-data --vocab-size 64", "runs/scaling/"),
+    (f"estimate --world 2 --vocab-size 64 {SIZES} --json", '{"rank"'),
+]
+
+Installed = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Run a program of an environment that has megalite from its wheel, in an empty folder.
+
+    The packages that megalite depends on are those of the environment that runs the tests.
+    """
+    tmp = tmp_path_factory.mktemp("installed")
+    for name in ("csrc", "megalite"):
+        shutil.copytree(ROOT / name, tmp / "source" / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp / "source")
+    # Native kernels have tests of their own.
+    environment = {**os.environ, "MEGALITE_CUDA": "0", "CXX": "/no/compiler"}
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(tmp), str(tmp / "source")]
+    subprocess.run([*pip, *build], env=environment, check=True)
+    (wheel,) = tmp.glob("megalite-*.whl")
+    venv.create(tmp / "env", with_pip=False)
+    python = tmp / "env" / "bin" / "python"
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    (site,) = (tmp / "env" / "lib").glob("python*/site-packages")
+    # As lines of plain folders, whose own .pth files, with the checkout in them, are not read.
+    shared = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
+    (tmp / "work").mkdir()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+
+    def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [str(python.with_name(program)), *words]
+        return subprocess.run(command, cwd=tmp / "work", env=environment, capture_output=True, text=True, timeout=300)
+
+    places = "import megalite, pretrain_gpt, sys; print(megalite.__file__, pretrain_gpt.__file__, *sys.path)"
+    package, script, *path = run("python", "-c", places).stdout.split()
+    assert (Path(package), Path(script)) == (site / "megalite/__init__.py", site / "pretrain_gpt.py")
+    assert str(ROOT) not in path
+    return run
+
+
+def test_the_list_of_commands(installed: Installed) -> None:
+    done = installed("megalite", "--help")
+    assert done.returncode == 0
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert [words[0] for words in lines] == list(COMMANDS)
+    assert all(len(words) > 3 for words in lines)
+    assert installed("megalite").stdout == done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_comes_without_torch(installed: Installed, command: str) -> None:
+    done = installed("python", "-c", HELP.format(command))
+    assert (done.returncode, done.stderr) == (0, "")
+    *page, imported = done.stdout.splitlines()
+    assert imported == ""
+    assert any(f"megalite {command}" in line for line in page)
+
+
+@pytest.mark.parametrize(("word", "remedy"), [("plna", "did you mean megalite plan?"), ("qqq", "see --help")])
+def test_an_unknown_command_is_one_line(installed: Installed, word: str, remedy: str) -> None:
+    done = installed("megalite", word, "--world", "8")
+    assert (done.returncode, done.stderr) == (2, f"error: megalite {word}: unknown command; {remedy}\n")
+
+
+def test_the_commands_of_a_wheel_work_without_the_checkout(installed: Installed) -> None:
+    installed("python", "-c", "open('text.txt', 'w').write('def f(x):\\n    return x + 1\\n' * 300)")
+    for words, said in USES:
+        done = installed("megalite", *shlex.split(words))
+        assert done.returncode == 0, (words, done.stdout + done.stderr)
+        assert said in done.stdout + done.stderr, (words, done.stdout + done.stderr)
+    assert {words.split()[0] for words, _ in USES} == COMMANDS.keys() - {"lm-eval", "check"}
+
+
+def test_every_door_in_tools_leads_to_its_command() -> None:
+    doors = {path.stem: path.read_text() for path in Path(ROOT, "tools").iterdir() if path.suffix == ".py"}
+    named = {door: DOORS.get(door, door) for door in doors}
+    assert set(named.values()) == COMMANDS.keys() - {"train"}
+    for door, command in named.items():
+        assert f'run("{command}")' in doors[door]
+    # One of them as it is called; what is wrong is said in the command's name.
+    command = [sys.executable, "tools/train_tokenizer.py", "--input", "x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: megalite tokenizer: the following arguments are required: --vocab-size")
