@@ -20,6 +20,19 @@ HUNG_S = 600
 """Far beyond the slowest test (80 s on two busy cores). One that hangs fails alone, and does not hold up the others."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked full: the rest of every grid")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked full, unless it is asked for or named."""
+    if config.getoption("--full") or config.getoption("-m") or any("::" in a for a in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, Any, Any]:
     def fail(*_: object) -> None:

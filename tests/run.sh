@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Every test that needs no GPU, in an environment of its own (.venv, unless one is active). Arguments go to pytest.
+# The tests that need no GPU, in an environment of its own (.venv, unless one is active). With --full first, every row of
+# every grid too. Other arguments go to pytest.
 set -eu
 cd "$(dirname "$0")/.."
+full=
+[ "${1:-}" = --full ] && { full=--full; shift; }
 . examples/environment.sh
 use_environment dev
 # An independent reader of our token files; it asks for a CUDA stack that it does not need for that.
@@ -11,4 +14,4 @@ use_environment dev
 say "running the tests"
 # Many tests wait (for a launcher's time limits, for a rank to be noticed): three at a time fill two cores. By file, so
 # that each process keeps its own workers; in the order of their names, since those that wait longest are in faults/.
-exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder $full "$@"
