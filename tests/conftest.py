@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--full") or config.getoption("-m") or any("::" in a for a in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(left_out)
+    config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
 
 
