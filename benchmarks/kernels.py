@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.errors import UserError, run_tool
+from megalite.base.errors import UserError, run_tool
 from megalite.ops import Ops, resolve
 from megalite.ops.choose import OPS
 from megalite.ops.cpu_memory import keep_freed_memory

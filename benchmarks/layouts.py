@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megalite.base.errors import UserError, run_tool
 from megalite.config import cli
 from megalite.dist.grid import Grid
-from megalite.errors import UserError, run_tool
 from megalite.extras.plan.device import machine, read_device
 from megalite.extras.plan.time.step import step_time
 from megalite.extras.view.metrics import read_metrics

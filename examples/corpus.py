@@ -25,8 +25,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, TextIO
 
-from megalite.errors import UserError, run_tool
-from megalite.log import logger, setup_logging
+from megalite.base.errors import UserError, run_tool
+from megalite.base.log import logger, setup_logging
 
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 # Whole directories, since the files of one resemble each other.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megalite.api import configure, start
+    from megalite.base.errors import UserError
     from megalite.data.rows import Rows
-    from megalite.errors import UserError
     from megalite.extras.inference.generate import generate
     from megalite.extras.inference.load import load_model
     from megalite.extras.notebook.ranks import run_ranks
@@ -35,7 +35,7 @@ __all__ = [
 _PLACES = {
     **dict.fromkeys(("configure", "start"), "megalite.api"),
     "Rows": "megalite.data.rows",
-    "UserError": "megalite.errors",
+    "UserError": "megalite.base.errors",
     "generate": "megalite.extras.inference.generate",
     "load_model": "megalite.extras.inference.load",
     "evaluate": "megalite.train.evaluate",

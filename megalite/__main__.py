@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from megalite.base.errors import UserError, run_tool, show
 from megalite.config.names import suggest
-from megalite.errors import UserError, run_tool, show
 
 Main = Callable[[Sequence[str]], int | None]
 """A command: takes the words after its name, returns the exit code (None: 0)."""

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.base.child import allow_many_files
+from megalite.base.errors import require
+from megalite.base.log import env_rank, setup_logging
 from megalite.checkpoint.hf.start import hf_model_config
-from megalite.child import allow_many_files
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.data import Samples
@@ -21,11 +23,9 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.device import only_deterministic_kernels, pick_device
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import group_timeout, init_process_group, shutdown, world_size
-from megalite.errors import require
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
-from megalite.log import env_rank, setup_logging
 from megalite.train.run import Run
 from megalite.train.start import open_run
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from megalite.base.slices import Index, Slice, box_index, contiguous_boxes, flat_index, flat_range, unravel
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
-from megalite.slices import Index, Slice, box_index, contiguous_boxes, flat_index, flat_range, unravel
 
 if TYPE_CHECKING:  # plans read declarations alone, and start without torch
     import torch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.log import logger
+from megalite.base.log import logger
 from tests.workers import WorkerPool
 
 # Before torch is imported. Several tests run at a time: on tiny tensors OpenMP threads spin for each other and cost ten

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.checkpoint import folder
 from megalite.checkpoint.lock import RunLock
-from megalite.errors import UserError
-from megalite.log import logger
 
 
 class Claim:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.checkpoint.manifest import Manifest, commit_text
 from megalite.checkpoint.safetensors_io import sync_folder, write_file
-from megalite.errors import UserError
-from megalite.log import logger
 
 _STEP = re.compile(r"step_(\d{8,})")
 # Megatron-LM's folders of one iteration, and of one rank in it.

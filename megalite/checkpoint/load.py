@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
+from megalite.base.slices import Slice
 from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from megalite.checkpoint.reader import ReadStats, ShardReader
@@ -20,10 +23,7 @@ from megalite.config.model import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.collectives import all_reduce, gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
-from megalite.log import logger
 from megalite.sharding import StateTensor
-from megalite.slices import Slice
 
 
 def find_latest(root: str | Path) -> Path | None:

@@ -17,11 +17,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from megalite.base.child import stat_of
+from megalite.base.errors import UserError
+from megalite.base.log import logger
+from megalite.base.untrusted import BadFile, parse_json
 from megalite.checkpoint.safetensors_io import write_file
-from megalite.child import stat_of
-from megalite.errors import UserError
-from megalite.log import logger
-from megalite.untrusted import BadFile, parse_json
 
 
 class RunLock:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.base.slices import Slice
+from megalite.base.untrusted import BadFile, parse_json
 from megalite.checkpoint.meta import MAX_COUNT, BadMeta, check_meta
 from megalite.checkpoint.safetensors_io import BLOCK, MAX_BYTES, BadCheckpoint, num_bytes, open_inside, read_exactly
-from megalite.slices import Slice
-from megalite.untrusted import BadFile, parse_json
 
 _MAX_DIMS = 8
 FORMAT, VERSION = "megalite-checkpoint", 1

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.base.untrusted import MAX_TEMPLATE
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.options import GROUPS, TYPES
 from megalite.config.values import fits
-from megalite.untrusted import MAX_TEMPLATE
 
 # Far beyond any run; the product of two still fits into 128 bits.
 MAX_COUNT = 10**12

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megalite.child import FLUSHING, shown_as
-from megalite.errors import UserError
-from megalite.untrusted import BadFile, parse_json
+from megalite.base.child import FLUSHING, shown_as
+from megalite.base.errors import UserError
+from megalite.base.untrusted import BadFile, parse_json
 
 # Checksums are per block, so that damage can be located and ranks can share the checking.
 BLOCK = 8 << 20

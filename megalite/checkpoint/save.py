@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.base.log import logger
 from megalite.checkpoint import folder
 from megalite.checkpoint.claim import Claim
 from megalite.checkpoint.snapshot import Source, WriterProcess, boxes_of
@@ -21,7 +22,6 @@ from megalite.checkpoint.writer import ABANDONED
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.log import logger
 from megalite.sharding import StateTensor
 
 # How long a process that exits waits for its writer to complete a save in progress.

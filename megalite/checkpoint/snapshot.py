@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from megalite.base.child import readable, scratch_file, shared_memory, start_child
+from megalite.base.log import logger
+from megalite.base.slices import Slice
 from megalite.checkpoint import writer
 from megalite.checkpoint.writer import SavedBox, receive, send
-from megalite.child import readable, scratch_file, shared_memory, start_child
 from megalite.dist.dtypes import STORED
-from megalite.log import logger
 from megalite.sharding import StateTensor
-from megalite.slices import Slice
 
 # Elements that are copied and then summed at a time, so that they stay in the processor's cache.
 _BLOCK = 1 << 17

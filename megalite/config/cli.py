@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
+from megalite.base.errors import UserError
+from megalite.base.log import warn_on_rank_0
 from megalite.config.dialect import PLAIN, Dialect
 from megalite.config.flags import add_flag, read_flags
 from megalite.config.model import ModelConfig
@@ -32,9 +34,7 @@ from megalite.config.options import (
 )
 from megalite.config.run import Config
 from megalite.config.values import StrictLoader, read_value
-from megalite.errors import UserError
 from megalite.families import FAMILIES, PRESETS
-from megalite.log import warn_on_rank_0
 from megalite.schedules.batch import BatchSizes
 
 

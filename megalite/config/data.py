@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megalite.errors import require
+from megalite.base.errors import require
 
 
 @dataclass(frozen=True)

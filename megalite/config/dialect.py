@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megalite.base.errors import UserError
 from megalite.config.options import Layer, StartOptions
-from megalite.errors import UserError
 
 Flag = tuple[str, list[str]]
 """A flag without its dashes, and the words after it."""

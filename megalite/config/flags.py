@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, get_origin, get_type_hints
 
+from megalite.base.errors import UserError
 from megalite.config.dialect import Dialect, Flag
 from megalite.config.names import dashed, suggest
 from megalite.config.options import GROUPS, TYPES, Layer, OptionValue, help_texts
 from megalite.config.values import read_value
-from megalite.errors import UserError
 
 
 def read_flags(tokens: Iterable[str], dialect: Dialect) -> tuple[Layer, dict[str, OptionValue]]:

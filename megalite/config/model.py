@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from megalite.base.errors import in_range, require
 from megalite.config.names import Choices, check_names
-from megalite.errors import in_range, require
 from megalite.families import FAMILIES
 from megalite.families.parts import ACTIVATIONS, NORMS, Activation, BlockKind, Norm
 

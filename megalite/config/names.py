@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)

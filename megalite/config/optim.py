@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from megalite.base.errors import in_range, require
 from megalite.config.names import Choices, check_names
-from megalite.errors import in_range, require
 from megalite.schedules.lr import LR_DECAYS
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import MatrixRule

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megalite.base.errors import in_range, require
 from megalite.config.names import Choices, check_names
-from megalite.errors import in_range, require
 from megalite.schedules.pipeline import SCHEDULES
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megalite.base.errors import in_range, require, step_range
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
-from megalite.errors import in_range, require, step_range
 from megalite.schedules.lr import learning_rate, weight_decay
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import MatrixRule

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megalite.errors import UserError, in_range, require
+from megalite.base.errors import UserError, in_range, require
 from megalite.schedules.batch import BatchSizes
 
 

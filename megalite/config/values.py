@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from megalite.base.errors import UserError
 from megalite.config.names import mark_of, suggest
-from megalite.errors import UserError
 
 _KINDS = {
     bool: "true or false",

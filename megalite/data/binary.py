@@ -12,9 +12,9 @@ import struct
 import weakref
 from pathlib import Path
 
+from megalite.base.errors import UserError
 from megalite.data.index import read_error
 from megalite.data.sidecar import BLOCK, DIGEST, Checksums
-from megalite.errors import UserError
 
 # At each start a rank checks at most this much of its share of a file, in a fraction of a second.
 _AT_START = 512 << 20

@@ -16,11 +16,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.data.packing import PackedDataset
 from megalite.data.rows import Rows, Tokens
 from megalite.data.samples import GPTDataset
-from megalite.errors import UserError
-from megalite.log import logger
 
 _BLOCK = 4096
 _WINDOW = 1 << 16

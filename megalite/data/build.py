@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger, warn_on_rank_0
 from megalite.data.blend import BlendedDataset
 from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.samples import Dataset, GPTDataset, split_documents
 from megalite.data.sidecar import read_sidecar
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokens import IndexedDataset
-from megalite.errors import UserError
-from megalite.log import logger, warn_on_rank_0
 
 _DATA_RULE = "must be one PREFIX, or WEIGHT PREFIX pairs"
 _DATA_REMEDY = "use --data books, for example, or --data 0.7 web 0.3 books"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -10,9 +10,9 @@ from types import TracebackType
 
 import numpy as np
 
+from megalite.base.errors import UserError
 from megalite.data.rows import Rows
 from megalite.data.samples import Dataset
-from megalite.errors import UserError
 
 
 class BatchLoader:

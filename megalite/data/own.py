@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megalite.base.errors import UserError
 from megalite.data.rows import Rows, Tokens
 from megalite.data.samples import epoch_order
-from megalite.errors import UserError
 
 
 class Samples(Protocol):

@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.data.binary import TokenFile
 from megalite.data.rows import IGNORE, Rows, Tokens
 from megalite.data.samples import epoch_order, read_ids
 from megalite.data.tokens import IndexedDataset
-from megalite.errors import UserError
-from megalite.log import logger
 
 WINDOW = 4096
 """Number of documents that are packed together: neighbors in the epoch's order."""

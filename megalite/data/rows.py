@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 Tokens = npt.NDArray[np.int64]
 

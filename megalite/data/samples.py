@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.data.rows import IGNORE, Rows, Tokens
 from megalite.data.tokens import IndexedDataset, locate
-from megalite.errors import UserError
-from megalite.log import logger
 
 # Of a split: far beyond any number of documents, and sums stay exact enough to divide by.
 _MAX_PART = 1e15

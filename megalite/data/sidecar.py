@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalite.errors import UserError
-from megalite.log import warn_on_rank_0
-from megalite.untrusted import BadFile, read_json
+from megalite.base.errors import UserError
+from megalite.base.log import warn_on_rank_0
+from megalite.base.untrusted import BadFile, read_json
 
 BLOCK = 256 << 10
 DIGEST = 8

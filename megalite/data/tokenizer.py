@@ -16,10 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from megalite.base.errors import UserError
 from megalite.data.controls import Span, char_spans, consecutive_spans, encode_with_controls
 from megalite.data.tiktoken_ranks import KNOWN_RANKS, RANK_LINE, is_description, read_ranks
 from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, protobuf_fields, read_json, read_regular
-from megalite.errors import UserError
 
 _T = TypeVar("_T")
 

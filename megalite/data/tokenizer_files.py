@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megalite import untrusted
-from megalite.errors import UserError
-from megalite.log import logger
+from megalite.base import untrusted
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 
 # Key in an export's tokenizer_config.json: SHA-256 of the tokenizer that it came from, and of its tokenizer.json.
 EXPORTED_FROM = "megalite_exported_from"

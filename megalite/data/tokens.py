@@ -14,10 +14,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megalite.base.errors import UserError
 from megalite.data.binary import TokenFile
 from megalite.data.index import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, read_error, read_index
 from megalite.data.sidecar import BLOCK, BlockHasher, read_checksums
-from megalite.errors import UserError
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 T = TypeVar("T")
 

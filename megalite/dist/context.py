@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import MIN_TIMEOUT
-from megalite.log import logger
+from megalite.base.log import logger
 
 # Seconds after which making a group is reported: it takes well under one, and some on thousands of ranks.
 _SLOW_SETUP = 60.0

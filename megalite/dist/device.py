@@ -8,8 +8,8 @@ import os
 import torch
 
 from megalite.dist.rendezvous import under_torchrun
-from megalite.errors import LocalUserError
-from megalite.log import env_int
+from megalite.base.errors import LocalUserError
+from megalite.base.log import env_int
 
 
 def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 
 class MeshAxis(NamedTuple):

@@ -11,8 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megalite.errors import LocalUserError
-from megalite.log import env_int
+from megalite.base.errors import LocalUserError
+from megalite.base.log import env_int
 
 # Time limit for ranks to find each other.
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)

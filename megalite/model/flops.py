@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megalite.base.hardware import peak_of_name
 from megalite.config.model import ModelConfig
-from megalite.hardware import peak_of_name
 from megalite.model.partition import block_work, blocks_by_kind, head_work
 
 if TYPE_CHECKING:

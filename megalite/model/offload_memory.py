@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.base.hardware import pinned_bytes
 from megalite.config.run import Config
-from megalite.hardware import pinned_bytes
 from megalite.model.saved import residual_bytes
 from megalite.pipeline.steady import extend, most_waiting, sample_sizes
 

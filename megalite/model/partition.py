@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from megalite.base.errors import UserError
 from megalite.config.model import ModelConfig
-from megalite.errors import UserError
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.mixers import MIXERS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megalite.base.errors import ToolParser, run_tool
 from megalite.dist.dtypes import DTYPES
-from megalite.errors import ToolParser, run_tool
 from megalite.ops.choose import OPS, resolve
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.ops import (
     adamw,
     attention,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megalite.log import logger
+from megalite.base.log import logger
 
 NAMES = (
     "adamw_", "l2_norm", "norm", "norm_backward", "glu", "glu_backward", "rope_", "rope", "rope_pack",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from megalite.base.slices import Slice
 from megalite.dist import collectives
 from megalite.dist.context import Axis, ParallelContext
 from megalite.optim.bucket import Bucket
 from megalite.parameter import ShardedParameter
-from megalite.slices import Slice
 from megalite.update_rules.rule import MatrixRule
 
 # Flat tensors to or from each rank of an axis.

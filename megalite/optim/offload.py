@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
+from megalite.base.errors import require
+from megalite.base.hardware import available_memory
+from megalite.base.log import logger
 from megalite.dist.rendezvous import local_world_size
-from megalite.errors import require
-from megalite.hardware import available_memory
-from megalite.log import logger
 from megalite.optim.bucket import Bucket
 from megalite.optim.offload_disk import DiskStates, buffer_bytes
 from megalite.optim.shares import staging_bytes

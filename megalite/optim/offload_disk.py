@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from megalite.child import scratch_file
-from megalite.errors import UserError
-from megalite.log import logger
+from megalite.base.child import scratch_file
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 
 _ALIGN = 4096
 _BLOCK = 16 << 20

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from megalite.base.hardware import pinned_bytes
 from megalite.config.optim import OptimConfig
-from megalite.hardware import pinned_bytes
 
 if TYPE_CHECKING:
     from megalite.parameter import ShardedParameter

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from megalite.base.slices import Slice
 from megalite.dist.context import Axis, ParallelContext
 from megalite.optim.bucket import Bucket
 from megalite.optim.compress import PowerSGD
 from megalite.optim.shares import ParamShare
 from megalite.sharding import StateTensor
-from megalite.slices import Slice
 
 
 def share_states(bucket: Bucket, flats: Sequence[torch.Tensor]) -> list[StateTensor]:

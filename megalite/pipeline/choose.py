@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megalite.base.errors import UserError
 from megalite.config.run import Config
-from megalite.errors import UserError
 from megalite.pipeline.schedule import Costs, Schedule, build_schedule, check_schedule, compute_orders
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.pipeline.steady import extend, sample_sizes

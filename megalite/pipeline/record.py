@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from megalite.base.log import logger
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
-from megalite.log import logger
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op, Schedule

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.schedules.pipeline import SCHEDULES, Op, Orders, PipelineSchedule, Placement
 
 __all__ = ["Costs", "Op", "Placement", "Schedule", "build_schedule"]

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from megalite import ops as kernels
+from megalite.base.log import logger
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.dist.dtypes import DTYPES
 from megalite.dist.rendezvous import local_world_size
 from megalite.dist.seeding import RngStreams
-from megalite.log import logger
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload

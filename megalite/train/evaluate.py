@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.data import BatchLoader
-from megalite.errors import UserError
-from megalite.log import logger
 from megalite.train.exit import raise_together
 from megalite.train.run import Run
 from megalite.train.step import eval_step

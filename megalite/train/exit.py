@@ -15,15 +15,15 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from megalite.base.child import signal_when_parent_dies
+from megalite.base.console import write_or_drop
+from megalite.base.errors import LocalUserError, UserError
+from megalite.base.log import env_rank, logger, setup_logging, unfinished_code
 from megalite.checkpoint.save import SaveError
-from megalite.child import signal_when_parent_dies
-from megalite.console import write_or_drop
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.dist.rendezvous import launched_together, shutdown, under_torchrun
-from megalite.errors import LocalUserError, UserError
-from megalite.log import env_rank, logger, setup_logging, unfinished_code
 from megalite.train.watch.peers import FailureWatch
 
 # Longer than a busy machine takes to start Python and torch, well below the 30 s within which all ranks must exit.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megalite.base.errors import UserError
 from megalite.config.run import Config
 from megalite.data import (
     Dataset,
@@ -19,7 +20,6 @@ from megalite.data import (
     prefixes_of,
     read_sidecar,
 )
-from megalite.errors import UserError
 
 
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:

@@ -10,9 +10,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger, warn_on_rank_0
 from megalite.checkpoint.save import SaveError
-from megalite.errors import UserError
-from megalite.log import logger, warn_on_rank_0
 from megalite.train.evaluate import evaluate
 from megalite.train.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.train.rewind import rewind

@@ -16,8 +16,8 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megalite.errors import UserError
-from megalite.log import logger
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.train.trackers import BackgroundTracker, tensorboard_tracker, wandb_tracker
 
 METRICS_FILE = "metrics.jsonl"

@@ -14,11 +14,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megalite.base.errors import UserError, step_range
+from megalite.base.log import logger
 from megalite.config.run import Config
 from megalite.dist.collectives import waits
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError, step_range
-from megalite.log import logger
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op

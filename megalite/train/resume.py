@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.load import find_good, load_checkpoint, model_config, verify_together
@@ -21,8 +23,6 @@ from megalite.config.train import TrainConfig
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
-from megalite.log import logger
 from megalite.model.parameters import param_map
 from megalite.train.engine import Engine
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from megalite.base.log import logger
 from megalite.checkpoint.replicas import check_replicas
 from megalite.checkpoint.save import Checkpointer
 from megalite.data import BatchLoader, Datasets
-from megalite.log import logger
 from megalite.pipeline.record import Recorder
 from megalite.train.engine import Engine
 from megalite.train.gpu_readings import GpuReadings

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from megalite.base.errors import UserError, step_range
+from megalite.base.log import logger, setup_logging
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
 from megalite.checkpoint.save import Checkpointer
@@ -22,8 +24,6 @@ from megalite.data import BatchLoader, Datasets, Samples, Tokenizer, chat_templa
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.context import ParallelContext
 from megalite.dist.dtypes import DTYPES
-from megalite.errors import UserError, step_range
-from megalite.log import logger, setup_logging
 from megalite.model.parameters import param_map
 from megalite.ops.attention import why_masked
 from megalite.pipeline.record import Recorder

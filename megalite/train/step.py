@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch.profiler import record_function
 
+from megalite.base.errors import UserError
 from megalite.batch import Documents, MicroBatch, document_bounds
 from megalite.config.run import rates_at
 from megalite.data.rows import Rows
 from megalite.dist import collectives
-from megalite.errors import UserError
 from megalite.train.engine import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
 

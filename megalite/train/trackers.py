@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalite.log import logger
+from megalite.base.log import logger
 
 WANDB_INIT_S = 15.0
 """Longest wait for the wandb server before the run is recorded offline, seconds."""

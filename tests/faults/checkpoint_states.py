@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from megalite.base.errors import UserError
 from megalite.checkpoint.load import find_good, load_checkpoint
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.sharding import ParamSpec, StateTensor
 from tests.shards import tp_shard
 

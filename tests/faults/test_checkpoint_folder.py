@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.checkpoint import lock
 from megalite.checkpoint.load import find_good
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
-from megalite.log import logger
 from tests.faults import checkpoint_states as cs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.checkpoint.load import find_good, read_meta
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.child import children, process_state
-from megalite.errors import UserError, run_tool
+from megalite.base.child import children, process_state
+from megalite.base.errors import UserError, run_tool
 from megalite.extras.launch import train as command
 from megalite.extras.launch.local import wait_for_name
 from tests.faults.test_runtime_faults import FOREVER, RUN, committed

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.config.cli import parse
 from megalite.config.run import Config
-from megalite.errors import UserError
 from tests.parity import jobs
 from tests.workers import WorkerPool
 

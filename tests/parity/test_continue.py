@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.checkpoint.load import resolve_checkpoint
 from megalite.config.options import GROUPS
-from megalite.errors import UserError
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.hf import export_hf
 from tests.parity.test_resume import losses, train

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import megalite
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference import command
 from megalite.extras.inference.lm_eval import run_tasks

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.base.errors import UserError
 from megalite.config.cli import parse
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 from tests.parity import jobs, test_bits

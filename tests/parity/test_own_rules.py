@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.base.errors import UserError
 from megalite.config.run import Config
-from megalite.errors import UserError
 from megalite.schedules.lr import learning_rate
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import MatrixRule, Share, UpdateRule

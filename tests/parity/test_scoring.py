@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.base.errors import UserError
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.extras.convert.hf import import_hf
 from megalite.extras.inference.command import lm_eval_parser
 from megalite.extras.inference.lm_eval import join, run_tasks

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.base.errors import UserError
 from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.errors import UserError
 from megalite.pipeline.observe import Observer
 from tests.parity import jobs
 from tests.workers import WorkerPool

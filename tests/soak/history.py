@@ -8,9 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.reader import ShardReader
-from megalite.errors import UserError
 from tests.soak.fuzz import Failed
 
 # --keep-last of all runs.

@@ -15,10 +15,10 @@ import torch
 import yaml
 from torch.distributed.checkpoint import filesystem, metadata
 
+from megalite.base.errors import UserError, printable
 from megalite.checkpoint.lock import RunLock
 from megalite.config import cli
 from megalite.data.tokenizer import load_tokenizer
-from megalite.errors import UserError, printable
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.megatron.config import model_of
 from megalite.extras.convert.megatron.convert import import_megatron

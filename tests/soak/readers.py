@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megalite.base.errors import printable
+from megalite.base.slices import Slice
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.load import model_config
 from megalite.checkpoint.manifest import commit_text, read_manifest
@@ -26,7 +28,6 @@ from megalite.config.run import Config
 from megalite.data.build import build_datasets, read_sidecar
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
-from megalite.errors import printable
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.convert.stream import ImportedTensor, write_checkpoint
 from megalite.extras.launch.hosts import check_equal_slots, filter_hosts, parse_hostfile
@@ -34,7 +35,6 @@ from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, r
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.view.checkpoint import describe
 from megalite.model.parameters import param_map
-from megalite.slices import Slice
 from tests.soak import mutate
 from tests.soak.more_readers import MORE
 from tests.soak.reader import Reader

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.checkpoint import manifest
 from megalite.checkpoint.reader import ShardReader
-from megalite.errors import UserError
 from tests.faults.zygote import Zygote
 from tests.soak import mutate
 from tests.soak.attempt import Attempt

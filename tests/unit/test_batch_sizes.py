@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import megalite
+from megalite.base.errors import UserError
 from megalite.config.cli import parse, to_yaml
 from megalite.config.options import with_options
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.view.metrics import read_metrics
 from megalite.pipeline.choose import name_of, names_of

@@ -39,7 +39,7 @@ def test_what_a_reader_has_to_read() -> None:
     trainer = [text for name, text in house.texts.items() if name.split(".")[0] != "extras"]
     assert sum(map(code_lines, trainer)) <= 14_500
     arrows = {(a, b) for a, b in house.arrows() if "extras" not in (a, b)}
-    assert len(arrows) <= 90, sorted(arrows)
+    assert len(arrows) <= 65, sorted(arrows)
     assert house.in_circles() == set()
     long_files = [name for name, text in house.texts.items() if len(text.splitlines()) > 300]
     assert len(long_files) <= 3, long_files
@@ -100,8 +100,8 @@ def test_no_pickle_in_the_library() -> None:
 
 def test_the_process_grid_is_not_global() -> None:
     """No literal device in the library, and the environment is read where processes are started only."""
-    allowed = {"dist", "log.py", "extras"}
+    allowed = ("dist/", "base/log.py", "extras/")
     for path in sorted((ROOT / "megalite").rglob("*.py")):
         inside = path.relative_to(ROOT / "megalite")
-        if inside.parts[0] not in allowed and "os.environ" in path.read_text():
+        if not str(inside).startswith(allowed) and "os.environ" in path.read_text():
             pytest.fail(f"{inside} reads os.environ")

@@ -26,7 +26,7 @@ for module in modules:
 
 from megalite.config import cli
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.train.loop import steps
 from megalite.train.start import open_run
 

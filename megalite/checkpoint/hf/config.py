@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_type_hints
 
+from megalite.base.errors import UserError
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.values import fits, rule_of
-from megalite.errors import UserError
 from megalite.families import FAMILIES
 from megalite.families.common import Family
 from megalite.families.parts import ACTIVATIONS

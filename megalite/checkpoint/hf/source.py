@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
 from megalite.checkpoint.hf.packing import file_shapes, row_runs
 from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
@@ -22,7 +23,6 @@ from megalite.dist.dtypes import DTYPES, STORED, torch_name
 from megalite.families.common import Family, Packing
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
-from megalite.untrusted import BadFile, read_json
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Parsed, JSON takes up to twenty times the memory. The largest real index, of 91,000 tensors, has 9 MB.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.base.errors import UserError
+from megalite.base.log import warn_on_rank_0
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.hf.source import HFSource
 from megalite.config.model import ModelConfig
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
-from megalite.log import warn_on_rank_0
 from megalite.sharding import StateTensor
 
 

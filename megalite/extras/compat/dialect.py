@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError
 from megalite.config.dialect import Dialect
 from megalite.config.options import Layer, StartOptions
-from megalite.errors import UserError
 from megalite.extras.compat import megatron
 from megalite.extras.compat.accelerate import read_accelerate
 from megalite.extras.compat.deepspeed import read_deepspeed

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.config.dialect import ComputedOption
-from megalite.errors import UserError
-from megalite.log import logger
 from megalite.schedules.batch import BatchSizes
 
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
+from megalite.base.slices import Slice
 from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
@@ -20,7 +23,6 @@ from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer_files import recorded_tokenizer
 from megalite.dist.dtypes import DTYPES, stored_name, torch_name
-from megalite.errors import UserError
 from megalite.extras.convert.stream import (
     SHARD_BYTES,
     ImportedTensor,
@@ -32,10 +34,8 @@ from megalite.extras.convert.stream import (
 )
 from megalite.extras.convert.tokenizer import export_tokenizer
 from megalite.families import FAMILIES
-from megalite.log import logger
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
-from megalite.slices import Slice
 
 
 def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> Manifest:

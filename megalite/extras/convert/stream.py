@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from megalite.base.errors import UserError
+from megalite.base.slices import Slice
 from megalite.checkpoint.folder import commit_in_place
 from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
 from megalite.checkpoint.safetensors_io import make_header, num_bytes, write_file
-from megalite.errors import UserError
-from megalite.slices import Slice
 
 # Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.
 SHARD_BYTES = 5_000_000_000

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from megalite.base.errors import UserError
 from megalite.checkpoint.hf.source import resolve_inside
 from megalite.config.model import ModelConfig
 from megalite.data.tokenizer import (
@@ -22,7 +23,6 @@ from megalite.data.tokenizer import (
     load_tokenizer,
 )
 from megalite.data.tokenizer_files import EXPORTED_FROM, file_sha256, protobuf_fields, read_json
-from megalite.errors import UserError
 
 # Digits, code, indents, runs of spaces, line ends, other scripts, accents in two forms, emoji, and a raw control byte.
 SAMPLE = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megalite.base.log import env_rank
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.device import pick_device
@@ -22,7 +23,6 @@ from megalite.extras.diagnose import measure
 from megalite.extras.diagnose.stuck import StuckWatch
 from megalite.extras.diagnose.verdict import Problem, RankReport, find_problems, groups_of
 from megalite.extras.launch import probe
-from megalite.log import env_rank
 
 _LOADING_S = 60.0
 # Rows of the table of ranks.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.errors import ToolParser, require
+from megalite.base.errors import ToolParser, require
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,11 +18,11 @@ from statistics import mean, median
 import torch
 
 import megalite
+from megalite.base.hardware import nvlink_speed
 from megalite.dist import collectives
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext
 from megalite.extras.launch import probe
-from megalite.hardware import nvlink_speed
 from megalite.pipeline.p2p import Channel, Message
 
 _CLOCK_ROUNDS = 7

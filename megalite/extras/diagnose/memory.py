@@ -14,16 +14,16 @@ from typing import Literal
 
 import torch
 
+from megalite.base.errors import UserError
+from megalite.base.hardware import available_memory, process_memory
+from megalite.base.log import logger
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import local_world_size
-from megalite.errors import UserError
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.device import device_in_use, machine
 from megalite.extras.plan.memory.ranks import RankMemory, least_memory, memory_per_rank
 from megalite.extras.plan.time.step import step_time
-from megalite.hardware import available_memory, process_memory
-from megalite.log import logger
 from megalite.pipeline.choose import names_of
 
 # Share of the available memory to plan for: the accounting is accurate to about 5 %, and allocators need slack.

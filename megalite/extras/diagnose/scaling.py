@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from megalite.base.errors import ToolParser, UserError
 from megalite.config import cli
-from megalite.errors import ToolParser, UserError
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.train import trainer_script
 from megalite.extras.view.picture import picture_errors

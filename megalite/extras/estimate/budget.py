@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megalite.base.hardware import DEVICES, Device
 from megalite.config.run import Config
 from megalite.extras.estimate.rank import Estimate
 from megalite.extras.estimate.record import Kernel
-from megalite.hardware import DEVICES, Device
 from megalite.model.flops import flops_per_token
 
 GPUS = ("h200", "h100")

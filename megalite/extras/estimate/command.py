@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import ToolParser, UserError
+from megalite.base.errors import ToolParser, UserError
 from megalite.extras.estimate.guard import install_guard
 from megalite.extras.view.picture import picture_errors
 

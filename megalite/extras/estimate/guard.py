@@ -11,7 +11,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
 

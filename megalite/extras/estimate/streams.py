@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megalite.base.hardware import DEVICES
 from megalite.extras.estimate.record import Communication, Event, Kernel, Wait
-from megalite.hardware import DEVICES
 
 _H100 = DEVICES["h100"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megalite.base.errors import UserError
 from megalite.data import IndexedDataset, LossMask, PackedDataset, Rows, mask_path
 from megalite.data.rows import IGNORE
 from megalite.data.tokenizer import Tokenizer
-from megalite.errors import UserError
 from megalite.extras.inference.load import Model
 from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from megalite.base.errors import UserError, in_range, require
+from megalite.base.log import logger
 from megalite.data.tokenizer import Tokenizer, optional_import
 from megalite.dist.agree import agree
 from megalite.dist.context import ParallelContext
 from megalite.dist.device import pick_device
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import init_process_group, world_size
-from megalite.errors import UserError, in_range, require
 from megalite.extras.inference.load import Weights, find_weights
 from megalite.extras.inference.score import Scorer, scoring_config
-from megalite.log import logger
 
 # The other ranks wait in one operation while rank 0 downloads data or computes metrics.
 _PATIENCE = timedelta(days=1)

@@ -13,9 +13,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from megalite.base.errors import require
 from megalite.data.tokenizer import Tokenizer
 from megalite.dist.seeding import derive
-from megalite.errors import require
 from megalite.extras.inference.generate import choose_token
 from megalite.extras.inference.score import Scorer
 

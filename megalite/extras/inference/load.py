@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megalite import ops as kernels
+from megalite.base.errors import UserError, require
 from megalite.batch import Documents, ForwardPass, MicroBatch
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.load import load_checkpoint, model_config, resolve_checkpoint
@@ -21,7 +22,6 @@ from megalite.config.run import Config
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokenizer_files import holds_tokenizer, recorded_tokenizer
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError, require
 from megalite.model.gpt import GPTStage
 from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of

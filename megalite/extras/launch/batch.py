@@ -9,13 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megalite.base.errors import UserError, require
+from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import read_config
 from megalite.config.model import ModelConfig
-from megalite.errors import UserError, require
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, SlurmOptions, kubernetes_manifest, slurm_script
 from megalite.extras.launch.layout_check import check_layout
 from megalite.extras.launch.preflight import wants_cpu
-from megalite.untrusted import BadFile, read_json
 
 _BOTH = "nodes slots name image cpus memory"
 _SLURM = "time_limit partition account mount directive"

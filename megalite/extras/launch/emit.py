@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import require
+from megalite.base.errors import require
 
 # Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
 NOTICE_S = 120

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megalite.errors import UserError, require
+from megalite.base.errors import UserError, require
 from megalite.extras.launch.probe import VARIABLES
 
 # ssh's exit code when the connection fails or is lost; every other one is the remote command's.

@@ -27,8 +27,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 
-from megalite.errors import UserError
-from megalite.log import logger, unfinished_code
+from megalite.base.errors import UserError
+from megalite.base.log import logger, unfinished_code
 
 USER_ERROR_CODE = 2
 # In Kubernetes the first pod's name resolves only once it runs, and pulling its image may take long.

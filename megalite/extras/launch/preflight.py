@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.extras.launch import probe
 from megalite.extras.launch.hosts import SSH_FAILED, Host, LaunchSpec, ssh_prefix
 from megalite.extras.launch.probe import MARKER, MAX_CLOCK_SKEW_S
-from megalite.log import logger
 
 PROBE_TIMEOUT_S = 10.0
 # NCCL's shared-memory transport fails inside the 64 MB that containers get by default.

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
-from megalite.child import allow_many_files
+from megalite.base.child import allow_many_files
+from megalite.base.log import logger
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained, parse_report
 from megalite.extras.launch.hosts import SSH_FAILED
-from megalite.log import logger
 
 HEARTBEAT_S = 3.0
 # The agents have 8 s of grace and 5 s of killing; then the connection itself is cut.

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.errors import UserError, require
+from megalite.base.errors import UserError, require
 
 # Imported once for all ranks; torch imports the last, and sympy with it, in the first backward pass.
 _PRELOAD = [

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger, setup_logging
 from megalite.checkpoint.folder import checkpoints_folder, step_folders
 from megalite.config.cli import CommandLine, read_yaml
 from megalite.config.options import LAYOUT, LAYOUT_DETAILS, with_options
 from megalite.config.run import Config
 from megalite.dist.rendezvous import world_size
-from megalite.errors import UserError
 from megalite.extras.plan import device
 from megalite.extras.plan.report import describe, flags, why_second
 from megalite.extras.plan.search import SHARE, Candidate, pick, search
-from megalite.log import logger, setup_logging
 from megalite.train.inputs import with_vocab_size
 
 

@@ -8,9 +8,9 @@ from os.path import commonprefix
 from statistics import fmean, median
 from typing import Any
 
+from megalite.base.hardware import DEVICES
 from megalite.extras.plan.published import Run
 from megalite.extras.plan.time.step import model_flops
-from megalite.hardware import DEVICES
 
 GOALS = {"core_time": 0.06, "source_time": 0.12, "memory": 0.05, "false_alarms": 0.03}
 """Highest mean absolute error of step time (scope core, and any source) and memory; highest share of false alarms."""

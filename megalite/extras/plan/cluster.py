@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError, require
+from megalite.base.hardware import DEVICES, Device
 from megalite.config.names import suggest
-from megalite.errors import UserError, require
-from megalite.hardware import DEVICES, Device
 
 _SHORT = {"a100": "a100-80g"}
 

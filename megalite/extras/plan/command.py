@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megalite.base.errors import ToolParser, UserError
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist.grid import Grid
-from megalite.errors import ToolParser, UserError
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
 from megalite.extras.plan.memory.ranks import memory_per_rank

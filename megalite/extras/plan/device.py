@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from megalite.base.errors import LocalUserError
+from megalite.base.hardware import DEVICES, Device, find_gpu, installed_memory
+from megalite.base.log import env_int
 from megalite.dist.rendezvous import local_world_size
-from megalite.errors import LocalUserError
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_calibration
-from megalite.hardware import DEVICES, Device, find_gpu, installed_memory
-from megalite.log import env_int
 
 # In a separate process: `pick_device` sets variables that CUDA reads when it starts in a process.
 _READ_CUDA = """import json, sys, torch

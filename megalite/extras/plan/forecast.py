@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from megalite.base.log import logger
 from megalite.config.options import with_options
 from megalite.extras.plan.device import device_in_use, machine, rates_known
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
-from megalite.log import logger
 from megalite.train.run import Run
 
 STEPS = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megalite.errors import require
+from megalite.base.errors import require
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.search import Candidate
 

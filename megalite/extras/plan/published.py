@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import UserError, require
+from megalite.base.hardware import DEVICES
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist.grid import Grid
-from megalite.errors import UserError, require
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.ranks import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Engine
 from megalite.extras.plan.time.step import StepTime, step_time
-from megalite.hardware import DEVICES
 from megalite.model.partition import block_work, layer_split
 from megalite.pipeline.schedule import placement_of
 

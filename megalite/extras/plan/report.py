@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from megalite.base.errors import UserError
 from megalite.config.options import GROUP_OF
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank, vocab_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick

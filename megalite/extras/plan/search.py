@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from megalite.base.errors import UserError
 from megalite.config.options import LAYOUT
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.ranks import RankMemory, kept_per_rank, states_per_rank

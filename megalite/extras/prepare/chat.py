@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.base.untrusted import require_shallow
 from megalite.data.controls import Span, any_of
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokens import token_dtype
 from megalite.extras.prepare.documents import EXCERPT_CHARS, BadRecord, Chunk
 from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure
 from megalite.extras.prepare.workers import EncodedChunk
-from megalite.untrusted import require_shallow
 
 OTHER, ANSWER, LAST_ANSWER = 0, 1, 2
 """Bytes of `PREFIX.mask.bin`, one per token: not learned; of an answer; of the last answer of its conversation."""

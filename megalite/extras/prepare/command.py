@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.errors import ToolParser, in_range
+from megalite.base.errors import ToolParser, in_range
+from megalite.base.log import setup_logging
 from megalite.extras.prepare.preprocess import default_workers
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
-from megalite.log import setup_logging
 
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
 tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.data.tokenizer import optional_import
-from megalite.errors import UserError
-from megalite.log import logger
 
 _TABLES = (".json", ".ndjson", ".csv", ".tsv")
 _SNIFFED_BYTES = 8192

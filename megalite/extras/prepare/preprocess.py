@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 
 from megalite import __version__
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDatasetWriter, token_dtype
-from megalite.errors import UserError
 from megalite.extras.prepare.chat import ChatEncoder
 from megalite.extras.prepare.documents import Chunk, expand_inputs, kind_of, read_chunks
 from megalite.extras.prepare.progress import Progress
 from megalite.extras.prepare.template import ChatTemplate, find_template
 from megalite.extras.prepare.workers import EncodedChunk, EncoderFactory, TextEncoder, encode_all
-from megalite.log import logger
 
 _MAX_WORKERS = 1024
 _MAX_LOGGED = 10  # bad records logged one by one; all are counted

@@ -25,12 +25,12 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from megalite.base.errors import UserError
+from megalite.base.untrusted import MAX_TEMPLATE, BadFile, read_regular
 from megalite.data.controls import Span
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_files import read_json
-from megalite.errors import UserError
 from megalite.extras.prepare.lost_parts import lost_part
-from megalite.untrusted import MAX_TEMPLATE, BadFile, read_regular
 
 TIME_LIMIT_S = 10.0
 """For all renderings of one conversation."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megalite.base.errors import ToolError
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import token_dtype
-from megalite.errors import ToolError
 from megalite.extras.prepare.documents import BadRecord, Chunk, parse
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.extras.view.metrics import read_metrics
 from megalite.extras.view.picture import picture_errors
 from megalite.train.metrics import METRICS_FILE

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.ops import native
 
 # Rows up to this width are kept in the registers of one program; Llama 3 405B has 16384.

@@ -10,10 +10,10 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from megalite.child import shared_memory, start_child
+from megalite.base.child import shared_memory, start_child
+from megalite.base.log import logger
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.log import logger
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op
 from megalite.train.watch import watchdog

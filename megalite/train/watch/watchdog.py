@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.child import children, is_stopped, process_state, readable, usage, waits_for_disk
-from megalite.console import write_or_drop
+from megalite.base.child import children, is_stopped, process_state, readable, usage, waits_for_disk
+from megalite.base.console import write_or_drop
+from megalite.base.untrusted import BadFile, read_json
 from megalite.train.watch.stacks import is_complete, is_waiting, main_thread
-from megalite.untrusted import BadFile, read_json
 
 # Heartbeat: count, step, patience, phase, operation.
 LAYOUT = struct.Struct("<Qqb63s64s")

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import megalite
+from megalite.base.errors import UserError
 from megalite.checkpoint.hf.config import read_config, write_config
 from megalite.checkpoint.hf.packing import split
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.manifest import read_manifest
 from megalite.data import Rows
-from megalite.errors import UserError
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map

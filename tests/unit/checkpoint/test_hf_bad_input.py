@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.errors import run_tool
+from megalite.base.errors import run_tool
 from megalite.extras.convert.command import main
 from megalite.extras.convert.hf import import_hf
 from megalite.families import FAMILIES
@@ -258,9 +258,9 @@ def test_export_refuses(
 
 
 def test_a_model_its_family_cannot_say(tmp_path: Path, model: Path) -> None:
+    from megalite.base.errors import UserError
     from megalite.checkpoint.hf.config import write_config
     from megalite.config.model import ModelConfig
-    from megalite.errors import UserError
 
     odd = ModelConfig(hidden_size=32, num_heads=4, vocab_size=90, qk_norm="head")
     with pytest.raises(UserError, match="has qk_norm 'head', but a config.json of this family means 'none'"):

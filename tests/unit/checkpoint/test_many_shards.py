@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.base.child import readable
+from megalite.base.errors import UserError
+from megalite.base.slices import Slice
 from megalite.checkpoint import reader as reader_module
 from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key, commit_text, read_manifest
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import make_header, open_inside, write_file
-from megalite.child import readable
-from megalite.errors import UserError
-from megalite.slices import Slice
 
 WIDTH = 4
 

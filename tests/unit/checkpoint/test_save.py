@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.base.errors import UserError
 from megalite.checkpoint import folder
 from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
-from megalite.errors import UserError
 from megalite.extras.view.checkpoint import describe
 from tests.faults import checkpoint_states as cs
 from tests.parity.jobs import llama, make_config

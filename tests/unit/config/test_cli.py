@@ -14,11 +14,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import UserError
 from megalite.config.cli import parse, to_yaml
 from megalite.config.dialect import PLAIN, Dialect
 from megalite.config.model import RopeScaling
 from megalite.config.run import Config
-from megalite.errors import UserError
 from megalite.extras.compat.dialect import DIALECT
 from megalite.families import FAMILIES, PRESETS
 
@@ -214,7 +214,7 @@ def test_a_file_and_a_flag_of_different_families(tmp_path: Path) -> None:
 
 
 def run_script(*argv: str) -> subprocess.CompletedProcess[str]:
-    imports = "from megalite.config.cli import parse; from megalite.errors import run_tool; "
+    imports = "from megalite.config.cli import parse; from megalite.base.errors import run_tool; "
     code = imports + "run_tool(lambda: parse() and None)"
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
 

@@ -9,6 +9,7 @@ from typing import get_type_hints as hints
 
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.optim import OptimConfig
@@ -16,7 +17,6 @@ from megalite.config.options import GROUPS
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config, RunConfig
 from megalite.config.train import TrainConfig
-from megalite.errors import UserError
 from megalite.families import FAMILIES
 
 MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_heads": 8, "seq_len": 32}

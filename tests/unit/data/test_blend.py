@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megalite.data
+from megalite.base.errors import UserError
 from megalite.data.blend import BlendedDataset, BlendOrder, BlendRule, compiled, run_in_python
 from megalite.data.samples import GPTDataset
 from megalite.data.tokens import IndexedDataset
-from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.data import GPTDataset
 from megalite.data.binary import TokenFile
 from megalite.data.sidecar import BLOCK
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
-from megalite.errors import UserError
 
 BLOCKS = 9
 TOKENS = (BLOCKS * BLOCK - 1000) // 2

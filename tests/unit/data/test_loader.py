@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import UserError
 from megalite.data.blend import BlendedDataset
 from megalite.data.loader import BatchLoader
 from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, epoch_order
 from megalite.data.tokens import IndexedDataset
-from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.data.build import build_datasets
 from megalite.data.loader import BatchLoader
 from megalite.data.packing import LossMask, PackedDataset, pack
 from megalite.data.rows import Rows
 from megalite.data.samples import GPTDataset
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
-from megalite.errors import UserError
 
 
 def write(folder: Path, sizes: list[int], mask: np.ndarray | None = None, name: str = "chat") -> str:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import UserError
 from megalite.data.samples import GPTDataset, MockDataset, epoch_order, split_documents
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
-from megalite.errors import UserError
 
 Make = Callable[..., IndexedDataset]
 

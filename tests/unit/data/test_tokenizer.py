@@ -13,9 +13,9 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import UserError
 from megalite.data import check_tokenizer_matches
 from megalite.data.tokenizer import ByteTokenizer, load_tokenizer
-from megalite.errors import UserError
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 
 HARD_TEXTS = [
@@ -227,7 +227,7 @@ def test_a_missing_library_is_named_with_its_extra(bpe_files: dict[str, Path]) -
     program = (
         "import sys; sys.modules['tiktoken'] = None\n"
         "from megalite.data.tokenizer import load_tokenizer\n"
-        "from megalite.errors import run_tool\n"
+        "from megalite.base.errors import run_tool\n"
         "run_tool(lambda: load_tokenizer(sys.argv[1]))"
     )
     command = [sys.executable, "-c", program, str(bpe_files["tiktoken"])]

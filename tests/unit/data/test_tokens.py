@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.base.errors import UserError
 from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, locate, token_dtype
-from megalite.errors import UserError
 
 DOCUMENTS = [[7, 1, 65499, 3, 4], [5] * 7, [], [9, 8, 7, 6]]
 

@@ -13,7 +13,7 @@ from megalite.dist.device import pick_device
 from megalite.dist.context import ParallelContext, neighbor_pairs
 from megalite.dist.rendezvous import backend_of, group_timeout
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.extras.estimate.record import recorded_world
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 
 SIXTEEN = {
     "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],

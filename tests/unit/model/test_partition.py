@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import UserError
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
-from megalite.errors import UserError
 from megalite.model.partition import block_costs, layer_split, split_layers
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.ops import Ops, resolve
 from megalite.ops.choose import OPS, choose, parse_spec
 from megalite.ops.op import Backend, Op

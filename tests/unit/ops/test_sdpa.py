@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.base.errors import UserError
 from megalite.batch import Mask
-from megalite.errors import UserError
 from megalite.ops.attention import attention
 from megalite.ops.sdpa import KERNELS, AttentionCase, select
 from tests.parity import jobs

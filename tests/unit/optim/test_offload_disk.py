@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.base.slices import Slice
 from megalite.checkpoint.snapshot import Snapshot
 from megalite.checkpoint.writer import SavedBox
 from megalite.optim.offload_disk import DiskStates, ScratchFile
-from megalite.slices import Slice
 
 SHARES = [5000, 3, 9000, 1024]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.extras.view.recording import measured_costs, measured_step, read_recording
 from megalite.extras.view.schedule import main
 from megalite.pipeline.schedule import Costs, build_schedule

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.base.errors import UserError
 from megalite.config.cli import parse
-from megalite.errors import UserError
 from megalite.extras.view.schedule import order_sha
 from megalite.pipeline.choose import USUAL_COSTS, Request, choose_schedule, name_of, simulate_all
 from megalite.pipeline.schedule import Costs, Op, Placement, build_schedule

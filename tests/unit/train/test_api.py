@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import megalite
-from megalite.child import children
+from megalite.base.child import children
+from megalite.base.log import RankFile
 from megalite.config import cli
 from megalite.extras.view.metrics import read_metrics
-from megalite.log import RankFile
 from tests.ranks import ROOT
 from tests.workers import WorkerPool
 

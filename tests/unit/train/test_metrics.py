@@ -25,9 +25,9 @@ from typing import Any
 
 import pytest
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.extras.view.metrics import read_metrics
-from megalite.log import logger
 from megalite.train.metrics import MetricsLogger, duration, json_line
 from megalite.train.trackers import BackgroundTracker
 
@@ -208,7 +208,7 @@ def test_a_terminal_gets_a_bar_that_lines_do_not_tear(tmp_path: Path) -> None:
     code = """
     import sys
     from pathlib import Path
-    from megalite.log import logger, setup_logging
+    from megalite.base.log import logger, setup_logging
     from megalite.train.metrics import MetricsLogger
     setup_logging(0)
     metrics = MetricsLogger(Path(sys.argv[1]), 0, 8, 2, False, None, {})
@@ -346,7 +346,7 @@ def test_the_end_of_a_run_waits_for_what_a_failing_tracker_has_to_say(console: p
 _WANDB_RUN = """
 import sys
 from pathlib import Path
-from megalite.log import setup_logging
+from megalite.base.log import setup_logging
 from megalite.train import trackers
 from megalite.extras.view.metrics import read_metrics
 from megalite.train.metrics import MetricsLogger

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megalite.base.errors import UserError, step_range
 from megalite.config.run import RunConfig
-from megalite.errors import UserError, step_range
 from megalite.extras.view.metrics import read_metrics
 from megalite.train.profile import BACKWARD, FORWARD, PHASES
 from tests.ranks import run_ranks

@@ -19,7 +19,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.child import children, process_state, shared_memory, usage, waits_for_disk
+from megalite.base.child import children, process_state, shared_memory, usage, waits_for_disk
+from megalite.base.untrusted import read_json
 from megalite.dist.context import ParallelContext
 from megalite.schedules.pipeline import Op
 from megalite.train.watch import watchdog
@@ -37,7 +38,6 @@ from megalite.train.watch.watchdog import (
     Watchdog,
     works,
 )
-from megalite.untrusted import read_json
 from tests.ranks import ROOT
 
 
@@ -331,7 +331,7 @@ IN_STATE_D = (
     "import os, sys\n"
     "os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 9, sys.argv[1], os.O_RDONLY, 0)])"
 )
-FLUSHES = "import time\nfrom megalite.child import *\nwith shown_as(FLUSHING):\n    time.sleep(60)"
+FLUSHES = "import time\nfrom megalite.base.child import *\nwith shown_as(FLUSHING):\n    time.sleep(60)"
 
 
 @pytest.mark.parametrize("code", [IN_STATE_D, FLUSHES])

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
+from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside
 from megalite.config.model import ModelConfig
 from megalite.dist.dtypes import torch_name
-from megalite.errors import UserError
 from megalite.extras.convert.megatron.archive import TensorRef
 from megalite.extras.convert.megatron.config import arguments, model_of
 from megalite.extras.convert.megatron.legacy import LegacySource
 from megalite.extras.convert.megatron.names import place, unpack
 from megalite.extras.convert.megatron.torch_dist import TorchDistSource
 from megalite.extras.convert.stream import SHARD_BYTES, ImportedTensor, write_checkpoint
-from megalite.log import logger
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec
 

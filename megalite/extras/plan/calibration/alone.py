@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megalite import ops as kernels
+from megalite.base.hardware import Device
+from megalite.base.log import logger
 from megalite.batch import Mask
 from megalite.config.run import Config
 from megalite.dist import collectives
@@ -19,8 +21,6 @@ from megalite.extras.plan.calibration.machine import Machine, least_squares
 from megalite.extras.plan.cluster import Constants
 from megalite.extras.plan.memory.ranks import vocab_rows
 from megalite.extras.plan.time.block import Rates
-from megalite.hardware import Device
-from megalite.log import logger
 
 SAMPLES = (1, 4)
 UNKNOWN = 1e30

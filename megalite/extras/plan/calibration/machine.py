@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megalite.base.errors import require
 from megalite.dist import collectives
 from megalite.dist.context import Axis
-from megalite.errors import require
 
 _LAST_S = 0.4
 """Seconds that each measurement is repeated for."""

@@ -21,13 +21,15 @@ from typing import Any
 import torch
 
 import megalite
+from megalite.base.errors import ToolParser
+from megalite.base.hardware import Device
+from megalite.base.log import logger, setup_logging
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.dist.device import pick_device
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import init_process_group, local_world_size, shutdown, under_torchrun, world_size
-from megalite.errors import ToolParser
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.local import LocalRanks, Place
 from megalite.extras.plan.calibration.alone import UNKNOWN, attention_rate, fit_links, fit_products, host_rates
@@ -35,8 +37,6 @@ from megalite.extras.plan.calibration.machine import Machine
 from megalite.extras.plan.calibration.steps import fit_block, fit_collectives, measure_alone
 from megalite.extras.plan.cluster import FITTED, Constants, write_calibration
 from megalite.extras.plan.device import read_device
-from megalite.hardware import Device
-from megalite.log import logger, setup_logging
 
 _DEFAULTS = {
     "cpu": "--num-layers 4 --hidden-size 256 --num-heads 4 --seq-len 256 --vocab-size 2048",

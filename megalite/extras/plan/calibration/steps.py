@@ -14,6 +14,8 @@ from functools import partial
 
 import numpy as np
 
+from megalite.base.hardware import Device
+from megalite.base.log import logger
 from megalite.config.options import with_options
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
@@ -24,8 +26,6 @@ from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.extras.plan.memory.ranks import vocab_rows
 from megalite.extras.plan.time.block import Block, Rates, block_time, engine_of, head_time
 from megalite.extras.plan.time.step import step_time
-from megalite.hardware import Device
-from megalite.log import logger
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megalite.base.hardware import pinned_bytes
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.hardware import pinned_bytes
 from megalite.model.parameters import param_map
 from megalite.optim.shares import INT8_BLOCK, plan_buckets, staging_bytes
 from megalite.sharding import Layout, Shard

@@ -6,11 +6,11 @@ import math
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
+from megalite.base.hardware import Device
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.families.parts import BlockKind
-from megalite.hardware import Device
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.mixers import MIXERS
 from megalite.model.partition import block_work

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 import pretrain_gpt
+from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.errors import UserError
 from megalite.extras.compat.dialect import DIALECT
 from megalite.schedules.lr import learning_rate
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.model import RopeScaling
 from megalite.config.options import GROUP_OF, TYPES
 from megalite.config.run import Config, rates_at
-from megalite.errors import UserError
 from megalite.extras.compat import megatron as aliases
 from megalite.extras.compat import refusals
 from megalite.extras.compat.dialect import DIALECT

@@ -12,9 +12,9 @@ import pytest
 import sentencepiece
 from tiktoken._educational import bpe_train
 
+from megalite.base.errors import UserError
 from megalite.config.model import ModelConfig
 from megalite.data import check_tokenizer_matches, load_tokenizer
-from megalite.errors import UserError
 from megalite.extras.convert.tokenizer import SAMPLE, export_tokenizer
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.base.errors import UserError
 from megalite.config.cli import parse
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.extras.diagnose.memory import (
     MemoryContext,
     is_out_of_memory,

@@ -12,7 +12,7 @@ import json
 import resource
 import sys
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.extras.estimate import command
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.base.errors import UserError
 from megalite.data import IndexedDatasetWriter
 from megalite.data.tokenizer import load_tokenizer
-from megalite.errors import UserError
 from megalite.extras.convert.hf import import_hf
 from megalite.extras.inference.command import evaluate as evaluate_main
 from megalite.extras.inference.command import generate as generate_main

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.options import LAYOUT
-from megalite.errors import UserError
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.layout_check import check_layout
 from megalite.extras.plan import device

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megalite.base.errors import UserError
+from megalite.base.hardware import DEVICES
 from megalite.config import cli
-from megalite.errors import UserError
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration, write_calibration
-from megalite.hardware import DEVICES
 from tests.workers import WorkerPool
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-heads 4 --seq-len 32 --vocab-size 128 --device cpu"

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megalite import ops as kernels
+from megalite.base.errors import UserError
 from megalite.batch import ForwardPass, MicroBatch
 from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
@@ -18,7 +19,6 @@ from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
-from megalite.errors import UserError
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank, parameters_on_rank
 from megalite.extras.plan.report import dry_run_report

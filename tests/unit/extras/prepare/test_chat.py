@@ -13,9 +13,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from megalite.base.errors import UserError
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokens import IndexedDataset
-from megalite.errors import UserError
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.prepare.template import CHATML
 

@@ -23,9 +23,9 @@ import pytest
 import zstandard
 
 import megalite
+from megalite.base.errors import UserError
 from megalite.data.tokenizer import load_tokenizer
 from megalite.data.tokens import IndexedDataset
-from megalite.errors import UserError
 from megalite.extras.prepare.documents import Chunk, expand_inputs, read_chunks
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.prepare.workers import TextEncoder, Workers

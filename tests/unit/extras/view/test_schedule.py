@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.errors import UserError
+from megalite.base.errors import UserError
 from megalite.extras.view.schedule import main, text_timeline
 from megalite.extras.view.timeline import draw_figure, perfetto_trace
 from megalite.pipeline.schedule import Costs, build_schedule

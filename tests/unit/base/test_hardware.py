@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megalite.hardware import available_memory, find_gpu, installed_memory, nvlink_speed, peak_of_name, process_memory
+from megalite.base.hardware import (
+    available_memory,
+    find_gpu,
+    installed_memory,
+    nvlink_speed,
+    peak_of_name,
+    process_memory,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megalite.child import allow_many_files
+from megalite.base.child import allow_many_files
 
 # Control characters (C0 without tab, DEL, C1), line separators, text direction marks, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

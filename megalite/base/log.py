@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from megalite.console import may_block, write_or_drop
-from megalite.errors import LocalUserError, UserError, printable
+from megalite.base.console import may_block, write_or_drop
+from megalite.base.errors import LocalUserError, UserError, printable
 
 logger = logging.getLogger("megalite")
 

@@ -40,8 +40,8 @@ def start_child(
         isolated: ignore site-packages, user settings and environment variables, to start in some 20 ms.
     """
     # By path, so that it runs whatever the current folder is and whether megalite is installed or not.
-    root = str(Path(__file__).resolve().parents[1])
-    code = f"import sys; sys.path.insert(0, {root!r}); from megalite import child; child._serve(*sys.argv[1:])"
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.insert(0, {root!r}); from megalite.base import child; child._serve(*sys.argv[1:])"
     flags = ["-I", "-S"] if isolated else []
     command = [sys.executable, *flags, "-c", code, module, json.dumps(settings)]
     # The child inherits the mask, which holds signals back until it ignores them: none ends it while it starts.
