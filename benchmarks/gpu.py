@@ -1,4 +1,4 @@
-"""Everything about this machine's GPU in one call of about 8 minutes: `bash benchmarks/gpu.sh` starts it.
+"""Everything about this machine's GPU in one call of about 9 minutes: `bash benchmarks/gpu.sh` starts it.
 
 Runs the parts of `PARTS` in their order, each with a time limit of its own plus what those before it left over, and
 writes benchmarks/results/<gpu>.json after every part: how it ended, its last line, and the rows that it had measured by
@@ -30,13 +30,15 @@ PARTS: dict[str, tuple[int, Sequence[str]]] = {
     "machine": (15, (MEASURE, "machine")),
     "build": (45, ("setup.py", "-q", "build_ext", "--inplace")),
     "training": (70, ("-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_training.py")),
+    # Eight ranks that share the GPU: their streams, events and resized buffers.
+    "ranks": (60, ("-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_ranks.py")),
     "ceilings": (50, (MEASURE, "ceilings")),
     "attention": (30, (MEASURE, "attention")),
     "step": (100, (MEASURE, "step")),
     "profile": (25, (MEASURE, "profile")),
     "kernels": (45, ("benchmarks/kernels.py", "--no-compile")),
     "compiled": (60, (MEASURE, "compiled")),
-    "tests": (60, ("-m", "pytest", "-p", "no:cacheprovider", "tests/gpu", "--ignore=tests/gpu/test_training.py")),
+    "tests": (60, ("-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_kernels.py", "tests/gpu/test_offload.py")),
 }
 _KILL_AFTER_S = 5.0
 

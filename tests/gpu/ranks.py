@@ -1,0 +1,119 @@
+"""Trains every layout of `ROWS` that the ranks can hold, and compares them with one CPU process; torchrun starts it.
+
+Arguments: folder with `one.npz`, to which each rank writes `rank_R.json`; "nccl", or "staged" to share the GPUs.
+MEGALITE_TEST_DEVICE=cpu rehearses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megalite.config.run import Config
+from megalite.dist.context import ParallelContext
+from megalite.dist.device import pick_device
+from megalite.dist.grid import Grid
+from megalite.dist.rendezvous import init_process_group
+from megalite.train.build import build_engine
+from tests.gpu import staged
+from tests.parity import jobs
+from tests.parity.test_zero import Gradients, boxes_of, config, put_together
+
+STEPS = 3
+_CUT = {"tp": 2, "pp": 2}
+_RECOMPUTE = {"recompute": "full"}
+# name: (tp pp, ZeRO stage, further layout, training options); all other ranks are data-parallel ones.
+ROWS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "dp-zero0": (1, 0, {}, {}),
+    "dp-zero2": (1, 2, {}, {}),
+    "tp2-no-sp": (2, 1, {"tp": 2, "sequence_parallel": False}, {}),
+    "tp2-zero3": (2, 3, {"tp": 2}, {}),
+    "pp2-zero1": (2, 1, {"pp": 2}, {}),
+    "pp2-zb-v-zero2": (2, 2, {"pp": 2, "vp": 2, "schedule": "zb-v"}, {}),
+    "pp2-vp2-zero3": (2, 3, {"pp": 2, "vp": 2}, _RECOMPUTE),
+    "zero3-groups": (1, 3, {"zero_group": "2"}, {"loss_chunk": 5}),
+    "zero3-offload": (1, 3, {}, {"offload": "optimizer+params"}),
+    "pp2-offload": (2, 1, {"pp": 2}, {**_RECOMPUTE, "offload": "activations"}),
+    "tp2-pp2-zb-h1-zero3": (4, 3, {**_CUT, "schedule": "zb-h1"}, {}),
+    "tp2-pp2-topk": (4, 1, _CUT, {"compress": "topk:1"}),
+}
+
+
+def config_of(row: str) -> Config:
+    """The configuration of a row; all of them train one model, in fp32."""
+    _, zero, parallel, train = ROWS[row]
+    return config(jobs.llama(), zero, parallel, **train)
+
+
+def write_expected(folder: Path) -> None:
+    """Train on one CPU process; write its figures and gradients to `one.npz`."""
+    cfg = config(jobs.llama(), 1, {})
+    steps, boxes = _train(cfg, ParallelContext.single())
+    np.savez(folder / "one.npz", **put_together([boxes]), steps=np.array(steps))
+
+
+def _train(cfg: Config, ctx: ParallelContext) -> tuple[list[tuple[float, float]], Gradients]:
+    """(loss, gradient norm) of all steps, and this rank's boxes of the first one's gradients."""
+    engine = build_engine(cfg, ctx)
+    engine.optimizer.init_parameters(cfg.train.seed)
+    jobs.spoil_gradients(engine)
+    steps = jobs.run_steps(engine, 1)
+    boxes = boxes_of(engine)
+    return steps + jobs.run_steps(engine, STEPS - 1, first=2), boxes
+
+
+def check_rows(folder: Path, rows: list[str], device: torch.device) -> dict[str, dict[str, Any]]:
+    """Train the rows that the world can hold: the worst relative errors of each, and the number of gradients held."""
+    expected = dict(np.load(folder / "one.npz"))
+    steps = expected.pop("steps")
+    contexts: dict[Grid, ParallelContext] = {}
+    found = {}
+    for row in rows:
+        if dist.get_world_size() % ROWS[row][0] or (row == "zero3-groups" and dist.get_world_size() < 4):
+            continue
+        cfg = config_of(row)
+        grid = Grid.from_config(cfg.parallel, dist.get_world_size())
+        if grid not in contexts:
+            contexts[grid] = ParallelContext.create(grid, device)
+        got, boxes = _train(cfg, contexts[grid])
+        errors = [
+            float(np.abs(part - expected[name][index]).max(initial=0) / np.abs(expected[name]).max())
+            for name, (_, held) in boxes.items()
+            for index, part in held
+        ]
+        found[row] = {
+            "figures": float(np.abs(np.array(got) / steps - 1).max()),
+            "gradients": max(errors, default=0.0),
+            "held": sum(part.size for _, held in boxes.values() for _, part in held),
+            "all": sum(grad.size for grad in expected.values()),
+        }
+    return found
+
+
+def main() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder, backend = Path(sys.argv[1]), sys.argv[2]
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    name = os.environ.get("MEGALITE_TEST_DEVICE", "cuda")
+    if backend == "nccl":
+        device = pick_device(name)
+        init_process_group(device)
+    else:
+        device = torch.device(name, rank % torch.cuda.device_count() if name == "cuda" else None)
+        if name == "cuda":
+            torch.cuda.set_device(device)
+        staged.init_process_group(dist.FileStore(str(folder / "store"), world), rank, world)
+    found = check_rows(folder, list(ROWS), device)
+    (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
