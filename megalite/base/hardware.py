@@ -71,6 +71,15 @@ GPUS = (
     Gpu(
         Device("b200", 2250e12, 80e12, 0.445, 8e12, 900e9, 50e9, 191e9, 148, host_link=55e9, host_memory=500e9), "B200"
     ),
+    # From data sheets alone: no published run checks their share of peak, which is that of a chip like them.
+    Gpu(Device("a800", 312e12, 19.5e12, 0.80, 2.04e12, 200e9, 25e9, 85.1e9, 108), "A800"),
+    Gpu(replace(_H100, name="h800", nvlink=200e9), "H800"),
+    Gpu(replace(_H100, name="h20", peak=148e12, fp32=44e12, gemm=0.80, hbm=4.0e12, memory=102e9, units=78), "H20"),
+    # Eight on PCIe 4.0; the 4090 copies to its peers through host memory.
+    Gpu(Device("l40s", 362e12, 91.6e12, 0.66, 0.864e12, 32e9, 12.5e9, 47.7e9, 142), "L40S"),
+    Gpu(Device("rtx4090", 165.2e12, 82.6e12, 0.80, 1.008e12, 16e9, 3.1e9, 25.3e9, 128), "RTX 4090$"),
+    # Infinity Fabric to seven peers. hipBLASLt reaches less of the peak than cuBLAS does on an H100.
+    Gpu(Device("mi300x", 1307e12, 163e12, 0.43, 5.3e12, 448e9, 50e9, 206e9, 304, host_link=55e9), "MI300X"),
 )
 DEVICES: dict[str, Device] = {gpu.device.name: gpu.device for gpu in GPUS}
 

@@ -173,14 +173,8 @@ def read_yaml(path: Path, dialect: Dialect = PLAIN) -> Layer:
     Raises:
         UserError: the file cannot be read, or does not have this form.
     """
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
-    except OSError as e:
-        raise UserError(f"--config {path}", e.strerror or str(e), "give a readable YAML file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise UserError(f"--config {path}", f"is not valid YAML: {e}", "correct the file") from None
     layer: Layer = {}
-    for group, options in _mapping(tree, f"--config {path}").items():
+    for group, options in read_mapping(path, f"--config {path}").items():
         if group not in GROUPS:
             raise UserError(f"{path}: {group}", f"must be one of {', '.join(GROUPS)}", _where_is(group, dialect))
         for name, value in _mapping(options, f"{path}: {group}").items():
@@ -188,6 +182,21 @@ def read_yaml(path: Path, dialect: Dialect = PLAIN) -> Layer:
                 raise UserError(f"{path}: {group}.{name}", f"is not an option of {group}", _where_is(name, dialect))
             layer |= _layer({name: value}, f"{path}:{group}.{name} {value}")
     return layer
+
+
+def read_mapping(path: Path, given: str) -> dict[Any, Any]:
+    """Read a YAML file of `name: value` lines; `given` is what an error quotes.
+
+    Raises:
+        UserError: the file cannot be read, or does not have this form.
+    """
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)
+    except OSError as e:
+        raise UserError(given, e.strerror or str(e), "give a readable YAML file") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise UserError(given, f"is not valid YAML: {e}", "correct the file") from None
+    return _mapping(tree, given)
 
 
 def _mapping(tree: Any, where: str) -> dict[Any, Any]:

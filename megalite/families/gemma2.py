@@ -48,10 +48,22 @@ FAMILY = Family(
     presets={
         # Gemma team 2024, tables 1 and 2, and google/gemma-2-*
         "gemma-2-2b": preset(
-            26, 2304, 8, 256000, 8192, 2_614_341_888, num_kv_heads=4, head_dim=256, ffn_hidden_size=9216
+            26, 2304, 8, 256000, 8192, 2_614_341_888, num_kv_heads=4, ffn_hidden_size=9216, head_dim=256
         ),
         "gemma-2-9b": preset(
-            42, 3584, 16, 256000, 8192, 9_241_705_984, num_kv_heads=8, head_dim=256, ffn_hidden_size=14336
+            42, 3584, 16, 256000, 8192, 9_241_705_984, num_kv_heads=8, ffn_hidden_size=14336, head_dim=256
+        ),
+        "gemma-2-27b": preset(
+            46,
+            4608,
+            32,
+            256000,
+            8192,
+            27_227_128_320,
+            num_kv_heads=16,
+            ffn_hidden_size=36864,
+            head_dim=128,
+            query_pre_attn_scalar=144,
         ),
     },
 )

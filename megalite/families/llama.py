@@ -12,6 +12,9 @@ def _extended_context(factor: float) -> dict[str, Any]:
 
 
 _LLAMA3: dict[str, Any] = {"num_kv_heads": 8, "ffn_hidden_size": 14336, "rope_theta": 5e5}
+_LLAMA31 = _LLAMA3 | _extended_context(8.0)
+_SMALL = _LLAMA3 | _extended_context(32.0) | {"ffn_hidden_size": 8192, "tie_embeddings": True}
+_70B = {"ffn_hidden_size": 28672}
 
 FAMILY = Family(
     name="llama",
@@ -32,18 +35,14 @@ FAMILY = Family(
         "llama-2-70b": preset(80, 8192, 64, 32000, 4096, 68_976_648_192, ffn_hidden_size=28672, num_kv_heads=8),
         # Grattafiori et al. 2024, table 3, and meta-llama/Meta-Llama-3-*, Llama-3.1-*, Llama-3.2-*
         "llama-3-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA3),
-        "llama-3-70b": preset(80, 8192, 64, 128256, 8192, 70_553_706_496, **_LLAMA3 | {"ffn_hidden_size": 28672}),
-        "llama-3.1-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA3, **_extended_context(8.0)),
-        "llama-3.2-1b": preset(
-            16,
-            2048,
-            32,
-            128256,
-            8192,
-            1_235_814_400,
-            **_LLAMA3 | {"ffn_hidden_size": 8192},
-            **_extended_context(32.0),
-            tie_embeddings=True,
+        "llama-3-70b": preset(80, 8192, 64, 128256, 8192, 70_553_706_496, **_LLAMA3 | _70B),
+        "llama-3.1-8b": preset(32, 4096, 32, 128256, 8192, 8_030_261_248, **_LLAMA31),
+        "llama-3.1-70b": preset(80, 8192, 64, 128256, 8192, 70_553_706_496, **_LLAMA31 | _70B),
+        # Each key/value head once; the files of July 2024 held them twice ("410B").
+        "llama-3.1-405b": preset(
+            126, 16384, 128, 128256, 8192, 405_853_388_800, **_LLAMA31 | {"ffn_hidden_size": 53248}
         ),
+        "llama-3.2-1b": preset(16, 2048, 32, 128256, 8192, 1_235_814_400, **_SMALL),
+        "llama-3.2-3b": preset(28, 3072, 24, 128256, 8192, 3_212_749_824, **_SMALL),
     },
 )

@@ -1,7 +1,8 @@
 """Description of a cluster: data sheet of its GPU, size of an NVLink domain, network, and fitted constants.
 
-`Cluster.parse("h100:64")` needs no GPU. Nothing here is measured by this project: rates are from data sheets, constants
-are fitted to published runs (docs/plan.md). `read_calibration` replaces both by measurements of one machine.
+`Cluster.parse("h100:64")` needs no GPU; `h100:64,nvlink=200` or a YAML file describes a cluster of one's own.
+Nothing here is measured by this project: rates are from data sheets, constants are fitted to published runs
+(docs/plan.md). `read_calibration` replaces both by measurements of one machine.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import UserError, require
 from megalite.base.hardware import DEVICES, Device
+from megalite.config.cli import read_mapping
 from megalite.config.names import suggest
 
 _SHORT = {"a100": "a100-80g"}
+_UNITS = {"peak": 1e12, "memory": 1e9, "hbm": 1e9, "nvlink": 1e9, "network": 1e9, "domain": 1, "host": 1}
+"""Figures of a cluster that a description may give -> their unit; all but `host` are fields of `Device`."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Cluster:
         domain: number of devices that share NVLink.
         network: bytes/s of each device's network link, one direction.
         constants: constants of the time model.
+        host: number of devices of a host.
     """
 
     device: Device
@@ -82,48 +88,61 @@ class Cluster:
     domain: int
     network: float
     constants: Constants = field(default=FITTED)
+    host: int = 8
 
     def __post_init__(self) -> None:
         given = f"--cluster {self.device.name}:{self.gpus}"
-        for name in ("gpus", "domain", "network"):
+        for name in ("gpus", "domain", "network", "host"):
             value = getattr(self, name)
             require(0 < value < math.inf, f"{given}, {name} {value}", "must be above 0", "correct the number")
 
     @classmethod
     def parse(cls, text: str, device: Device | None = None, constants: Constants = FITTED) -> Cluster:
-        """Read `NAME:GPUS[,domain=N][,network=GBPS]`: `h100:64`, or `b200:288,domain=72,network=100`.
+        """Read `NAME:GPUS[,KEY=NUMBER…]`, such as `h100:64,nvlink=200`, or a YAML file `FILE.yaml[:GPUS][,…]`.
+
+        The keys are those of `_UNITS`: peak in TFLOP/s (dense bf16), memory in GB, hbm, nvlink and network in GB/s (one
+        direction), domain and host in GPUs. A file has the same keys, `base` (the name of a device) and `gpus`.
 
         Args:
-            text: the description; network is in 1e9 bytes/s per GPU, one direction.
+            text: the description.
             device: stands for the name `machine` (see `read_calibration`).
 
         Raises:
-            UserError: unknown device or option, or numbers out of range.
+            UserError: unknown device or key, or numbers out of range.
         """
+        given, known = f"--cluster {text}", DEVICES if device is None else {**DEVICES, "machine": device}
         head, *options = text.split(",")
         name, _, number = head.partition(":")
-        known = DEVICES if device is None else {**DEVICES, "machine": device}
+        values: dict[str, Any] = {key: value for key, _, value in (option.partition("=") for option in options)}
+        title = None
+        if name.endswith((".yaml", ".yml")):
+            title = Path(name).stem
+            values = {**read_mapping(Path(name), given), **values}
+            name, gpus = str(values.pop("base", None)), values.pop("gpus", "")
+            number = number or str(gpus)
         name = _SHORT.get(name.lower(), name.lower())
         if name == "machine" and device is None:
             rule = "machine stands for the results of megalite plan calibrate, and no measurements are given"
-            raise UserError(f"--cluster {text}", rule, "add --calibration FILE")
+            raise UserError(given, rule, "add --calibration FILE")
         if name not in known:
-            raise UserError(f"--cluster {text}", f"must start with one of {', '.join(known)}", suggest(name, known))
-        sheet = known[name]
-        values: dict[str, float] = {"domain": sheet.domain, "network": sheet.network / 1e9}
-        for option in options:
-            key, _, value = option.partition("=")
-            if key not in values:
-                raise UserError(f"--cluster {text}", f"{key} is not one of {', '.join(values)}", "write domain=8")
-            values[key] = _number(text, value)
-        gpus, domain = _whole(text, number), int(values["domain"])
+            where = "must start with" if title is None else f"has base {name}, but base must be"
+            raise UserError(given, f"{where} one of {', '.join(known)}", _other_device(name, known))
+        rates: dict[str, Any] = {"host": 8}
+        for key, value in values.items():
+            if key not in _UNITS:
+                raise UserError(given, f"{key} is not one of {', '.join(_UNITS)}", suggest(str(key), _UNITS))
+            rates[key] = (_whole if _UNITS[key] == 1 else _number)(given, str(value)) * _UNITS[key]
+            require(rates[key] > 0, f"{given}, {key} {value}", "must be above 0", "correct the number")
+        gpus, host = _whole(given, number), rates.pop("host")
+        domain = rates.pop("domain", known[name].domain)
+        sheet = replace(known[name], domain=domain, name=title or name, **rates)
         require(
-            gpus <= domain or gpus % max(domain, 1) == 0,
-            f"--cluster {text}",
+            gpus <= domain or gpus % sheet.domain == 0,
+            given,
             f"must be whole NVLink domains of {domain}",
-            f"use {gpus // max(domain, 1) * domain} GPUs, or give domain=N",
+            f"use {gpus // sheet.domain * domain} GPUs, or give domain=N",
         )
-        return cls(sheet, gpus, domain, values["network"] * 1e9, constants)
+        return cls(sheet, gpus, domain, sheet.network, constants, host)
 
     @property
     def hosts(self) -> int:
@@ -135,19 +154,26 @@ class Cluster:
         return replace(self, gpus=gpus)
 
 
-def _number(text: str, value: str) -> float:
+def _other_device(name: str, known: Mapping[str, Device]) -> str:
+    """Return the remedy for a device that is not listed."""
+    remedy = suggest(name, known)
+    own = "or take the nearest and give your figures: h100:64,nvlink=200,memory=80, or in a YAML file (docs/plan.md)"
+    return own.removeprefix("or ") if remedy == "see --help" else f"{remedy} {own}"
+
+
+def _number(given: str, value: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = math.nan
     rule = f"{value!r} is not a number" if value else "a number is missing"
-    require(math.isfinite(number), f"--cluster {text}", rule, "write it as h100:64,network=50")
+    require(math.isfinite(number), given, rule, "write it as h100:64,network=50")
     return number
 
 
-def _whole(text: str, value: str) -> int:
-    number = _number(text, value)
-    require(number == int(number) >= 1, f"--cluster {text}", "needs a number of GPUs after the colon", "write h100:64")
+def _whole(given: str, value: str) -> int:
+    number = _number(given, value)
+    require(number == int(number) >= 1, given, f"{value} is not a whole number of GPUs", "write h100:64")
     return int(number)
 
 

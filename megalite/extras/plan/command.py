@@ -19,7 +19,7 @@ from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.extras.plan.outlook import batch_note, outlook, read_tokens, reliability
+from megalite.extras.plan.outlook import batch_note, outlook, read_tokens, reliability, rounder_batch
 from megalite.extras.plan.pictures import draw_search, draw_sweep
 from megalite.extras.plan.report import as_json, best_layouts, explain_text, mfu, search_text
 from megalite.extras.plan.search import Candidate, pick, search
@@ -46,7 +46,9 @@ def _planned(
     kept = "; layout flags are kept" if searches else ""
     parser = _parser(name, f"{about} All other flags are those of pretrain_gpt.py{kept}.")
     parser.add_argument(
-        "--cluster", required=True, help="NAME:GPUS[,domain=N][,network=GB/s]: h100:64, b200:288,domain=72"
+        "--cluster",
+        required=True,
+        help="NAME:GPUS[,nvlink=GB/s][,network=GB/s][,memory=GB][,domain=N]…: h100:64; or FILE.yaml of these",
     )
     parser.add_argument("--png", type=Path, metavar="F", help="draw to F (.png, .svg or .pdf)")
     for flag, options in extra.items():
@@ -77,6 +79,8 @@ def search_command(argv: Sequence[str]) -> int:
     layouts = search(cfg, cluster, held)
     best = pick(layouts)
     lines = [] if best is None else outlook(best, cluster, args.tokens, args.price)
+    if best is not None and not args.json:
+        lines += rounder_batch(best, cfg, cluster, held)
     if args.json:
         print(json.dumps(as_json(layouts, cluster)))
     else:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from megalite.base.errors import require
+from megalite.config.options import with_options
+from megalite.config.run import Config
 from megalite.extras.plan.cluster import Cluster
-from megalite.extras.plan.search import Candidate
+from megalite.extras.plan.search import Candidate, pick, search
 
 # Mean absolute error of the step times in docs/plan.md; a test computes it again.
 PUBLISHED_ERROR = 0.039
+_WORTH_A_NOTE = 0.03
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -43,18 +47,35 @@ def outlook(best: Candidate, cluster: Cluster, tokens: float | None, price: floa
     if price is not None:
         require(tokens is not None, f"--price {price}", "requires the length of the training", "give --tokens 1e12")
         require(0 <= price < math.inf, f"--price {price}", "must be at least 0", "give the price of a GPU hour")
-    pace = best.cfg.train.global_batch_size * best.cfg.model.seq_len / best.time.total
-    lines = [f"{pace:,.0f} tokens/s"]
+    lines = [f"{pace(best):,.0f} tokens/s"]
     if tokens is not None:
-        hours = tokens / pace / 3600 * cluster.gpus
+        hours = tokens / pace(best) / 3600 * cluster.gpus
         cost = "" if price is None else f", {hours * price:,.0f} at {price:g} per GPU hour"
-        lines[0] += f": {tokens:.4g} tokens take {tokens / pace / 86400:,.1f} days, {hours:,.0f} GPU hours{cost}"
+        lines[0] += f": {tokens:.4g} tokens take {tokens / pace(best) / 86400:,.1f} days, {hours:,.0f} GPU hours{cost}"
     return lines
 
 
 def batch_note(samples: int) -> str:
     """Say that nobody gave the batch size, on which the whole plan depends."""
     return f"note: --global-batch-size is not given; {samples} samples per step is only the default, give your own"
+
+
+def pace(layout: Candidate) -> float:
+    """Return the tokens per second of a layout."""
+    return layout.cfg.train.global_batch_size * layout.cfg.model.seq_len / layout.time.total
+
+
+def rounder_batch(best: Candidate, cfg: Config, cluster: Cluster, fixed: Iterable[str]) -> list[str]:
+    """Name a batch size within 5 % that more layouts divide, if its pick does more tokens per second than `best`."""
+    samples = cfg.train.global_batch_size
+    near = range(math.ceil(0.95 * samples), math.floor(1.05 * samples) + 1)
+    other = max(near, key=lambda n: (math.gcd(n, cluster.gpus), -abs(n - samples)))
+    if cfg.train.batch_size_schedule or math.gcd(other, cluster.gpus) == math.gcd(samples, cluster.gpus):
+        return []
+    faster = pick(search(with_options(cfg, {"global_batch_size": other}), cluster, fixed))
+    gain = 0.0 if faster is None else pace(faster) / pace(best) - 1
+    rule = f"{samples} samples divide badly over {cluster.gpus} GPUs"
+    return [f"note: {rule}: with {other}, {gain:.0%} more tokens/s"] if gain >= _WORTH_A_NOTE else []
 
 
 def reliability(measured: bool) -> str:

@@ -25,9 +25,6 @@ from megalite.pipeline.schedule import Costs, Placement
 from megalite.pipeline.simulate import simulate
 from megalite.sharding import count_parameters
 
-# GPUs of a host, where an NVLink domain spans several.
-_HOST = 8
-
 
 def mfu(layout: Candidate, cluster: Cluster) -> float:
     """Compute the share of the dense bf16 peak that the model's FLOPs (causal attention) reach."""
@@ -62,9 +59,9 @@ def search_text(candidates: list[Candidate], cluster: Cluster, asked: Sequence[s
     cfg, fits, changes = candidates[0].cfg, [f for f in candidates if f.fits], Changes(candidates)
     m, device = cfg.model, cluster.device
     lines = [
-        f"{count_parameters(param_map(m)):,} parameters on {cluster.gpus} x {device.name} ({cluster.domain} share "
-        f"NVLink, {cluster.network / 1e9:g} GB/s of network each); {cfg.train.global_batch_size:,} samples of "
-        f"{m.seq_len:,} tokens, {cfg.train.precision}",
+        f"{count_parameters(param_map(m)):,} parameters on {cluster.gpus} x {device.name} ({cluster.domain} linked "
+        f"at {device.nvlink / 1e9:g} GB/s, network {cluster.network / 1e9:g} GB/s each); "
+        f"{cfg.train.global_batch_size:,} samples of {m.seq_len:,} tokens, {cfg.train.precision}",
         f"{len(candidates):,} layouts, {len(fits):,} fit into {candidates[0].limit / 1e9:.1f} GB "
         f"({SHARE:.0%} of the device)",
     ]
@@ -166,7 +163,7 @@ def why_second(layout: Candidate, best: Candidate) -> str:
 
 def command(layout: Candidate, cluster: Cluster, asked: Sequence[str]) -> str:
     """Write the command line that starts a layout on each host."""
-    here = next(n for n in range(min(cluster.gpus, cluster.domain, _HOST), 0, -1) if cluster.gpus % n == 0)
+    here = next(n for n in range(min(cluster.gpus, cluster.host), 0, -1) if cluster.gpus % n == 0)
     hosts = f"--nnodes {cluster.gpus // here} " if cluster.gpus > here else ""
     given = {word.split("=")[0] for word in asked}
     chosen = {name: value for name, value in layout.options.items() if "--" + name.replace("_", "-") not in given}

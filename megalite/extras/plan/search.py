@@ -82,10 +82,10 @@ class Candidate:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key of layouts of equal time: the simpler first."""
+        """Sort key of layouts of equal time: the simpler first. Sharding over dp alone is simpler than a pipeline."""
         o = self.options
-        simple = ("none", "selective", "full").index(o["recompute"])
-        return o["zero"] != 1, o["zero"], simple, o["pp"], o["tp"], o["vp"], o["offload"] != "none", str(o)
+        again = ("none", "selective", "full").index(o["recompute"])
+        return o["offload"] != "none", again, o["pp"], o["tp"], o["zero"] != 1, o["zero"], o["vp"], str(o)
 
 
 def search(

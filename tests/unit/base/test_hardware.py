@@ -27,7 +27,11 @@ from megalite.base.hardware import (
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", None),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("AMD Instinct MI300X", 1307e12),
     ],
 )
 def test_peaks(name: str, peak: float | None) -> None:

@@ -19,8 +19,15 @@ ROUNDED = {name: number for name, number in PUBLISHED.items() if isinstance(numb
 COUNTED_TWICE = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
 
 
-def formula(arch: str, m: ModelConfig) -> int:
+TIED = {"qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
+TIED |= {"llama-3.2-1b", "llama-3.2-3b"}
+# Google publishes the counts of Gemma 3 with the vision model: 416,866,032, and a projection with a norm of 1,152.
+WITH_VISION = {"gemma-3-4b": 4_300_079_472, "gemma-3-12b": 12_187_325_040, "gemma-3-27b": 27_432_406_640}
+
+
+def formula(preset: str, m: ModelConfig) -> int:
     """Parameters from the sizes alone, one closed form per family; knows nothing of the options of `ModelConfig`."""
+    arch = m.arch
     h, f, layers, vocab = m.hidden_size, m.ffn_hidden_size, m.num_layers, m.vocab_size
     assert f is not None
     assert vocab is not None
@@ -31,8 +38,7 @@ def formula(arch: str, m: ModelConfig) -> int:
         return layers * block + embeddings + 2 * h
     block = h * (q + 2 * kv) + q * h + 3 * h * f + 2 * h
     block += {"qwen2": q + 2 * kv, "qwen3": 2 * m.head_size}.get(arch, 0)
-    tied = arch in ("qwen2", "qwen3") and h < 2048 or (arch == "llama" and layers == 16)
-    return layers * block + (1 if tied else 2) * vocab * h + h
+    return layers * block + (1 if preset in TIED else 2) * vocab * h + h
 
 
 def model(preset: str) -> ModelConfig:
@@ -62,7 +68,13 @@ def test_rounded_count(preset: str) -> None:
 @pytest.mark.parametrize("preset", [p for p in PRESETS if PRESETS[p]["arch"] in COUNTED_TWICE])
 def test_two_ways_of_counting_agree(preset: str) -> None:
     m = model(preset)
-    assert count(m) == formula(m.arch, m)
+    assert count(m) == formula(preset, m)
+
+
+@pytest.mark.parametrize("preset", WITH_VISION)
+def test_text_part_of_gemma_3(preset: str) -> None:
+    m = model(preset)
+    assert count(m) + 416_866_032 + 1152 * m.hidden_size + 1152 == WITH_VISION[preset]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +103,11 @@ def test_two_ways_of_counting_agree(preset: str) -> None:
                 "scale_embeddings": True,
             },
         ),
+        (
+            "gemma-3-27b",
+            {"rope_theta": 1e6, "rope_theta_local": 1e4, "rope_linear_factor": 8.0, "window": 1024}
+            | {"query_pre_attn_scalar": 168, "head_size": 128, "positions": 131072},
+        ),
         ("qwen3-8b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": "head", "qkv_bias": False}),
     ],
 )
@@ -99,7 +116,7 @@ def test_values_that_the_count_does_not_see(preset: str, expected: dict[str, obj
     assert {name: getattr(m, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(("preset", "factor"), [("llama-3.1-8b", 8.0), ("llama-3.2-1b", 32.0)])
+@pytest.mark.parametrize(("preset", "factor"), [("llama-3.1-8b", 8.0), ("llama-3.1-405b", 8.0), ("llama-3.2-3b", 32.0)])
 def test_llama3_rope_scaling(preset: str, factor: float) -> None:
     scaling = model(preset).rope_scaling
     assert scaling is not None

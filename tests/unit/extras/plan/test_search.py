@@ -20,6 +20,7 @@ from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import FITTED, Cluster, write_calibration
 from megalite.extras.plan.command import main
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.search import pick, search
 from tests.ranks import ROOT
 
 BIG = "--preset llama-3-70b --global-batch-size 1024 --seq-len 8192"
@@ -137,6 +138,12 @@ def test_terms_add_up_and_sweeps_scale(capsys: pytest.CaptureFixture[str], tmp_p
     ("words", "expected"),
     [
         (f"{BIG} --cluster v100:8", "--cluster v100:8: must start with one of a100-40g"),
+        (
+            f"{BIG} --cluster v100:8",
+            "take the nearest and give your figures: h100:64,nvlink=200,memory=80, or in a YAML",
+        ),
+        (f"{BIG} --cluster h100:8,nvlnk=2", "nvlnk is not one of peak, memory, hbm, nvlink, .*; did you mean nvlink"),
+        (f"{BIG} --cluster nowhere.yaml", "--cluster nowhere.yaml: No such file or directory"),
         (f"{BIG} --cluster h100:many", "'many' is not a number"),
         (f"{BIG} --cluster h100:7,domain=x", "'x' is not a number"),
         (
@@ -201,10 +208,43 @@ def test_what_is_no_calibration(change: Callable[[Any], Any], rule: str, tmp_pat
         ("h100:8,domain=nan", "'nan' is not a number"),
         ("h100", "a number is missing"),
         ("h100:12", "must be whole NVLink domains of 8"),
-        ("h100:8,domain=0", "must be above 0"),
+        ("h100:8,domain=0", "0 is not a whole number of GPUs"),
+        ("h100:8,memory=-1", "must be above 0"),
     ],
 )
 def test_clusters_that_cannot_be(cluster: str, rule: str) -> None:
     with pytest.raises(UserError) as caught:
         Cluster.parse(cluster)
     assert rule in str(caught.value)
+
+
+def test_a_cluster_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sheet = DEVICES["h800"]
+    assert (sheet.peak, sheet.nvlink) == (989e12, 200e9)  # an H100 with 400 GB/s of NVLink, both directions
+    file = tmp_path / "ours.yaml"
+    file.write_text("base: h100\ngpus: 64\nnvlink: 200  # GB/s, one direction\n")
+    layout = f"explain {BIG} --tp 8 --pp 4 --recompute full --json --cluster"
+    times = [_printed(capsys, f"{layout} {name}") for name in ("h800:64", "h100:64,nvlink=200", str(file))]
+    assert times[0] == times[1] == times[2] != _printed(capsys, f"{layout} h100:64")
+    pairs = Cluster.parse(f"{file}:16,memory=48,domain=2,host=4")
+    assert (pairs.gpus, pairs.domain, pairs.host, pairs.device.memory) == (16, 2, 4, 48e9)
+    assert (pairs.device.name, pairs.device.nvlink, pairs.device.peak) == ("ours", 200e9, 989e12)
+
+
+def test_hosts_are_larger_than_pairs_that_share_nvlink(capsys: pytest.CaptureFixture[str]) -> None:
+    text = _printed(capsys, "--preset llama-3.2-1b --global-batch-size 64 --cluster l40s:32,domain=2")
+    assert "torchrun --nnodes 4 --nproc-per-node 8 " in text
+
+
+def test_sharding_over_dp_counts_as_simpler_than_a_pipeline() -> None:
+    cfg = cli.parse(["--preset", "llama-3-8b", "--global-batch-size", "512", "--precision", "bf16"]).config
+    best = pick(search(cfg, Cluster.parse("h100:64"), {"micro_batch_size", "recompute"}))
+    assert best is not None
+    assert (best.grid["dp"], best.options["zero"]) == (64, 3)
+
+
+def test_a_batch_that_divides_badly_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--preset llama-3-8b --seq-len 4096 --cluster h100:64 --micro-batch-size 1 --recompute none"
+    text = _printed(capsys, f"{flags} --global-batch-size 500")
+    assert re.search(r"# note: 500 samples divide badly over 64 GPUs: with 512, \d+% more tokens/s", text)
+    assert "divide badly" not in _printed(capsys, f"{flags} --global-batch-size 512")
