@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts
+from benchmarks import gpu, gpu_parts, gpus, gpus_row
+from megalite.config import cli
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
 from megalite.train.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -73,3 +75,30 @@ def test_parts_fit_and_their_files_exist() -> None:
         assert all((ROOT / file).exists() for file in files), name
         if gpu.MEASURE in command:
             assert command[1] in gpu_parts.PARTS
+
+
+def test_layouts_for_all_gpus() -> None:
+    parts = gpus.parts_of(8, tiny=False)
+    assert list(parts) == ["check", "ranks", *gpus.LAYOUTS]
+    assert sum(seconds for seconds, _ in parts.values()) <= 1100
+    for _, command in list(parts.values())[2:]:
+        cfg = cli.parse(command[command.index("--preset") :]).config
+        assert cfg.num_microbatches(Grid.from_config(cfg.parallel, 8)["dp"]) >= 4
+    assert list(gpus.parts_of(2, tiny=False))[2:] == ["ZeRO-2", "ZeRO-3", "tp 2"]
+
+
+def test_a_row_of_all_gpus(tmp_path: Path) -> None:
+    seconds, command = gpus.parts_of(2, tiny=True)["tp 2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    part = gpu.run_part("tp 2", command, seconds, "cpu", tmp_path / "log", env)
+    assert part["outcome"] == "passed", (tmp_path / "log").read_text()
+    (row,) = part["rows"]
+    assert row["exposed"].keys() >= {"tp all_gather", "tp reduce_scatter", "world all_reduce"}
+    assert 0 < row["exposed_ms"] < row["step_ms"]
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(8 * 32 / 2 / row["step_ms"] * 1e3, rel=1e-4)
+    assert "| tp 2 |" in gpus.page({"gpus": "2"}, {"tp 2": part})
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    script = "import os, time; int(os.environ['RANK']) and os._exit(3); time.sleep(600)"
+    assert gpus_row.start(2, ["-c", script]) == 3
