@@ -24,6 +24,7 @@ from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.dist.rendezvous import launched_together, shutdown, under_torchrun
+from megalite.train.watch.heartbeat import say_goodbye
 from megalite.train.watch.peers import FailureWatch
 
 # Longer than a busy machine takes to start Python and torch, well below the 30 s within which all ranks must exit.
@@ -137,6 +138,7 @@ def _report_failure(e: BaseException, rank: int, watch: FailureWatch) -> None:
 
 def _leave_after(rank: int, reason: str) -> None:
     """End a rank that still waits for one that has failed."""
+    say_goodbye()
     _print_last(rank, f"exiting: {reason}")
     _exit(1)
 

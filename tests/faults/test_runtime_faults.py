@@ -55,6 +55,12 @@ def checksums(run_dir: Path) -> dict[str, str]:
     return {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
+def told_dead(zygote: Zygote, folder: Path) -> str:
+    """What the watchdogs tell one another about a rank that died without a word, once they have ended themselves."""
+    zygote.until(lambda: not processes_of(folder), 30)
+    return "".join(path.read_text() for path in (folder / "run" / "logs").glob("watchdog_*/first_death.json"))
+
+
 def codes(left: list[Left]) -> list[int]:
     return [rank.code for rank in left]
 
@@ -96,6 +102,7 @@ def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any],
         within=60
     )
     assert codes(left) == [-signal.SIGKILL if rank == victim else 1 for rank in range(world)], left
+    assert f"rank {victim} (" in told_dead(zygote, tmp_path)
     survivors = [left[rank].err for rank in range(world) if rank != victim]
     assert "Traceback" not in "".join(survivors)
     assert all("exiting: another rank failed first" in err for err in survivors)
@@ -123,6 +130,7 @@ def test_one_rank_raises(zygote: Zygote, tmp_path: Path) -> None:
     assert "[rank 1] Traceback" in left[1].err
     assert "Traceback" not in left[0].err
     assert "[rank 0] exiting: another rank failed first" in left[0].err
+    assert not told_dead(zygote, tmp_path)
 
 
 def test_one_rank_raises_while_another_waits_in_a_call(zygote: Zygote, tmp_path: Path) -> None:
@@ -135,6 +143,7 @@ def test_one_rank_raises_while_another_waits_in_a_call(zygote: Zygote, tmp_path:
     assert codes(left) == [1, 1]
     assert "[rank 1] Traceback" in left[1].err
     assert left[0].err.endswith("[rank 0] exiting: rank 1 failed first\n")
+    assert not told_dead(zygote, tmp_path)
 
 
 def test_reading_ahead_dies(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:

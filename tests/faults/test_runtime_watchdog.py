@@ -132,6 +132,23 @@ def test_the_watchdog_ends_with_its_rank(running: Job, zygote: Zygote, tmp_path:
     zygote.until(lambda: watchdogs(tmp_path) == 0, 60)
 
 
+def test_ranks_that_wait_outside_python_end_after_another_has_died(zygote: Zygote, tmp_path: Path) -> None:
+    """As in NCCL: neither a closed connection nor a signal's handler reaches them. One has forked a process that keeps
+    all its descriptors open; the watchdogs look for the dead without asking for longer than a timeout."""
+    faults = [{"rank": rank, "kind": "call", "place": "step", "at": 3} for rank in (0, 2, 3)]
+    fork = {"rank": 1, "kind": "fork", "place": "step", "at": 2}
+    kill = {"rank": 1, "kind": "kill", "place": "step", "at": 3}
+    flags = [*RUN, "--run-dir", str(tmp_path / "run")]
+    left = zygote.start(flags, 4, tmp_path, fork, kill, *faults).end(within=60)
+    assert codes(left) == [-signal.SIGKILL] * 4, left
+    for rank in (0, 2, 3):
+        said = left[rank].err.splitlines()[-1]
+        assert said.startswith(f"[rank {rank}] watchdog: rank 1 ("), said
+        assert said.endswith(" killing this rank, which did not end by itself")
+        assert "died in training (step 3" in said
+    zygote.until(lambda: not processes_of(tmp_path), 30)
+
+
 def test_no_watchdog(zygote: Zygote, tmp_path: Path) -> None:
     flags = [*RUN, *FOREVER, "--watchdog-timeout", "0", "--save-every", "0", "--run-dir", str(tmp_path / "run")]
     job = zygote.start(flags, 1, tmp_path)

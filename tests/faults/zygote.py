@@ -170,6 +170,13 @@ def wait_for_file(path: str) -> None:
         time.sleep(0.01)
 
 
+def fork() -> None:
+    """A process, such as a worker that loads data, that inherits every descriptor and outlives its parent a little."""
+    if os.fork() == 0:
+        time.sleep(40)
+        os._exit(0)
+
+
 def fail() -> None:
     raise ValueError("injected")
 
@@ -183,6 +190,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "call": wait_outside_python,
     "hang": lambda: time.sleep(1000),
     "fail": fail,
+    "fork": fork,
     "slow": lambda: time.sleep(0.2),
 }
 

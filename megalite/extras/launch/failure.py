@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 _CONSEQUENCE = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|recvValue failed|"
     r"failed to recv|ncclRemoteError|NCCL communicator was aborted|remote process exited|Socket Timeout|"
-    r"lost a peer|another rank failed first|DistNetworkError|DistStoreError|"
+    r"lost a peer|another rank failed first|killing this rank, which did not end by itself|"
+    r"DistNetworkError|DistStoreError|"
     r"Watchdog caught collective operation timeout"
 )
 _FAILED_RANK = re.compile(r"rank\s*: (\d+) \(local_rank: (\d+)\)\n\s*exitcode\s*: (-?\d+) \(pid")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import mmap
 import os
@@ -21,6 +22,16 @@ from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
 
 # A host that kills it this often has no memory for it.
 _MAX_STARTS = 10
+# This process's ends of the pipes to its watchdogs.
+_pipes: set[int] = set()
+
+
+def say_goodbye() -> None:
+    """Tell the watchdog that this process ends by itself now, and that the others know why."""
+    for pipe in list(_pipes):
+        # A watchdog that was killed reads nothing.
+        with contextlib.suppress(OSError):
+            os.write(pipe, b".")
 
 
 class Heartbeat(Observer):
@@ -58,6 +69,7 @@ class Heartbeat(Observer):
         # faulthandler writes from the signal's handler, without the interpreter lock.
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         read_end, self._alive = os.pipe()
+        _pipes.add(self._alive)
         settings = self._settings | {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": read_end}
         self._starts += 1
         self._process = start_child(watchdog.__name__, settings, [beats, stacks, read_end], isolated=True)
@@ -86,8 +98,12 @@ class Heartbeat(Observer):
             self.close()
             return
         logger.warning(f"{event}: starting another")
-        os.close(self._alive)
+        self._close_pipe()
         self._start()
+
+    def _close_pipe(self) -> None:
+        _pipes.remove(self._alive)
+        os.close(self._alive)
 
     def _write(self, operation: bytes) -> None:
         self._count += 1
@@ -105,7 +121,8 @@ class Heartbeat(Observer):
         """End the watchdog. May be called more than once."""
         if self._process is None:
             return
-        os.close(self._alive)
+        say_goodbye()
+        self._close_pipe()
         self._process.wait()
         self._process = None
         faulthandler.unregister(STACKS_SIGNAL)

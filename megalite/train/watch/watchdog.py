@@ -18,11 +18,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megalite.base.child import children, is_stopped, process_state, readable, usage, waits_for_disk
 from megalite.base.console import write_or_drop
 from megalite.base.untrusted import BadFile, read_json
+from megalite.train.watch.deaths import Deaths
 from megalite.train.watch.stacks import is_complete, is_waiting, main_thread
 
 # Heartbeat: count, step, patience, phase, operation.
@@ -124,17 +125,19 @@ class Watchdog:
         self.memory = mmap.mmap(beats, LAYOUT.size, prot=mmap.PROT_READ)
         self.tick = min(1.0, timeout / 20)
         self.report: HangReport | None = None
+        self.deaths = Deaths(self.folder, world)
         # Seconds without a heartbeat at the last look at the stacks, and whether they showed a wait for the GPU.
         self.last_look, self.polls_gpu = 0.0, False
 
     def run(self) -> None:
-        """Watch until the rank's end of the pipe is closed, which the kernel does however the rank dies."""
+        """Watch until the rank says goodbye through the pipe, or is gone: the kernel closes it however a rank dies."""
         # A report of an earlier watchdog of this rank, which was killed.
         self.file_of(self.rank).unlink(missing_ok=True)
         last, effort = Beat.read(self.memory), self.effort(STRICT)
         silent = without_beat = 0.0
-        before = time.monotonic()
-        while not readable(self.alive, self.tick):
+        before, parent = time.monotonic(), os.getppid()
+        # A process that the rank has forked may keep the pipe open.
+        while not readable(self.alive, self.tick) and os.getppid() == parent:
             now = time.monotonic()
             # Anything that also stops the watchdog (Ctrl-Z, a frozen container, a starved host) is not a hang.
             passed = min(now - before, 2 * self.tick)
@@ -144,6 +147,8 @@ class Watchdog:
             if beat.count != last.count or beat.patience == IDLE:
                 last, silent, without_beat, self.last_look, self.polls_gpu = beat, 0.0, 0.0, 0.0, False
                 self.withdraw()
+            elif dead := self.deaths.overdue(without_beat, passed):
+                self.kill(f"{dead}; killing this rank, which did not end by itself")
             elif without_beat < MAX_TIMEOUTS * self.timeout and (
                 self.saves(beat.patience) or (works(previous, effort, passed) and not self.polls(without_beat))
             ):
@@ -151,6 +156,9 @@ class Watchdog:
                 self.withdraw()
             elif silent >= self.timeout:
                 self.decide(beat, silent)
+        said_goodbye = readable(self.alive, 0) and os.read(self.alive, 1)
+        if self.world > 1 and not said_goodbye:
+            self.deaths.record(self.rank, self.pid, Beat.read(self.memory).place)
 
     def polls(self, without_beat: float) -> bool:
         """Whether the processor time is that of a wait for the GPU, which never sleeps; looks once per timeout."""
@@ -259,9 +267,12 @@ class Watchdog:
             named = f"ranks {missing}, which do not report: they are busy for too long, or they or their hosts are gone"
         else:
             named = f"{culprit}" + (f"; no report from ranks {missing}" if missing else "")
-        self.log(f"all ranks are waiting for {named}; killing this rank")
-        if culprit.rank == self.rank and culprit.stacks:
-            self.log(f"stacks of rank {self.rank}:\n{culprit.stacks}")
+        stacks = culprit.stacks and f"\nstacks of rank {self.rank}:\n{culprit.stacks}"
+        self.kill(f"all ranks are waiting for {named}; killing this rank{stacks if culprit.rank == self.rank else ''}")
+
+    def kill(self, why: str) -> NoReturn:
+        """Kill this rank and end."""
+        self.log(why)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         # The kernel closes the pipe when the rank is gone.

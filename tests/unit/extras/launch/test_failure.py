@@ -45,6 +45,11 @@ def test_the_cause_comes_before_its_consequences() -> None:
     # Killed from outside: no last words at all, still before those that lost it and those torchrun ended.
     killed = FailedRank("b", 4, 2, -9, 2.2)
     assert first_failure([failed[0], failed[1], failed[3], killed], tails) == killed
+    # Killed by its own watchdog, which saw that another was.
+    waited = FailedRank("a", 6, 2, -9, 2.0)
+    told = "watchdog: rank 4 (b, pid 7) died in save (step 3); killing this rank, which did not end by itself"
+    tails[6] = tail(told, at=1.2)
+    assert first_failure([waited, killed], tails) == killed
     # Two causes: the one seen first.
     other = FailedRank("b", 5, 3, 1, 2.1)
     assert first_failure([failed[2], other], {**tails, 5: tail(trace, "KeyError: 1", at=1.05)}) == other
