@@ -63,7 +63,7 @@ LAYOUT = (
     *("recompute", "zero", "zero_group", "offload"),
 )
 """Options that `--layout auto` chooses."""
-LAYOUT_DETAILS = ("zero_keep", "zero_reduce", "offload_dir")
+LAYOUT_DETAILS = ("pipeline_layout", "zero_keep", "zero_reduce", "offload_dir")
 """Options that belong to some of these choices only."""
 
 

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megalite.base.errors import in_range, require
+from megalite.base.errors import UserError, in_range, require
 from megalite.config.names import Choices, check_names
+from megalite.schedules.layers import read_stages
 from megalite.schedules.pipeline import SCHEDULES
 
 
@@ -21,6 +22,8 @@ class ParallelConfig:
     """Pipeline-parallel size: number of ranks that the layers are distributed over."""
     vp: int = 1
     """Virtual pipeline stages per rank, for the interleaved and zb-v schedules."""
+    pipeline_layout: str | None = None
+    """Layers of every pipeline stage: 7,8*14,7, or Megatron's form Et*7|(t*8|)*14t*7L. Default: balanced by cost."""
     sequence_parallel: bool = True
     """With --tp above 1: also shard norms, dropout and the residual stream over the sequence."""
     schedule: Annotated[str, Choices(SCHEDULES, ("auto",))] = "auto"
@@ -58,6 +61,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_names(self)
         in_range(self, "tp pp vp", 1, 100_000)
+        self._check_pipeline_layout()
         in_range(self, "bucket_size", 1, 2**40)
         in_range(self, "vocab_divisible_by", 1, 1_000_000)
         in_range(self, "zero_whole_below", 0, 2**40)
@@ -78,3 +82,22 @@ class ParallelConfig:
                 f"applies from --zero {stage} on",
                 f"raise --zero, or drop {flag}",
             )
+
+    @property
+    def stage_layers(self) -> tuple[int, ...] | None:
+        """The number of layers of every stage by `--pipeline-layout`; None: balanced by cost."""
+        return None if self.pipeline_layout is None else read_stages(self.pipeline_layout)
+
+    def _check_pipeline_layout(self) -> None:
+        given = f"--pipeline-layout {self.pipeline_layout}"
+        try:
+            counts = self.stage_layers
+        except ValueError as e:
+            raise UserError(given, str(e), "write it as 7,8*14,7 or Et*7|(t*8|)*14t*7L") from None
+        stages = self.pp * self.vp
+        require(
+            counts is None or len(counts) == stages,
+            given,
+            f"has {len(counts or ())} stages, but --pp {self.pp} --vp {self.vp} makes {stages}",
+            "give a number of layers for each stage",
+        )

@@ -112,10 +112,16 @@ class Config:
         self._check_steps()
         m, p = self.model, self.parallel
         require(
-            p.pp * p.vp <= m.num_layers,
+            p.stage_layers is not None or p.pp * p.vp <= m.num_layers,
             f"--pp {p.pp} --vp {p.vp}",
             f"makes {p.pp * p.vp} stages of {m.num_layers} layers, and each stage needs at least one layer",
-            "lower --pp or --vp, or raise --num-layers",
+            "lower --pp or --vp, raise --num-layers, or say with --pipeline-layout which have none",
+        )
+        require(
+            p.stage_layers is None or sum(p.stage_layers) == m.num_layers,
+            f"--pipeline-layout {p.pipeline_layout}",
+            f"has {sum(p.stage_layers or ())} layers, but --num-layers is {m.num_layers}",
+            "change one of the two",
         )
 
     def _check_tensor_parallel(self) -> None:

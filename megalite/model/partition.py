@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from megalite.base.errors import UserError
 from megalite.config.model import ModelConfig
+from megalite.config.run import Config
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.mixers import MIXERS
@@ -67,6 +69,15 @@ def block_costs(cfg: ModelConfig) -> tuple[tuple[float, ...], float]:
     """
     costs = {i: block_work(cfg, kind).causal for kind, blocks in blocks_by_kind(cfg).items() for i in blocks}
     return tuple(costs[i] / costs[0] for i in range(cfg.num_layers)), head_work(cfg) / costs[0]
+
+
+def stage_layers(cfg: Config) -> list[range]:
+    """List the layers of every stage of a run: those of `--pipeline-layout`, or `layer_split`."""
+    counts = cfg.parallel.stage_layers
+    if counts is None:
+        return layer_split(cfg.model, cfg.parallel.pp * cfg.parallel.vp)
+    ends = [0, *accumulate(counts)]
+    return [range(a, b) for a, b in zip(ends, ends[1:])]
 
 
 def layer_split(cfg: ModelConfig, num_stages: int) -> list[range]:

@@ -19,7 +19,7 @@ from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload
 from megalite.model.offload_memory import offloaded_bytes
 from megalite.model.parameters import param_map
-from megalite.model.partition import layer_split
+from megalite.model.partition import stage_layers
 from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
 from megalite.ops.sdpa import KERNELS, AttentionCase, select, why_not
@@ -51,7 +51,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
         logger.info(f"--schedule auto: {schedule.name}")
     if cfg.train.offload == "activations":
-        layers = layer_split(cfg.model, schedule.placement.num_stages)
+        layers = stage_layers(cfg)
         needed = offloaded_bytes(cfg, ctx.dp.size, schedule.name, layers, pinned=ctx.device.type != "cpu")
         remedy = "lower --micro-batch-size, or drop --offload"
         check_host_memory(needed[ctx.pp.rank], "--offload activations", remedy)
@@ -102,7 +102,7 @@ def build_stages(
     """Build the stages of this rank; parameters are not yet initialized."""
     specs = param_map(cfg.model)
     rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
-    split = layer_split(cfg.model, placement.num_stages)
+    split = stage_layers(cfg)
     layout = layout_of(cfg, ctx, placement)
     offload = ActivationOffload(ctx.device) if cfg.train.offload == "activations" else None
     stages: dict[int, GPTStage] = {}

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp2-pp2-vp2": (4, 4, {"tp": 2, "pp": 2, "vp": 2}),
     "tp2-pp2-dp2-zero1": (8, 4, {"tp": 2, "pp": 2}),
     "tp2-pp2-vp2-dp2-zero1": (8, 4, {"tp": 2, "pp": 2, "vp": 2}),
+    "pp4-uneven": (4, 6, {"pp": 4, "pipeline_layout": "1,2,3,0"}),
 }
 
 

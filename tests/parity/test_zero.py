@@ -128,6 +128,8 @@ GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
         (LLAMA, {}, {}),
         (LLAMA, {"schedule": "zb-h1"}, {}),
         (LLAMA, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
+        # The first stage is only the embedding, the last only norm and output layer.
+        (LLAMA, {"schedule": "interleaved", "vp": 2, "pipeline_layout": "0,3,1,0"}, {}),
         (GPT2, {"schedule": "zb-v", "vp": 2}, {}),
         (GPT2, {"zero_reduce": "step", "overlap_grad_reduce": False, "overlap_param_gather": False}, {}),
         (LLAMA, {}, {"precision": "fp16"}),
@@ -139,7 +141,7 @@ GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
         (GPT2, {"sequence_parallel": False}, {}),
     ],
     (2, 2): [
-        (LLAMA, {"schedule": "zb-h1"}, {}),
+        (LLAMA, {"schedule": "zb-h1", "pipeline_layout": "Et|tttL"}, {}),
         (GPT2, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"}),
         (GPT2, {}, {"offload": "optimizer"}),
     ],

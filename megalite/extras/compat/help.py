@@ -52,6 +52,7 @@ METAVARS = {
     "NAME": "preset",
     "PROJECT": "wandb_project",
     "BACKEND|OP=BACKEND,...": "ops",
+    "N,N*K,...": "pipeline_layout",
     "{full,node,N,dp/K}": "zero_group",
     "{none,int8,topk:F,powersgd:R}": "compress",
     "{latest,never,PATH}": "resume",

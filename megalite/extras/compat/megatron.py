@@ -26,6 +26,7 @@ _SPELLINGS: dict[str, str] = {
     "tp": "tensor-model-parallel-size model-parallel-size",
     "pp": "pipeline-model-parallel-size",
     "vp": "num-virtual-stages-per-pipeline-rank",
+    "pipeline_layout": "pipeline-model-parallel-layout",
     "zero": "zero-stage data-parallel-sharding-strategy",
     "device": "distributed-backend",
     "bucket_size": "ddp-bucket-size",

@@ -17,7 +17,7 @@ from megalite.extras.compat.table import Refusal, patterns_of, read_table
 IGNORE = "ignore-megatron-flags"
 
 _NO_EFFECT = """
-layers are distributed over the stages by cost, including embedding and output layer
+layers are distributed over the stages by cost, including embedding and output layer, or by --pipeline-layout
     decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-* account-for-*
     standalone-embedding-stage
 the interleaved schedule runs --pp micro-batches through a chunk before the next

@@ -19,7 +19,7 @@ from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pi
 from megalite.extras.plan.time.step import StepTime, model_flops
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import param_map
-from megalite.model.partition import block_costs, layer_split
+from megalite.model.partition import block_costs, stage_layers
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.schedule import Costs, Placement
 from megalite.pipeline.simulate import simulate
@@ -199,7 +199,7 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
     if m.vocab_size is None:
         raise UserError("--dry-run", "requires the vocabulary size", "give --vocab-size, --tokenizer or --data")
     schedule = schedule_of(cfg, grid["dp"])
-    layers = layer_split(m, schedule.placement.num_stages)
+    layers = stage_layers(cfg)
     costs, head_cost = block_costs(m)
     scale = tuple(sum(costs[r.start : r.stop]) + (head_cost if r is layers[-1] else 0.0) for r in layers)
     bubble = simulate(schedule, Costs(stage_scale=scale)).bubble
@@ -253,6 +253,8 @@ def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Place
 
 
 def _span(layers: range) -> str:
+    if not layers:
+        return "none"
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 

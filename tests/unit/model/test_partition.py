@@ -9,11 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.base.errors import UserError
+from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
+from megalite.dist.grid import Grid
+from megalite.extras.compat.dialect import DIALECT
+from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.time.step import step_time
 from megalite.model.partition import block_costs, layer_split, split_layers
+from megalite.schedules.layers import read_stages
 
 
 def counts(ranges: list[range]) -> list[int]:
@@ -118,3 +125,54 @@ def test_batches_that_do_not_divide_are_refused(batch: int, dp: int, fits: str) 
 def test_more_stages_than_layers_are_refused_at_once() -> None:
     with pytest.raises(UserError, match=r"--pp 4 --vp 2: makes 8 stages of 6 layers.*lower --pp or --vp"):
         Config(model=ModelConfig(num_layers=6), parallel=ParallelConfig(pp=4, vp=2))
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("7,8*14,7", [7, *[8] * 14, 7]),
+        ("7 9", [7, 9]),
+        # Megatron-LM's form, with an example of its documentation of `--pipeline-model-parallel-layout`.
+        ("Et*3|(tt|)*29,tttL", [3, *[2] * 29, 3]),
+        ("Et*7|(t*8|)*14t*7L", [7, *[8] * 14, 7]),
+        ("E|(t|)*6|L", [0, *[1] * 6, 0, 0]),
+        ("E,((t*2|)*2t|)*2L", [2, 2, 1, 2, 2, 1, 0]),
+    ],
+)
+def test_layouts_by_hand(text: str, counts: list[int]) -> None:
+    assert read_stages(text) == tuple(counts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ("--pipeline-layout 3,2", "has 2 stages, but --pp 1 --vp 1 makes 1"),
+        ("--pp 2 --pipeline-layout 3,2", "has 5 layers, but --num-layers is 4"),
+        ("--pp 2 --pipeline-layout 2,two", "has '2', which is no part of a layout"),
+        ("--pp 2 --pipeline-layout 2,-2", "has '-2', which is no number of layers"),
+        ("--pp 2 --pipeline-layout tt|ttL", "must begin with E"),
+        ("--pp 2 --pipeline-layout Ettm|ttL", "has 'm', which is no part of a layout"),
+        ("--pp 2 --pipeline-layout Ett|tLtL", "has 'L' in a stage"),
+        ("--pp 2 --pipeline-layout E((t*9999)*9999)*9999L", "stands for more than 10000"),
+        ("--pp 2 --pipeline-layout 1*99999,99999*99999", "has more than 10000 stages"),
+        ("--pp 5", "say with --pipeline-layout which have none"),
+    ],
+)
+def test_layouts_that_cannot_be(flags: str, rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        parse([*flags.split(), "--vocab-size", "90"])
+
+
+def test_the_layout_by_hand_is_what_is_planned() -> None:
+    """Stages of the layout that balances by cost, written by hand, have the same memory and time; others do not."""
+    plain = ["--preset", "llama-3-8b", "--pp", "4", "--precision", "bf16", "--global-batch-size", "64"]
+    cluster, found = Cluster.parse("h100:32"), []
+    for flags in ([], ["--pipeline-layout", "9,9,8,6"], ["--pipeline-model-parallel-layout", "Et*8|(t*8|)*2t*8L"]):
+        cfg = parse([*plain, *flags, "--schedule", "1f1b"], dialect=DIALECT).config
+        grid = Grid.from_config(cfg.parallel, 32)
+        found.append((memory_per_rank(cfg, grid), step_time(cfg, grid, cluster)))
+    assert found[0] == found[1]
+    balanced, even = found[0], found[2]
+    assert [rank.parameters for rank in even[0]][1:3] == [8 * 218_112_000] * 2
+    assert even[0][1].total < balanced[0][1].total
+    assert even[1].total > 1.04 * balanced[1].total  # the last stage has a head of two layers besides its eight

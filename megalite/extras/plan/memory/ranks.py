@@ -22,7 +22,7 @@ from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.offload_memory import offloaded_bytes, sent_blocks
 from megalite.model.parameters import param_map
-from megalite.model.partition import blocks_by_kind, layer_split
+from megalite.model.partition import blocks_by_kind, layer_split, stage_layers
 from megalite.model.saved import element_size, residual_bytes
 from megalite.pipeline.choose import name_of, names_of
 from megalite.pipeline.schedule import MAX_SENDS, Placement, placement_of
@@ -84,7 +84,7 @@ def memory_per_rank(cfg: Config, grid: Grid, schedule: str | None = None) -> lis
 def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
     """Predict the part of `memory_per_rank` that depends neither on the micro-batch nor on recomputation."""
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
-    layers, placement = split(cfg.model, p.pp * p.vp), placement_of(schedule, p.pp, p.vp)
+    layers, placement = split(cfg), placement_of(schedule, p.pp, p.vp)
     out = []
     for rank, apart in enumerate(splits_backward(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
         units = units_of(cfg, grid["tp"], layers, placement.stages_of(rank))
@@ -109,7 +109,7 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
 def kept_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[tuple[int, int, int]]:
     """Predict (activations, logits, offloaded activations) of every pipeline rank at the peak, at any ZeRO stage."""
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
-    layers, sizes = split(cfg.model, p.pp * p.vp), sample_sizes(p.pp, m)
+    layers, sizes = split(cfg), sample_sizes(p.pp, m)
     samples = [in_flight_by_rank(schedule, p.pp, p.vp, size) for size in sizes]
     placement, head = placement_of(schedule, p.pp, p.vp), _head_bytes(cfg, m)
     taken = _stages_bytes(cfg, layers)
@@ -157,9 +157,14 @@ def _vocab_rows(model: ModelConfig, tp: int, multiple: int) -> int:
     return Shard(param_map(model)["lm_head.weight"], Layout(Grid.of(tp, tp=tp), multiple=multiple)).shape[0]
 
 
+def split(cfg: Config) -> tuple[range, ...]:
+    """Return `stage_layers` (cached)."""
+    p = cfg.parallel
+    return _split(cfg.model, p.pp * p.vp) if p.pipeline_layout is None else tuple(stage_layers(cfg))
+
+
 @lru_cache(maxsize=256)
-def split(model: ModelConfig, stages: int) -> tuple[range, ...]:
-    """Return `layer_split` (cached)."""
+def _split(model: ModelConfig, stages: int) -> tuple[range, ...]:
     return tuple(layer_split(model, stages))
 
 
@@ -251,9 +256,9 @@ def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
         out.append(
             _StageBytes(
                 kept=sum(n * block.kept for n, block in held) + ends - away,
-                recomputed=max(block.recomputed for _, block in held),
+                recomputed=max((block.recomputed for _, block in held), default=0),
                 deferred=deferred,
-                deferred_before=max(0, deferred - min(block.deferred for _, block in held)),
+                deferred_before=max(0, deferred - min((block.deferred for _, block in held), default=0)),
             )
         )
     return out

@@ -88,7 +88,7 @@ def step_time(
         grid: axes pp, dp and tp, and cp if sequences are split.
         schedule: name of a schedule; default: that of the config.
         engine: what the software fuses and overlaps; default: as this project does with this config.
-        layers: blocks of every stage; default: `layer_split`.
+        layers: blocks of every stage; default: `stage_layers`.
 
     Raises:
         UserError: the batch does not divide, or the schedule cannot run it.
@@ -96,7 +96,7 @@ def step_time(
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
     name = schedule or name_of(cfg, grid["dp"])
     engine = engine or engine_of(cfg)
-    layers = layers or split(cfg.model, p.pp * p.vp)
+    layers = layers or split(cfg)
     rates = Rates.of(cfg, cluster)
     blocks = {
         kind: block_time(cfg.model, kind, cfg.train.micro_batch_size, p.tp, grid["cp"], cfg.sequence_parallel,

@@ -30,7 +30,8 @@ SAMPLE = {
     "tp": "2", "pp": "2", "vp": "2", "zero": "0", "device": "cpu", "bucket_size": "7", "vocab_divisible_by": "64",
     "num_heads": "8", "num_kv_heads": "2", "head_dim": "32", "seq_len": "64", "norm": "layernorm", "norm_eps": "1e-3",
     "position": "learned", "rope_theta": "5e5", "rope_fraction": "0.5", "init_std": "0.1", "tokenizer": "T",
-    "micro_batch_size": "2", "train_steps": "7", "recompute": "full", "lr_decay": "linear", "lr_decay_steps": "9",
+    "micro_batch_size": "2", "train_steps": "7", "recompute": "full", "pipeline_layout": "4",
+    "lr_decay": "linear", "lr_decay_steps": "9",
     "wsd_decay_steps": "3", "warmup_steps": "5", "init_lr": "1e-5", "beta1": "0.8", "beta2": "0.7", "eps": "1e-6",
     "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
     "weight_decay": "0.3", "weight_decay_ramp": "constant",
@@ -214,7 +215,7 @@ def test_a_file_with_one_of_their_names_says_what_ours_is(tmp_path: Path) -> Non
 
 
 NO_EFFECT = """
-    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout
+    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split standalone-embedding-stage
     pipeline-model-parallel-split-rank microbatch-group-size-per-virtual-pipeline-stage
     overlap-param-gather-with-optimizer-step overlap-p2p-communication overlap-p2p-communication-warmup-flush

@@ -24,7 +24,7 @@ from megalite.extras.plan.memory.ranks import memory_per_rank, parameters_on_ran
 from megalite.extras.plan.report import dry_run_report
 from megalite.families.parts import BlockKind
 from megalite.model.gpt import GPTStage
-from megalite.model.partition import layer_split
+from megalite.model.partition import layer_split, stage_layers
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
@@ -76,8 +76,10 @@ def stages_of(cfg: Config, grid: Grid, rank: int, placement: Placement) -> dict[
     "placement", [Placement(1, 1), Placement(2, 1), Placement(2, 3), Placement(2, 2, v_shape=True)], ids=str
 )
 def test_parameters_on_a_rank_are_those_of_its_modules(arch: str, tied: bool, placement: Placement) -> None:
-    cfg = config(arch, {"tie_embeddings": tied})
-    layers = layer_split(cfg.model, placement.num_stages)
+    by_hand = {1: None, 2: "0,6", 4: "2,1,3,0", 6: "0,2,1,1,2,0"}[placement.num_stages]
+    parallel = {"pp": placement.pp, "vp": placement.vp, "schedule": "auto", "pipeline_layout": by_hand}
+    cfg = config(arch, {"tie_embeddings": tied}, parallel)
+    layers = stage_layers(cfg)
     for tp in (1, 2):
         grid = Grid.of(tp * placement.pp, tp=tp, pp=placement.pp)
         for pp_rank in range(placement.pp):
