@@ -20,8 +20,7 @@ Requires pip install 'megalite[lm-eval]'. The tasks' data are downloaded unless 
 """
 
 
-def generate(argv: Sequence[str]) -> None:
-    """Print texts that a model generates."""
+def _generate_parser() -> ToolParser:
     parser = ToolParser(prog="megalite generate", description="Generate text with a trained model.")
     parser.add_argument("path", type=Path, help="run directory, a checkpoint in it, or a Hugging Face folder")
     parser.add_argument("--prompt", default="", help="text to continue (default: begin a document)")
@@ -38,13 +37,33 @@ def generate(argv: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text; the n-th sample has seed + n - 1")
     parser.add_argument("--tokenizer", help="tokenizer folder or file (default: the run's, or the folder's)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    args = parser.parse_args(argv)
+    chat = "talk: each line of input is a turn, answered as the chat template has it; --prompt is the only turn"
+    parser.add_argument("--chat", action="store_true", help=chat)
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system turn")
+    template = "with --chat: see megalite preprocess (default: that of the training, or of the tokenizer's folder)"
+    parser.add_argument("--chat-template", metavar="NAME|FILE", help=template)
+    return parser
+
+
+def _checked(argv: Sequence[str]) -> argparse.Namespace:
+    args = _generate_parser().parse_args(argv)
     in_range(args, "max_new_tokens num_samples", 1, 10**6)
     in_range(args, "temperature", 0, 10**6)
     in_range(args, "top_k", 0, 2**31)
     in_range(args, "seed", 0, 2**63 - 10**6)
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top-p {args.top_p}", "must be more than 0 and at most 1", "give 0.9, for example")
+    if not args.chat and (args.system or args.chat_template):
+        given = "--system" if args.system else "--chat-template"
+        raise UserError(given, "applies to conversations", "add --chat, or drop it")
+    if args.chat and args.num_samples != 1:
+        raise UserError(f"--num-samples {args.num_samples}", "a conversation has one answer per turn", "drop it")
+    return args
+
+
+def generate(argv: Sequence[str]) -> None:
+    """Print texts that a model generates, or its part of a conversation."""
+    args = _checked(argv)
     # What follows imports torch.
     from megalite.dist.device import pick_device
     from megalite.extras.inference.generate import generate as continuation
@@ -53,6 +72,12 @@ def generate(argv: Sequence[str]) -> None:
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None:
         raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
+    if args.chat:
+        from megalite.extras.inference.conversation import Sampling, begin, talk
+
+        sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
+        talk(begin(model, args.chat_template, args.system, sampling, args.seed), args.prompt)
+        return
     eos = model.tokenizer.eos_id
     prompt = model.tokenizer.encode(args.prompt) or [eos if eos is not None else 0]
     if max(prompt) >= model.cfg.vocab:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 
 import torch
 
@@ -10,7 +11,6 @@ from megalite.dist.seeding import derive
 from megalite.extras.inference.load import Model
 
 
-@torch.no_grad()
 def generate(
     model: Model,
     prompt: list[int],
@@ -37,6 +37,22 @@ def generate(
     Returns:
         The new token ids.
     """
+    stops = () if stop_id is None else (stop_id,)
+    return list(new_tokens(model, prompt, max_new_tokens, temperature, top_k, seed, top_p, stops))
+
+
+@torch.no_grad()
+def new_tokens(
+    model: Model,
+    prompt: list[int],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    top_p: float,
+    stop_ids: Collection[int],
+) -> Iterator[int]:
+    """Yield the new token ids one by one, without the one of `stop_ids` that ends the text. See `generate`."""
     device = next(model.stage.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     generator = torch.Generator(device).manual_seed(derive(seed, "generate") >> 65)
@@ -45,10 +61,10 @@ def generate(
         window = tokens[:, -model.cfg.positions :]
         logits = model.logits(window)[0, -1, : model.words].float()
         new = choose_token(logits, temperature, top_k, top_p, generator).view(1, 1)
-        if stop_id is not None and int(new) == stop_id:
-            break
+        if int(new) in stop_ids:
+            return
         tokens = torch.cat((tokens, new), dim=1)
-    return tokens[0, len(prompt) :].tolist()
+        yield int(new)
 
 
 def choose_token(

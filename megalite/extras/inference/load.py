@@ -41,12 +41,14 @@ class Model:
         stage: all its layers.
         tokenizer: tokenizer of its run, if known.
         step: number of optimizer steps of the training; None for a Hugging Face folder.
+        chat_template: template of the conversations that it was trained on; None if there is none, or for a folder.
     """
 
     cfg: ModelConfig
     stage: GPTStage
     tokenizer: Tokenizer | None
     step: int | None
+    chat_template: str | None = None
 
     @torch.no_grad()
     def logits(self, tokens_BS: torch.Tensor, starts_BS: torch.Tensor | None = None) -> torch.Tensor:
@@ -74,6 +76,7 @@ class Weights:
         tokenizer_sha256: SHA-256 of the tokenizer used in training; None if it was not recorded.
         step: number of optimizer steps of the training; None for a Hugging Face folder.
         options: options of the run by group; empty for a Hugging Face folder.
+        chat_template: see `Model`.
     """
 
     path: Path
@@ -82,6 +85,7 @@ class Weights:
     tokenizer_sha256: str | None
     step: int | None
     options: dict[str, Any]
+    chat_template: str | None = None
 
     def load(self, parameters: Iterable[torch.nn.Parameter], ctx: ParallelContext) -> None:
         """Fill this rank's shards of the parameters, of any data type and layout; every rank calls it."""
@@ -127,7 +131,7 @@ def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
     meta = manifest.meta
     cfg = model_config(meta, checkpoint)
     name, sha256 = tokenizer or recorded_tokenizer(meta), meta.get("tokenizer_sha256")
-    return Weights(checkpoint, cfg, name, sha256, manifest.step, meta["config"])
+    return Weights(checkpoint, cfg, name, sha256, manifest.step, meta["config"], meta.get("chat_template"))
 
 
 def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -> Model:
@@ -143,7 +147,8 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     (stage,) = build_stages(cfg, ctx, schedule_of(cfg, 1).placement, torch.float32, ops).values()
     weights.load(stage.parameters(), ctx)
     name = weights.tokenizer
-    return Model(weights.cfg, stage.eval(), load_tokenizer(name) if name else None, weights.step)
+    tokenizer_ = load_tokenizer(name) if name else None
+    return Model(weights.cfg, stage.eval(), tokenizer_, weights.step, weights.chat_template)
 
 
 def _part_of(param: torch.nn.Parameter) -> StateTensor:

@@ -1,7 +1,8 @@
 """Conversations as training data: the text of a chat template, and which of its tokens are learned.
 
 A record is `{"messages": [{"role", "content"}]}` (also under `conversations`), ShareGPT's
-`{"conversations": [{"from", "value"}]}`, or `{"prompt", "completion"}`, texts or lists of messages.
+`{"conversations": [{"from", "value"}]}`, `{"prompt", "completion"}`, texts or lists of messages, or Alpaca's
+`{"instruction", "input", "output"}`. `{"text"}` is plain text, all of which is learned.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names; user, assistant, system and tool are used as well."""
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|end_of_turn|>", "<|return|>", "</s>")
+
+_FORMS = {"messages", "conversations", "prompt", "completion", "instruction", "output"}
 
 Message = dict[str, Any]
 
@@ -52,15 +55,29 @@ def messages_of(record: dict[str, Any], key: str | None = None) -> list[Message]
         for name, role in (("prompt", "user"), ("completion", "assistant")):
             content = record[name]
             turns += content if isinstance(content, list) else [{"role": role, "content": content}]
+    if turns is None and key is None and "instruction" in record and "output" in record:
+        turns = _alpaca(record)
     if turns is None:
-        expected = f"no {key} (--key)" if key else "neither messages, nor conversations, nor prompt and completion"
-        raise BadConversation(f"the record has {expected}")
+        forms = "messages, nor conversations, nor prompt and completion, nor instruction and output, nor text"
+        raise BadConversation(f"the record has {f'no {key} (--key)' if key else f'neither {forms}'}")
     if not isinstance(turns, list) or not turns:
         raise BadConversation("the messages must be a list that is not empty")
     messages = [_message(number, turn) for number, turn in enumerate(turns, 1)]
     if messages[0]["role"] != "system" and isinstance(record.get("system"), str) and record["system"]:
         messages.insert(0, {"role": "system", "content": record["system"]})
     return messages
+
+
+def _alpaca(record: dict[str, Any]) -> list[Message]:
+    """Return the turns of an Alpaca record; `history`, pairs of earlier turns, is LLaMA-Factory's."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise BadConversation("history must be a list of pairs [instruction, answer]")
+    question = record["instruction"]
+    if isinstance(question, str) and isinstance(record.get("input"), str) and record["input"]:
+        question = f"{question}\n{record['input']}" if question else record["input"]
+    pairs = [*history, (question, record["output"])]
+    return [{"role": role, "content": content} for pair in pairs for role, content in zip(("user", "assistant"), pair)]
 
 
 def _message(turn: int, message: Any) -> Message:
@@ -80,6 +97,12 @@ def _message(turn: int, message: Any) -> Message:
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise BadConversation(f"the content of turn {turn} must be text, it is {type(content).__name__}")
     return {**message, "content": content}
+
+
+def turn_ends(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the control tokens that end a turn, with their ids."""
+    controls = tokenizer.control_tokens.items()
+    return {word: id_ for word, id_ in controls if word in _TURN_ENDS or id_ == tokenizer.eos_id}
 
 
 class ControlWords:
@@ -125,6 +148,22 @@ class ControlWords:
         return ids, spans
 
 
+class EncodedRecord(NamedTuple):
+    """One document.
+
+    Attributes:
+        ids: [n].
+        mask: bytes of `PREFIX.mask.bin`, [n].
+        text_bytes: size of the text in UTF-8.
+        plain: whether it is text without a template.
+    """
+
+    ids: npt.NDArray[Any]
+    mask: npt.NDArray[np.uint8]
+    text_bytes: int
+    plain: bool = False
+
+
 class ChatEncoder:
     """Encode the conversations of a chunk, each as a document that ends where its template ends."""
 
@@ -132,29 +171,23 @@ class ChatEncoder:
         self.tokenizer, self.key, self.dtype = tokenizer, key, token_dtype(tokenizer.vocab_size)
         self.renderer, self.words = Renderer(template), ControlWords(tokenizer)
         self._ends_in_control = re.compile(rf"(?:{any_of(tokenizer.control_tokens)})\Z")
-        ends = [word for word, i in tokenizer.control_tokens.items() if word in _TURN_ENDS or i == tokenizer.eos_id]
-        self._end_follows = re.compile(any_of(ends))
+        self._end_follows = re.compile(any_of(turn_ends(tokenizer)))
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        ids: list[npt.NDArray[Any]] = []
-        learned: list[npt.NDArray[np.uint8]] = []
+        records: list[EncodedRecord] = []
         bad: list[BadRecord] = []
-        text_bytes = 0
         for where, line in _lines(chunk):
             try:
-                document, mask, size = self.encode(line)
+                records.append(self.encode(line))
             except (BadConversation, TemplateFailure) as e:
                 bad.append(BadRecord(where, str(e), line[: 4 * EXCERPT_CHARS].decode(errors="replace")[:EXCERPT_CHARS]))
-                continue
-            ids.append(document)
-            learned.append(mask)
-            text_bytes += size
-        joined = np.concatenate(ids) if ids else np.zeros(0, self.dtype)
-        masks = np.concatenate(learned) if learned else np.zeros(0, np.uint8)
-        return EncodedChunk(joined, [len(d) for d in ids], text_bytes, 0, bad, masks)
+        ids = np.concatenate([np.zeros(0, self.dtype), *(record.ids for record in records)])
+        mask = np.concatenate([np.zeros(0, np.uint8), *(record.mask for record in records)])
+        sizes, text_bytes = [len(record.ids) for record in records], sum(record.text_bytes for record in records)
+        return EncodedChunk(ids, sizes, text_bytes, 0, bad, mask, sum(record.plain for record in records))
 
-    def encode(self, line: bytes) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8], int]:
-        """Return ids [n], `PREFIX.mask.bin`'s bytes [n], and the size of the rendered text in bytes.
+    def encode(self, line: bytes) -> EncodedRecord:
+        """Encode one record.
 
         Raises:
             BadConversation: the record has no known form.
@@ -168,7 +201,9 @@ class ChatEncoder:
         except (ValueError, RecursionError) as e:
             raise BadConversation(f"does not parse as JSON ({e})") from e
         if not isinstance(record, dict):
-            raise BadConversation("the line must be a JSON object")
+            raise BadConversation("the record must be a JSON object")
+        if self.key is None and "text" in record and not _FORMS & record.keys():
+            return self._plain_text(record["text"])
         messages = messages_of(record, self.key)
         if not any(message["role"] == "assistant" for message in messages):
             raise BadConversation("the conversation has no assistant turn, so nothing to learn")
@@ -180,7 +215,15 @@ class ChatEncoder:
             raise TemplateFailure("the chat template marks nothing in this conversation as an answer")
         ids, spans = self.words.encode(self.tokenizer, rendered)
         mask = self._mask(rendered, answers, spans)
-        return np.array(ids, self.dtype), mask, len(rendered.encode())
+        return EncodedRecord(np.array(ids, self.dtype), mask, len(rendered.encode()))
+
+    def _plain_text(self, text: Any) -> EncodedRecord:
+        if not isinstance(text, str) or not text:
+            raise BadConversation("the text must be a string that is not empty")
+        if self.tokenizer.eos_id is None:
+            raise BadConversation("the tokenizer has no known end-of-text token, and plain text must end with one")
+        ids = np.array([*self.tokenizer.encode(text), self.tokenizer.eos_id], self.dtype)
+        return EncodedRecord(ids, np.full(len(ids), LAST_ANSWER, np.uint8), len(text.encode()), plain=True)
 
     def _mask(self, text: str, answers: list[Span], spans: list[Span]) -> npt.NDArray[np.uint8]:
         chars = np.zeros(len(text) + 1, np.uint8)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megalite.base.errors import ToolParser, in_range
 from megalite.base.log import setup_logging
+from megalite.extras.prepare.named_templates import NAMED
 from megalite.extras.prepare.preprocess import default_workers
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
@@ -22,7 +23,7 @@ def preprocess(argv: Sequence[str]) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders, quoted globs: .jsonl, .parquet, any other text (a file is a document); also .gz or .zst",
+        help="files, folders, quoted globs: .jsonl, .json, .parquet, other text (a file is a document); also .gz, .zst",
     )
     parser.add_argument(
         "--tokenizer",
@@ -38,12 +39,13 @@ def preprocess(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="lines are conversations: messages, conversations (ShareGPT too), or prompt and completion",
+        help="records are conversations: messages, conversations (ShareGPT too), prompt and completion, or instruction "
+        "and output (Alpaca); text is learned as a whole",
     )
     parser.add_argument(
         "--chat-template",
-        metavar="FILE",
-        help="jinja template, or the word chatml (default: the one in the tokenizer's folder)",
+        metavar="NAME|FILE",
+        help=f"{', '.join(NAMED)}, or a jinja file (default: the template in the tokenizer's folder)",
     )
     parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
     parser.add_argument("--overwrite", action="store_true", help="replace data that exist under the prefix")
@@ -63,7 +65,7 @@ def tokenizer(argv: Sequence[str]) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders, quoted globs: .jsonl, .parquet, any other text; also .gz or .zst",
+        help="files, folders, quoted globs: .jsonl, .json, .parquet, any other text; also .gz or .zst",
     )
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="pieces, 256 bytes included")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")

@@ -1,4 +1,4 @@
-"""Documents from `.jsonl`, `.parquet` and any other file of UTF-8 text, all but parquet also `.gz` or `.zst`.
+"""Documents from `.jsonl`, `.json`, `.parquet` and any other file of UTF-8 text, all but parquet also `.gz` or `.zst`.
 
 Reading is in two halves so that many processes can share it: `read_chunks` splits a file into chunks of raw records
 (one process, in order), `parse` turns a chunk into texts (any process).
@@ -21,8 +21,9 @@ from typing import BinaryIO
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.data.tokenizer import optional_import
+from megalite.extras.prepare.json_values import json_values
 
-_TABLES = (".json", ".ndjson", ".csv", ".tsv")
+_TABLES = (".ndjson", ".csv", ".tsv")
 _SNIFFED_BYTES = 8192
 CHUNK_BYTES, CHUNK_RECORDS = 1 << 18, 1024
 _BLOCK_BYTES = 1 << 20
@@ -39,7 +40,7 @@ class Chunk:
 
     path: str
     unit: str
-    """"line", "file" or "row": what a record is."""
+    """"line", "record", "file" or "row": what a record is."""
     first: int
     """Number of the first record, from 1; blank JSON lines count too."""
     records: list[bytes | None]
@@ -102,14 +103,15 @@ def _files_in(folder: Path, flag: str) -> list[Path]:
     if not text:
         raise UserError(f"{flag} {folder}", f"holds no text ({len(others)} other files)", "give another folder")
     if others:
-        kinds = f"not UTF-8 text, or {', '.join(_TABLES)}"
+        kinds = f"not UTF-8 text, or .json, {', '.join(_TABLES)}"
         logger.info(f"{folder}: {len(text)} files; {len(others)} skipped ({kinds}), the first {others[0]}")
     return text
 
 
 def _is_text(path: Path) -> bool:
     """Whether a file is text, judged by its name or its first bytes."""
-    if not path.is_file() or kind_of(path) in _TABLES:
+    # A .json file in a folder describes something more often than it holds text.
+    if not path.is_file() or kind_of(path) in (".json", *_TABLES):
         return False
     if kind_of(path) in (".jsonl", ".parquet"):
         return True
@@ -142,6 +144,8 @@ def read_chunks(path: Path, key: str) -> Iterator[Chunk]:
             unit, records = "row", _parquet_values(raw, path, key)
         elif kind == ".jsonl":
             unit, records = "line", _lines(_blocks(raw, path), path)
+        elif kind == ".json":
+            unit, records = "record", json_values(_read_all(_blocks(raw, path), path), path)
         else:
             unit, records = "file", iter([_read_all(_blocks(raw, path), path)])
         first, batch, size = 1, [], 0
@@ -163,7 +167,7 @@ def parse(chunk: Chunk, key: str) -> Iterator[str | BadRecord]:
         if chunk.unit == "file" and b"\0" in (record or b""):
             text: str | BadRecord = BadRecord("", "holds a zero byte, so it is not text", "")
         else:
-            text = _text_of(record, key if chunk.unit == "line" else None)
+            text = _text_of(record, key if chunk.unit in ("line", "record") else None)
         if isinstance(text, BadRecord):
             where = chunk.path if chunk.unit == "file" else f"{chunk.path} {chunk.unit} {number}"
             text = BadRecord(where, text.reason, text.excerpt)
@@ -180,7 +184,7 @@ def _text_of(record: bytes | None, json_key: str | None) -> str | BadRecord:
             return record.decode()
         value = json.loads(record)
         if not isinstance(value, dict) or json_key not in value:
-            return BadRecord("", f"the line must be a JSON object with the key {json_key!r} (--key)", excerpt)
+            return BadRecord("", f"the record must be a JSON object with the key {json_key!r} (--key)", excerpt)
         text = value[json_key]
         if not isinstance(text, str):
             return BadRecord("", f"the text must be a string, it is {type(text).__name__}", excerpt)

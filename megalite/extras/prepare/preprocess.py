@@ -26,8 +26,9 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDatasetWriter, token_dtype
 from megalite.extras.prepare.chat import ChatEncoder
 from megalite.extras.prepare.documents import Chunk, expand_inputs, kind_of, read_chunks
+from megalite.extras.prepare.find_template import find_template
 from megalite.extras.prepare.progress import Progress
-from megalite.extras.prepare.template import ChatTemplate, find_template
+from megalite.extras.prepare.template import ChatTemplate
 from megalite.extras.prepare.workers import EncodedChunk, EncoderFactory, TextEncoder, encode_all
 
 _MAX_WORKERS = 1024
@@ -43,6 +44,8 @@ class PreprocessStats:
     text_bytes: int = 0
     empty: int = 0
     bad: int = 0
+    texts: int = 0
+    """Documents of chat data that are plain text, learned as a whole."""
     seconds: float = 0.0
     learned: int | None = None
     """Tokens that are learned; None where all are, as in text."""
@@ -56,15 +59,17 @@ class PreprocessStats:
         self.text_bytes += encoded.text_bytes
         self.empty += encoded.empty
         self.bad += len(encoded.bad)
+        self.texts += encoded.texts
         if encoded.learned is not None:
             self.learned = (self.learned or 0) + int(np.count_nonzero(encoded.learned))
 
     def __str__(self) -> str:
-        what, of_tokens = "documents", "one end of text each"
+        what, of_tokens, texts = "documents", "one end of text each", ""
         if self.learned is not None:
             what, of_tokens = "conversations", f"{self.learned} of them in answers"
+            texts = f" ({self.texts} of them plain text, learned as a whole)" if self.texts else ""
         line = (
-            f"{self.documents} {what}, {self.tokens} tokens ({of_tokens}), "
+            f"{self.documents} {what}{texts}, {self.tokens} tokens ({of_tokens}), "
             f"{self.text_bytes / max(self.tokens, 1):.2f} bytes per token, "
             f"{self.text_bytes / 1e6 / max(self.seconds, 1e-9):.2f} MB/s"
         )
@@ -88,21 +93,23 @@ def preprocess(
     For chat data also `out_prefix.mask.bin`: one byte per token, see `chat.ANSWER`.
 
     Args:
-        inputs: files, folders and globs of `.jsonl` (a line is a document), `.parquet` (a row is one) and any other
-            UTF-8 text (a file is one), all but parquet also `.gz` / `.zst`.
+        inputs: files, folders and globs of `.jsonl` (a line is a document), `.json` (an entry of a list is one),
+            `.parquet` (a row is one) and any other UTF-8
+            text (a file is one), all but parquet also `.gz` / `.zst`.
         tokenizer_path: see `load_tokenizer`.
         workers: encoding processes; 1 encodes in this one.
         key: JSON key or parquet column of the text, by default "text"; for chat data, key of the messages.
-        chat: the inputs are `.jsonl` files of conversations, see `chat`.
-        chat_template: file of a chat template, or "chatml"; by default the one in the tokenizer's folder.
+        chat: the inputs are `.jsonl` or `.json` files of conversations, see `chat`.
+        chat_template: file of a chat template, or a name of `NAMED`; by default the one in the tokenizer's folder.
         skip_bad: skip and count records that do not parse; otherwise the first one ends the run.
         overwrite: replace data that exist under `out_prefix`.
 
     Raises:
         UserError: inputs, tokenizer or output cannot be used, a record is bad, or there is no document.
     """
-    _check_options(out_prefix, workers, overwrite, chat, chat_template)
-    paths, tokenizer = expand_inputs(inputs), load_tokenizer(tokenizer_path)
+    paths = expand_inputs(inputs)
+    _check_options(paths, out_prefix, workers, overwrite, chat, chat_template)
+    tokenizer = load_tokenizer(tokenizer_path)
     template = _template(chat_template, tokenizer, paths) if chat else None
     make_encoder, text_key = _encoder_factory(tokenizer, template, key), key or "text"
     stats, start = PreprocessStats(), time.perf_counter()
@@ -123,11 +130,16 @@ def preprocess(
     return stats
 
 
-def _check_options(out_prefix: str, workers: int, overwrite: bool, chat: bool, chat_template: str | None) -> None:
+def _check_options(
+    paths: list[Path], out_prefix: str, workers: int, overwrite: bool, chat: bool, chat_template: str | None
+) -> None:
     if os.path.basename(out_prefix) in ("", ".", ".."):
         rule = "must end in a name, with which the names of the files begin"
         raise UserError(f"--out {out_prefix!r}", rule, f"use {os.path.join(out_prefix, 'train')}, for example")
     files = [f"{out_prefix}.{end}" for end in ("bin", "idx", "json", "mask.bin")]
+    if own := {os.path.realpath(file) for file in files} & {os.path.realpath(path) for path in paths}:
+        rule = f"its files would replace {own.pop()}, which is an input"
+        raise UserError(f"--out {out_prefix}", rule, "choose another prefix")
     old = next((file for file in files if os.path.exists(file)), None)
     if old is not None and not overwrite:
         raise UserError(f"--out {out_prefix}", f"{old} exists", "choose another prefix, or give --overwrite")
@@ -153,9 +165,10 @@ def _check_documents(stats: PreprocessStats, inputs: list[str]) -> None:
 
 
 def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path]) -> ChatTemplate:
-    other = next((path for path in paths if kind_of(path) != ".jsonl"), None)
+    other = next((path for path in paths if kind_of(path) not in (".jsonl", ".json")), None)
     if other is not None:
-        raise UserError(f"--chat --input {other}", "conversations are lines of a .jsonl file", "convert it to .jsonl")
+        rule = "conversations are lines of a .jsonl file, or a list in a .json file"
+        raise UserError(f"--chat --input {other}", rule, "convert it to .jsonl")
     template = find_template(option, tokenizer)
     logger.info(f"chat template: {template.where}")
     return template
@@ -178,7 +191,7 @@ def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplat
         chat_entries = {
             "learned_tokens": stats.learned,
             "chat_template_sha256": digest,
-            "chat_template": template.source,
+            "chat_template": template.served,
         }
     return {
         "tokenizer_kind": tokenizer.kind,

@@ -1,4 +1,4 @@
-"""Chat templates: finding one, rendering it in a sandbox, and which characters of the result are answers.
+"""Chat templates: rendering one in a sandbox, and which characters of the result are answers.
 
 A template comes from a downloaded folder: it is run by jinja2's sandbox, which lets it reach neither attributes nor
 modules of Python, in a limited time and memory. The environment is that of transformers (`trim_blocks`,
@@ -26,18 +26,15 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.base.errors import UserError
-from megalite.base.untrusted import MAX_TEMPLATE, BadFile, read_regular
 from megalite.data.controls import Span
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.tokenizer_files import read_json
 from megalite.extras.prepare.lost_parts import lost_part
+from megalite.extras.prepare.named_templates import MARK, fitting_name
 
 TIME_LIMIT_S = 10.0
 """For all renderings of one conversation."""
 _MEMORY_LIMIT = 1 << 30
 """Bytes that a rendering may take; a conversation has far fewer characters."""
 
-_MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # From the end of Unicode's private use area, which no text uses.
 _OPEN, _CLOSE = "\U0010ff00", "\U0010ff01"
 STAND_INS = range(0x10FF02, 0x10FFFE)
@@ -45,21 +42,6 @@ STAND_INS = range(0x10FF02, 0x10FFFE)
 RESERVED = re.compile("[\U0010ff00-\U0010fffd]")
 """Characters that neither conversations nor templates may contain."""
 _MAX_REPEATED = 1_000_000
-
-CHATML = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- message['content'] + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 class TemplateFailure(Exception):
@@ -72,81 +54,17 @@ class ChatTemplate:
 
     Attributes:
         source: the template.
+        served: the template for inference: that of checkpoints and exports.
         where: its file, for messages.
         tokens: names that it may use (`eos_token`) -> control words that they stand for.
         now: what `strftime_now` reports, the same in every process.
     """
 
     source: str
+    served: str
     where: str
     tokens: dict[str, str]
     now: datetime
-
-
-def find_template(option: str | None, tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template of `--chat-template`, else of the tokenizer's folder.
-
-    In the folder `chat_template.jinja` comes first, then `chat_template` of tokenizer_config.json: a text, or a list
-    of named ones, of which `default` is taken.
-
-    Raises:
-        UserError: there is none, or it does not compile.
-    """
-    folder = Path(tokenizer.path).parent
-    config = read_json(folder / "tokenizer_config.json") if tokenizer.kind != "bytes" else {}
-    if option == "chatml":
-        where, source = "--chat-template chatml", CHATML
-        missing = [word for word in ("<|im_start|>", "<|im_end|>") if word not in tokenizer.control_tokens]
-        if missing:
-            rule = f"tokenizer {tokenizer.path} has no control token {missing[0]}"
-            raise UserError(where, rule, "give a template that fits the tokenizer: --chat-template FILE")
-    elif option is not None:
-        where = f"--chat-template {option}"
-        source = _read_text(Path(option), where)
-    elif tokenizer.kind != "bytes" and (folder / "chat_template.jinja").exists():
-        where = str(folder / "chat_template.jinja")
-        source = _read_text(Path(where), where)
-    else:
-        where, source = str(folder / "tokenizer_config.json"), _from_config(config, tokenizer)
-    names = {id_: word for word, id_ in tokenizer.control_tokens.items()}
-    special = {"eos_token": names.get(tokenizer.eos_id or -1), "bos_token": names.get(tokenizer.bos_id or -1)}
-    tokens = special | {name: _content(value) for name, value in config.items() if name.endswith("_token")}
-    if len(source.encode()) > MAX_TEMPLATE:
-        raise UserError(where, f"is a template of more than {MAX_TEMPLATE} bytes", "give a shorter one")
-    template = ChatTemplate(source, where, {n: word for n, word in tokens.items() if word}, datetime.now())
-    Renderer(template)
-    return template
-
-
-def _read_text(path: Path, where: str) -> str:
-    remedy = "give a file with a jinja template, or the word chatml"
-    try:
-        return read_regular(path, MAX_TEMPLATE).decode()
-    except (BadFile, OSError) as e:
-        rule = f"cannot be read ({e.strerror})" if isinstance(e, OSError) else str(e)
-        raise UserError(where, rule, remedy) from None
-    except UnicodeDecodeError as e:
-        raise UserError(where, f"is not UTF-8 text ({e})", remedy) from None
-
-
-def _content(entry: Any) -> str | None:
-    """Return a special token of tokenizer_config.json, which is a text or an object."""
-    word = entry.get("content") if isinstance(entry, dict) else entry
-    return word if isinstance(word, str) else None
-
-
-def _from_config(config: dict[str, Any], tokenizer: Tokenizer) -> str:
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}
-        template = named.get("default")
-        if template is None:
-            rule = f"its chat templates are {', '.join(map(str, named)) or 'none'}, and none is named default"
-            raise UserError(f"tokenizer {tokenizer.path}", rule, "write the one to use to a file: --chat-template FILE")
-    if not isinstance(template, str):
-        rule = "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json)"
-        raise UserError(f"tokenizer {tokenizer.path}", rule, "give --chat-template FILE, or --chat-template chatml")
-    return template
 
 
 class _Generation(Extension):
@@ -225,7 +143,7 @@ class Renderer:
     """
 
     def __init__(self, template: ChatTemplate) -> None:
-        self.template, self.marked = template, _MARKED.search(template.source) is not None
+        self.template, self.marked = template, MARK.search(template.source) is not None
         if RESERVED.search(template.source):
             raise UserError(template.where, "has characters U+10FF00 to U+10FFFD", "remove them")
         try:
@@ -244,11 +162,16 @@ class Renderer:
         Raises:
             TemplateFailure: the template fails, is too slow, or its answers cannot be located.
         """
+        with self._guarded():
+            if lost := lost_part(self._render, messages, tools):
+                raise TemplateFailure(lost)
+            return self._by_marks(messages, tools) if self.marked else self._by_turns(messages, tools)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
             with _limits():
-                if lost := lost_part(self._render, messages, tools):
-                    raise TemplateFailure(lost)
-                return self._by_marks(messages, tools) if self.marked else self._by_turns(messages, tools)
+                yield
         except _Timeout:
             raise TemplateFailure(f"the chat template takes more than {TIME_LIMIT_S:g} s") from None
         except MemoryError:
@@ -295,6 +218,20 @@ class Renderer:
                 problem = "writes a header for this turn, but not with add_generation_prompt"
             if problem is not None:
                 rule = f"which tokens of turn {turn + 1} (assistant) are its answer is unclear: the template {problem}"
-                raise TemplateFailure(rule + " (marking the answers in it, {% generation %}, makes it clear)")
+                raise TemplateFailure(f"{rule}; {self._marked_template()}")
             spans.append((len(prompt), len(after)))
         return text, spans
+
+    def _marked_template(self) -> str:
+        name = fitting_name(self.template.source)
+        marks = "a template with marks, {% generation %}"
+        return f"--chat-template {name} gives {marks}" if name else f"give {marks}: --chat-template FILE"
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Render a conversation up to the header of the next answer.
+
+        Raises:
+            TemplateFailure: the template fails or is too slow.
+        """
+        with self._guarded():
+            return self._render(messages, None, header=True)

@@ -25,7 +25,7 @@ from megalite.extras.prepare.documents import BadRecord, Chunk, parse
 class EncodedChunk:
     """The documents of a chunk: ids end to end, the length of each, and what was skipped.
 
-    `learned`, for chat data: a byte per id, see `chat.ANSWER`.
+    For chat data `learned` is a byte per id, see `chat.ANSWER`, and `texts` the number of documents of plain text.
     """
 
     tokens: npt.NDArray[Any]
@@ -34,6 +34,7 @@ class EncodedChunk:
     empty: int
     bad: list[BadRecord]
     learned: npt.NDArray[np.uint8] | None = None
+    texts: int = 0
 
 
 Encoder = Callable[[Chunk], EncodedChunk]

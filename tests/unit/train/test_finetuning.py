@@ -14,8 +14,8 @@ import megalite
 from megalite.data import IndexedDataset, IndexedDatasetWriter, chat_template_of
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.command import evaluate as evaluate_main
+from megalite.extras.prepare.named_templates import read_named
 from megalite.extras.prepare.preprocess import preprocess
-from megalite.extras.prepare.template import CHATML
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from tests.workers import WorkerPool
 
@@ -108,7 +108,7 @@ def test_a_chat_template_goes_with_the_model(
 
     talks = [[turn("user", f"{n} and?"), turn("assistant", f"{n * n}<|im_end|>" * (n % 4 + 1))] for n in range(9)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-    (tmp_path / "mine.jinja").write_text(f"{{{{- 'Chat: ' }}}}\n{CHATML}")
+    (tmp_path / "mine.jinja").write_text(f"{{{{- 'Chat: ' }}}}\n{read_named('chatml')}")
     preprocess([str(tmp_path / "a.jsonl")], tokenizer, prefix, chat=True, chat_template=str(tmp_path / "mine.jinja"))
     preprocess([str(tmp_path / "a.jsonl")], tokenizer, f"{prefix}2", chat=True, chat_template="chatml")
     preprocess([words], tokenizer, plain)
@@ -124,6 +124,7 @@ def test_a_chat_template_goes_with_the_model(
     mixed = {**options, **resets, "data": ("1", prefix, "1", f"{prefix}2"), "run_dir": str(tmp_path / "mixed")}
     with megalite.start(megalite.configure(**mixed)) as run:
         assert run.meta["chat_template"] is None
+    assert "generation %" not in (tmp_path / "hf" / "chat_template.jinja").read_text()
     assert chat_template_of([prefix, plain]) == (tmp_path / "hf" / "chat_template.jinja").read_text()
 
     theirs, data = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), IndexedDataset(prefix)
