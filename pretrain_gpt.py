@@ -16,7 +16,6 @@ if __name__ == "__main__":
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)  # before torch is imported, which takes a second
 
 from megalite.api import start
-from megalite.base.errors import show
 from megalite.base.log import env_rank
 from megalite.checkpoint.hf.start import hf_model_config
 from megalite.data import Samples
@@ -25,6 +24,7 @@ from megalite.dist.rendezvous import world_size
 from megalite.extras.plan.auto import settle_layout
 from megalite.extras.plan.forecast import Forecast
 from megalite.extras.plan.report import dry_run_report
+from megalite.extras.tool import show
 from megalite.train.exit import leaving_together
 from megalite.train.inputs import with_vocab_size
 from megalite.train.loop import StepCallback, fit

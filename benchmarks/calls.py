@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.base.errors import UserError, run_tool
+from megalite.base.errors import UserError
 from megalite.data.blend import compiled
+from megalite.extras.tool import run_tool
 from megalite.ops import cpp
 from megalite.ops.native import why_no_cpp
 

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.base.errors import UserError, run_tool
+from megalite.base.errors import UserError
+from megalite.extras.tool import run_tool
 from megalite.ops import Ops, resolve
 from megalite.ops.choose import OPS
 from megalite.ops.cpu_memory import keep_freed_memory

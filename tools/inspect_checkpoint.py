@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The same as `megalite inspect`, in a checkout."""
 
-from megalite.__main__ import run
+from megalite.extras.command import run
 
 if __name__ == "__main__":
     run("inspect")

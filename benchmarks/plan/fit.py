@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.base.errors import ToolParser, run_tool
 from megalite.base.hardware import DEVICES
 from megalite.extras.plan.cluster import FITTED
 from megalite.extras.plan.published import Run, read_runs
+from megalite.extras.tool import ToolParser, run_tool
 
 GUESSES: dict[str, float] = {
     "a100": 0.80,

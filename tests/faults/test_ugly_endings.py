@@ -57,7 +57,7 @@ def test_an_earlier_config_survives_a_full_disk(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("earlier")
     script = (
         "import resource, signal, sys; from pathlib import Path; from megalite.train.start import write_config\n"
-        "from megalite.base.errors import run_tool\n"
+        "from megalite.extras.tool import run_tool\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "run_tool(lambda: write_config(Path(sys.argv[1]), 'x' * 1000))"
     )
@@ -81,7 +81,7 @@ def test_a_crash_is_not_silent(tmp_path: Path) -> None:
         "        os.truncate(sys.argv[1], 0)\n"
         "        data[5000]\n"
     )
-    tool = "from megalite.base.errors import run_tool\nrun_tool(read_a_mapped_file)\n"
+    tool = "from megalite.extras.tool import run_tool\nrun_tool(read_a_mapped_file)\n"
     rank = "from megalite.train.exit import leaving_together\nwith leaving_together():\n    read_a_mapped_file()\n"
     for around in (tool, rank):
         done = subprocess.run(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.__main__ import COMMANDS
+from megalite.extras.command import COMMANDS
 from tests.ranks import ROOT
 
 # The help, and a line of what must not have been imported for it.

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.__main__ import COMMANDS
 from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.options import TYPES
 from megalite.dist.grid import Grid
+from megalite.extras.command import COMMANDS
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.refusals import MEGATRON, TRAINER, find_refusal
 from megalite.extras.compat.table import all_patterns

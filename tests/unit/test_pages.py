@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.__main__ import find_main
 from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
+from megalite.extras.command import find_main
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.prepare.preprocess import preprocess
 from megalite.extras.view.metrics import read_metrics

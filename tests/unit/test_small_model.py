@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.__main__ import find_main
+from megalite.extras.command import find_main
 from tests.ranks import ROOT
 
 RECIPE = """model: {num_layers: 1, hidden_size: 16, num_heads: 2, ffn_hidden_size: 32, seq_len: 32}

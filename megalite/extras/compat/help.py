@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-from megalite.base.errors import show
 from megalite.config.dialect import PLAIN, Dialect
 from megalite.config.names import dashed
 from megalite.config.options import GROUP_OF, GROUPS, help_texts
 from megalite.config.values import choices_of
+from megalite.extras.tool import show
 from megalite.families import PRESETS
 
 COMMON = {

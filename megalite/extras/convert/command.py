@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megalite.base.errors import ToolParser, UserError
+from megalite.base.errors import UserError
 from megalite.base.log import setup_logging
+from megalite.extras.tool import ToolParser
 
 _DESCRIPTION = """Convert Hugging Face models to megalite checkpoints and back, and Megatron-LM checkpoints (torch_dist,
 torch) to megalite: one process, no GPU, tensor by tensor."""

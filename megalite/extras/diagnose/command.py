@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import ToolParser, require
+from megalite.base.errors import require
+from megalite.extras.tool import ToolParser
 
 
 def _parser() -> argparse.ArgumentParser:

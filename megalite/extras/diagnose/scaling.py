@@ -12,10 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megalite.base.errors import ToolParser, UserError
+from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.train import trainer_script
+from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 
 if TYPE_CHECKING:

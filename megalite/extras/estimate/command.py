@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import ToolParser, UserError
+from megalite.base.errors import UserError
 from megalite.extras.estimate.guard import install_guard
+from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 
 

@@ -7,9 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import ToolParser, UserError, in_range, printable
+from megalite.base.errors import UserError, in_range, printable
 from megalite.base.log import logger, setup_logging
 from megalite.data import check_tokenizer_matches
+from megalite.extras.tool import ToolParser
 
 _LM_EVAL = """Run tasks of EleutherAI's lm-eval on a run or an export, in the run's layout and without conversion.
 

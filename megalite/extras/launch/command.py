@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.base.errors import ToolParser, UserError, in_range, require
+from megalite.base.errors import UserError, in_range, require
 from megalite.base.log import logger, setup_logging
 from megalite.extras.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
 from megalite.extras.launch.batch import EMIT_ONLY, add_options, emit, refuse
@@ -26,6 +26,7 @@ from megalite.extras.launch.hosts import (
 )
 from megalite.extras.launch.preflight import PROBE_TIMEOUT_S, require_green, run_preflight
 from megalite.extras.launch.runner import Outcome, Runner
+from megalite.extras.tool import ToolParser
 
 # A host whose end was not observed has stopped on its own after this long (see agent.py).
 FENCED_AFTER_S = HEARTBEAT_TIMEOUT_S + TERM_GRACE_S + KILL_GRACE_S

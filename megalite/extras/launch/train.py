@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megalite
-from megalite.base.errors import ToolParser, require
+from megalite.base.errors import require
 from megalite.base.log import logger, setup_logging
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import asks_for_help, show_help_if_asked
 from megalite.extras.launch.layout_check import check_layout
+from megalite.extras.tool import ToolParser
 
 _PORT = 29500
 # More than any host has GPUs, or cores for ranks.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.base.errors import ToolParser, UserError
+from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
@@ -24,6 +24,7 @@ from megalite.extras.plan.pictures import draw_search, draw_sweep
 from megalite.extras.plan.report import as_json, best_layouts, explain_text, mfu, search_text
 from megalite.extras.plan.search import Candidate, pick, search
 from megalite.extras.plan.time.step import step_time
+from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 
 # Flags that set the batch size, and those of files that may.

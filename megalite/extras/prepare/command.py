@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.base.errors import ToolParser, in_range
+from megalite.base.errors import in_range
 from megalite.base.log import setup_logging
 from megalite.extras.prepare.named_templates import NAMED
 from megalite.extras.prepare.preprocess import default_workers
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
+from megalite.extras.tool import ToolParser
 
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
 tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers."""

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megalite.base.errors import ToolError
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import token_dtype
 from megalite.extras.prepare.documents import BadRecord, Chunk, parse
+from megalite.extras.tool import ToolError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.base.errors import ToolParser, UserError
+from megalite.base.errors import UserError
+from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 from megalite.extras.view.recording import measured_costs, measured_step, read_recording
 from megalite.extras.view.timeline import draw_figure, label_of, perfetto_trace

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from megalite.__main__ import find_main
-from megalite.base.errors import ToolParser, UserError
+from megalite.base.errors import UserError
 from megalite.base.log import logger, setup_logging
+from megalite.extras.command import find_main
+from megalite.extras.tool import ToolParser
 from tests.ranks import ROOT
 
 
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
-    code = f"from megalite.base.errors import UserError, run_tool\ndef main():\n    {body}\nrun_tool(main)\n"
+    imports = "from megalite.base.errors import UserError; from megalite.extras.tool import run_tool"
+    code = f"{imports}\ndef main():\n    {body}\nrun_tool(main)\n"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)  # type: ignore[call-overload]
 
 
@@ -79,7 +81,7 @@ def test_a_defect_keeps_its_traceback() -> None:
 
 
 def test_a_reader_that_goes_away() -> None:
-    code = "from megalite.base.errors import run_tool\nrun_tool(lambda: print('\\n'.join(['line'] * 100000)))"
+    code = "from megalite.extras.tool import run_tool\nrun_tool(lambda: print('\\n'.join(['line'] * 100000)))"
     done = subprocess.run(
         ["bash", "-c", f'"{sys.executable}" -c "$CODE" | head -1'], env={"CODE": code}, capture_output=True, text=True
     )

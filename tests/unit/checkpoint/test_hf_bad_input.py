@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.base.errors import run_tool
 from megalite.extras.convert.command import main
 from megalite.extras.convert.hf import import_hf
+from megalite.extras.tool import run_tool
 from megalite.families import FAMILIES
 from tests.unit.checkpoint.hf_models import make_model
 

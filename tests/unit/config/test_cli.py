@@ -214,7 +214,7 @@ def test_a_file_and_a_flag_of_different_families(tmp_path: Path) -> None:
 
 
 def run_script(*argv: str) -> subprocess.CompletedProcess[str]:
-    imports = "from megalite.config.cli import parse; from megalite.base.errors import run_tool; "
+    imports = "from megalite.config.cli import parse; from megalite.extras.tool import run_tool; "
     code = imports + "run_tool(lambda: parse() and None)"
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60)
 

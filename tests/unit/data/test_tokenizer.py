@@ -227,7 +227,7 @@ def test_a_missing_library_is_named_with_its_extra(bpe_files: dict[str, Path]) -
     program = (
         "import sys; sys.modules['tiktoken'] = None\n"
         "from megalite.data.tokenizer import load_tokenizer\n"
-        "from megalite.base.errors import run_tool\n"
+        "from megalite.extras.tool import run_tool\n"
         "run_tool(lambda: load_tokenizer(sys.argv[1]))"
     )
     command = [sys.executable, "-c", program, str(bpe_files["tiktoken"])]

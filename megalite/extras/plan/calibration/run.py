@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import megalite
-from megalite.base.errors import ToolParser
 from megalite.base.hardware import Device
 from megalite.base.log import logger, setup_logging
 from megalite.config import cli
@@ -37,6 +36,7 @@ from megalite.extras.plan.calibration.machine import Machine
 from megalite.extras.plan.calibration.steps import fit_block, fit_collectives, measure_alone
 from megalite.extras.plan.cluster import FITTED, Constants, write_calibration
 from megalite.extras.plan.device import read_device
+from megalite.extras.tool import ToolParser
 
 _DEFAULTS = {
     "cpu": "--num-layers 4 --hidden-size 256 --num-heads 4 --seq-len 256 --vocab-size 2048",
