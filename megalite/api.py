@@ -26,6 +26,7 @@ from megalite.dist.rendezvous import group_timeout, init_process_group, shutdown
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
+from megalite.extras.view.phases import phase_table
 from megalite.train.run import Run
 from megalite.train.start import open_run
 
@@ -79,7 +80,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
         rank = dist.get_rank() if grid.world > 1 else env_rank()
         memory = exit_stack.enter_context(diagnosing_memory(cfg, grid, device, rank))
         run = open_run(cfg, ParallelContext.create(grid, device, timeout=timeout), train_data, valid_data)
-        memory.cfg = run.engine.cfg
+        memory.cfg, run.profiler.describe = run.engine.cfg, phase_table
         run.exit_stack = exit_stack.pop_all()
         return run
 

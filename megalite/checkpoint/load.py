@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.base.slices import Slice
-from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
+from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from megalite.checkpoint.reader import ReadStats, ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint
@@ -38,21 +38,6 @@ def find_latest(root: str | Path) -> Path | None:
         read_manifest(path)
         return path
     return None
-
-
-def resolve_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint that a path stands for: itself, or the newest of a run directory or checkpoints folder."""
-    path = Path(path)
-    if (path / "manifest.json").exists() or (path / "COMMIT").exists():
-        return path
-    for root in (path, checkpoints_folder(path)):
-        latest = find_latest(root)
-        if latest is not None:
-            return latest
-    refuse_megatron(path, f"checkpoint {path}")
-    raise BadCheckpoint(
-        f"checkpoint {path}", "holds no manifest.json and no step_* folders", "pass the folder of a checkpoint"
-    )
 
 
 def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) -> Path | None:

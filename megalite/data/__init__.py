@@ -14,7 +14,7 @@ from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
 from megalite.data.sidecar import chat_template_of, read_sidecar
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import IndexedDataset, token_dtype
 
 __all__ = [
     "BatchLoader",
@@ -23,7 +23,6 @@ __all__ = [
     "Datasets",
     "GPTDataset",
     "IndexedDataset",
-    "IndexedDatasetWriter",
     "LossMask",
     "MockDataset",
     "OwnDataset",

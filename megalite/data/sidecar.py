@@ -30,32 +30,12 @@ class Checksums(NamedTuple):
 
     def matches(self, block: int, data: bytes) -> bool:
         """Whether these are the bytes that preprocessing wrote as a block."""
-        return _digest(data) == self.blocks[block * DIGEST : (block + 1) * DIGEST]
+        return block_digest(data) == self.blocks[block * DIGEST : (block + 1) * DIGEST]
 
 
-def _digest(block: bytes | bytearray) -> bytes:
+def block_digest(block: bytes | bytearray) -> bytes:
+    """Return the first `DIGEST` bytes of a block's SHA-256."""
     return hashlib.sha256(block).digest()[:DIGEST]
-
-
-class BlockHasher:
-    """Hash a file while it is written."""
-
-    def __init__(self) -> None:
-        self._sha256, self._blocks, self._pending = hashlib.sha256(), bytearray(), bytearray()
-
-    def update(self, data: bytes) -> None:
-        """Add the bytes that were written next."""
-        self._sha256.update(data)
-        self._pending += data
-        while len(self._pending) >= BLOCK:
-            self._blocks += _digest(self._pending[:BLOCK])
-            del self._pending[:BLOCK]
-
-    def to_json(self) -> dict[str, str]:
-        """Return the file's entry in `PREFIX.json`, after the last `update`."""
-        last = _digest(self._pending) if self._pending else b""
-        blocks = base64.b64encode(self._blocks + last).decode()
-        return {"sha256": self._sha256.hexdigest(), "blocks": blocks}
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:

@@ -20,32 +20,6 @@ _MAX_BYTES = 256 << 20
 _MAX_JSON = 16 << 20
 
 
-def recorded_tokenizer(meta: dict[str, Any]) -> str | None:
-    """Return the tokenizer that a checkpoint's meta names; None if the run had none or the file no longer exists.
-
-    The name is untrusted and may point to any file of this machine, so the file is not used unless its SHA-256 is the
-    recorded one.
-
-    Raises:
-        UserError: the file has another SHA-256.
-    """
-    name = meta.get("config", {}).get("data", {}).get("tokenizer")
-    if not name or "\0" in name or (name != "bytes" and not Path(name).exists()):
-        return None
-    file = Path(name)
-    if name == "bytes" and not file.exists():
-        return name
-    file = file_in(file) if file.is_dir() else file
-    sha256, recorded = file_sha256(file), meta.get("tokenizer_sha256")
-    if sha256 != recorded:
-        # An export counts as the tokenizer that it came from.
-        sha256 = exported_from(read_json(file.with_name("tokenizer_config.json")), sha256) or sha256
-    if sha256 != recorded:
-        rule = f"does not have SHA-256 {recorded}, that of the tokenizer the checkpoint was trained with"
-        raise UserError(f"tokenizer {file}", rule, "pass the tokenizer of the training with --tokenizer")
-    return name
-
-
 def exported_from(config: dict[str, Any], file_sha: str) -> str | None:
     """Return the SHA-256 of the tokenizer that was exported as the tokenizer.json of SHA-256 `file_sha`; or None."""
     exported = config.get(EXPORTED_FROM)
@@ -53,11 +27,6 @@ def exported_from(config: dict[str, Any], file_sha: str) -> str | None:
     if not isinstance(exported, dict) or exported.get("tokenizer_json") != file_sha or not exported.get("sha256"):
         return None
     return str(exported["sha256"])
-
-
-def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a file that `load_tokenizer` would take."""
-    return any(folder.glob("tokenizer.json")) or any(folder.glob("*.model")) or any(folder.glob("*.tiktoken"))
 
 
 def file_in(folder: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data import IndexedDatasetWriter
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.faults.zygote import Left, Zygote
 from tests.ranks import ROOT, finish, start_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data import IndexedDatasetWriter
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.faults.zygote import Zygote
 
 RUN = [

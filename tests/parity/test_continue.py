@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from megalite.base.errors import UserError
-from megalite.checkpoint.load import resolve_checkpoint
 from megalite.config.options import GROUPS
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.hf import export_hf
+from megalite.extras.saved_model import resolve_checkpoint
 from tests.parity.test_resume import losses, train
 from tests.ranks import ROOT
 from tests.unit.checkpoint.jobs import whole_tensors

@@ -27,11 +27,12 @@ from megalite.config import cli
 from megalite.config.run import Config
 from megalite.data.build import build_datasets, read_sidecar
 from megalite.data.tokenizer import load_tokenizer
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import IndexedDataset, token_dtype
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.convert.stream import ImportedTensor, write_checkpoint
 from megalite.extras.launch.hosts import check_equal_slots, filter_hosts, parse_hostfile
 from megalite.extras.prepare.documents import BadRecord, expand_inputs, parse, read_chunks
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.view.checkpoint import describe
 from megalite.model.parameters import param_map

@@ -16,12 +16,11 @@ from megalite.base.slices import Slice
 from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
-from megalite.checkpoint.load import model_config, resolve_checkpoint, weights_of
+from megalite.checkpoint.load import model_config, weights_of
 from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
 from megalite.config.model import ModelConfig
-from megalite.data.tokenizer_files import recorded_tokenizer
 from megalite.dist.dtypes import DTYPES, stored_name, torch_name
 from megalite.extras.convert.stream import (
     SHARD_BYTES,
@@ -33,6 +32,7 @@ from megalite.extras.convert.stream import (
     write_checkpoint,
 )
 from megalite.extras.convert.tokenizer import export_tokenizer
+from megalite.extras.saved_model import recorded_tokenizer, resolve_checkpoint
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec

@@ -14,14 +14,14 @@ from megalite import ops as kernels
 from megalite.base.errors import UserError, require
 from megalite.batch import Documents, ForwardPass, MicroBatch
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
-from megalite.checkpoint.load import load_checkpoint, model_config, resolve_checkpoint
+from megalite.checkpoint.load import load_checkpoint, model_config
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.tokenizer_files import holds_tokenizer, recorded_tokenizer
 from megalite.dist.context import ParallelContext
+from megalite.extras.saved_model import holds_tokenizer, recorded_tokenizer, resolve_checkpoint
 from megalite.model.gpt import GPTStage
 from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of

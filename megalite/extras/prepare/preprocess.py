@@ -23,12 +23,13 @@ from megalite import __version__
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.tokens import IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import token_dtype
 from megalite.extras.prepare.chat import ChatEncoder
 from megalite.extras.prepare.documents import Chunk, expand_inputs, kind_of, read_chunks
 from megalite.extras.prepare.find_template import find_template
 from megalite.extras.prepare.progress import Progress
 from megalite.extras.prepare.template import ChatTemplate
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.extras.prepare.workers import EncodedChunk, EncoderFactory, TextEncoder, encode_all
 
 _MAX_WORKERS = 1024

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import IndexedDataset, token_dtype
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from megalite.base.errors import UserError
 from megalite.data import GPTDataset
 from megalite.data.binary import TokenFile
 from megalite.data.sidecar import BLOCK
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
+from megalite.data.tokens import IndexedDataset
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 
 BLOCKS = 9
 TOKENS = (BLOCKS * BLOCK - 1000) // 2

@@ -8,7 +8,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.tokens import IndexedDataset, token_dtype
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 
 DOCUMENT_LENGTHS = [5, 1, 700, 0, 33, 2]
 

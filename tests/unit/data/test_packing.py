@@ -13,7 +13,8 @@ from megalite.data.loader import BatchLoader
 from megalite.data.packing import LossMask, PackedDataset, pack
 from megalite.data.rows import Rows
 from megalite.data.samples import GPTDataset
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
+from megalite.data.tokens import IndexedDataset
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 
 
 def write(folder: Path, sizes: list[int], mask: np.ndarray | None = None, name: str = "chat") -> str:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megalite.base.errors import UserError
 from megalite.data.samples import GPTDataset, MockDataset, epoch_order, split_documents
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter
+from megalite.data.tokens import IndexedDataset
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 
 Make = Callable[..., IndexedDataset]
 

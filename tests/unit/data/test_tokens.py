@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.base.errors import UserError
-from megalite.data.tokens import IndexedDataset, IndexedDatasetWriter, locate, token_dtype
+from megalite.data.tokens import IndexedDataset, locate, token_dtype
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 
 DOCUMENTS = [[7, 1, 65499, 3, 4], [5] * 7, [], [9, 8, 7, 6]]
 
@@ -194,7 +195,7 @@ def test_an_output_folder_that_cannot_be_made_is_a_user_error(tmp_path: Path) ->
 KILLED_AT_THE_NTH_FILE_CHANGE = """
 import os, signal, sys
 import numpy as np
-from megalite.data.tokens import IndexedDatasetWriter
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 left = int(sys.argv[2])
 def hook(event, args):
     global left

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megalite.config import cli
-from megalite.data import IndexedDatasetWriter
 from megalite.dist.context import ParallelContext
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from megalite.train.loop import PeriodicCollector, fit
 from megalite.train.start import open_run
 

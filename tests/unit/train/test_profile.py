@@ -13,7 +13,7 @@ import pytest
 from megalite.base.errors import UserError, step_range
 from megalite.config.run import RunConfig
 from megalite.extras.view.metrics import read_metrics
-from megalite.train.profile import BACKWARD, FORWARD, PHASES
+from megalite.extras.view.phases import BACKWARD, FORWARD, PHASES
 from tests.ranks import run_ranks
 
 LAYERS, MICROBATCHES = 4, 4
