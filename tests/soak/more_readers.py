@@ -25,7 +25,7 @@ from megalite.extras.convert.megatron.convert import import_megatron
 from megalite.extras.convert.megatron.names import place
 from megalite.extras.prepare.chat import ChatEncoder
 from megalite.extras.prepare.documents import BadRecord, parse, read_chunks
-from megalite.extras.prepare.template import find_template
+from megalite.extras.prepare.find_template import find_template
 from megalite.extras.view.metrics import read_metrics
 from megalite.model.parameters import param_map
 from tests.soak import mutate
