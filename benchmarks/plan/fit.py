@@ -59,7 +59,7 @@ _STEPS = (0.1, 0.02)
 
 def timed(runs: Iterable[Run]) -> list[Run]:
     """Return the runs with a measured time that the headline error counts."""
-    return [r for r in runs if r.step_time_s and r.scope != "stress"]
+    return [r for r in runs if r.step_time_s and r.scope not in ("stress", "large")]
 
 
 def error(run: Run, values: Mapping[str, float]) -> float:

@@ -8,7 +8,7 @@ measurements. A stack with an unknown name has no extra overhead.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from megalite.config.train import TrainConfig
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants
 from megalite.extras.plan.memory.activations import block_activations
+from megalite.extras.plan.memory.in_flight import in_flight_by_rank
 from megalite.extras.plan.memory.ranks import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Engine
 from megalite.extras.plan.time.step import StepTime, step_time
-from megalite.model.partition import block_work, layer_split
+from megalite.model.partition import block_work, stage_layers
 from megalite.pipeline.schedule import placement_of
 
 # What eager code keeps of RMSNorm, rotation and SwiGLU, each made of several kernels, as a factor of the block; fitted.
@@ -49,7 +50,7 @@ class Run:
 
     Attributes:
         row: row of the file.
-        cfg, grid, layers: the run in this project's terms.
+        cfg, grid: the run in this project's terms.
         engine: what the stack fuses and overlaps.
         gpu: name of the GPU in `DEVICES`.
     """
@@ -57,7 +58,6 @@ class Run:
     row: Mapping[str, Any]
     cfg: Config
     grid: Grid
-    layers: tuple[range, ...]
     engine: Engine
     gpu: str
 
@@ -101,7 +101,7 @@ class Run:
     def time(self, constants: Constants = FITTED, cluster: Cluster | None = None) -> StepTime:
         """Predict its step."""
         where = cluster or self.cluster(constants)
-        return step_time(self.cfg, self.grid, where, self.schedule, self.engine, self.layers)
+        return step_time(self.cfg, self.grid, where, self.schedule, self.engine)
 
     def memory(self) -> float:
         """Predict the bytes that the source's tool reports, or the part that it reports."""
@@ -130,12 +130,10 @@ class Run:
         placement = placement_of(self.schedule, p.pp, p.vp)
         local = replace(cfg, model=replace(cfg.model, seq_len=cfg.model.seq_len // self.grid["cp"]))
         tokens = cfg.train.micro_batch_size * local.model.seq_len
-        elements = parameters_on_rank(cfg, p.tp, placement, list(self.layers), rank)
-        blocks = sum(len(self.layers[stage]) for stage in placement.stages_of(rank))
+        layers = stage_layers(cfg)
+        elements = parameters_on_rank(cfg, p.tp, placement, layers, rank)
         kept = self._per_block(local, tokens)
-        m = cfg.num_microbatches(self.grid["dp"])
-        held = min(m, p.pp - rank) if p.vp == 1 else min(m * p.vp, p.pp * p.vp + p.pp - 1 - 2 * rank) / p.vp
-        activations = held * blocks * kept[cfg.train.recompute]
+        activations = self._blocks_held(layers, rank) * kept[cfg.train.recompute]
         # A block is recomputed when the logits are gone.
         live = kept["none"] - kept[cfg.train.recompute]
         width = 2 * vocab_rows(cfg) * cfg.model.hidden_size
@@ -147,6 +145,15 @@ class Run:
             states += matrices / p.tp  # TransformerEngine's dummy weight gradients of one block
         logits = tokens * (10 * vocab_rows(cfg) + 4 * cfg.model.hidden_size) if rank == p.pp - 1 else 0.0
         return states, activations + max(live, logits)
+
+    def _blocks_held(self, layers: Sequence[range], rank: int) -> int:
+        """Count the blocks whose activations a rank holds at the peak, each stage by its own layers."""
+        p, m = self.cfg.parallel, self.cfg.num_microbatches(self.grid["dp"])
+        # More than a few rounds of the pipeline hold no more; the interleaved schedule runs whole rounds.
+        rounds = min(-(-m // p.pp), 4) * p.pp if p.vp > 1 else min(m, 2 * p.pp)
+        sizes = [len(layers[stage]) for stage in placement_of(self.schedule, p.pp, p.vp).stages_of(rank)]
+        states = in_flight_by_rank(self.schedule, p.pp, p.vp, rounds)[rank]
+        return max(sum(n * size for n, size in zip(state.kept, sizes)) for state in states)
 
     def _per_block(self, cfg: Config, tokens: int) -> dict[str, float]:
         """Compute the bytes that a block keeps per micro-batch, by recomputation mode."""
@@ -209,7 +216,10 @@ def _read(row: Mapping[str, Any]) -> Run:
         hidden_dropout=0.1 * m["dropout"],
         attention_dropout=0.1 * m["dropout"],
     )
-    parallel = ParallelConfig(tp=o["tp"], pp=o["pp"], vp=o["vpp"], sequence_parallel=o["sp"], zero=o["zero"])
+    parallel = ParallelConfig(
+        tp=o["tp"], pp=o["pp"], vp=o["vpp"], sequence_parallel=o["sp"], zero=o["zero"],
+        pipeline_layout=_layout(row, model, o["pp"] * o["vpp"]),
+    )  # fmt: skip
     train = TrainConfig(
         micro_batch_size=o["mbs"], global_batch_size=o["gbs"], precision="bf16", recompute=o["recompute"]
     )
@@ -228,23 +238,28 @@ def _read(row: Mapping[str, Any]) -> Run:
         accumulate=_ACCUMULATE.get(sw["states"], 0),
         host=_DEEPSPEED if sw["stack"] == "megatron-deepspeed" else 0.0,
     )
-    return Run(row, cfg, grid, _split(row, cfg), engine, row["gpu"].lower())
+    return Run(row, cfg, grid, engine, row["gpu"].lower())
 
 
-def _split(row: Mapping[str, Any], cfg: Config) -> tuple[range, ...]:
-    """Blocks of every stage, as the stack splits them."""
-    stages, layers = cfg.parallel.pp * cfg.parallel.vp, cfg.model.num_layers
-    how = row.get("layers_first_last")
+def _layout(row: Mapping[str, Any], model: ModelConfig, stages: int) -> str | None:
+    """Write how the stack splits the layers as a `--pipeline-layout`: a rule by its name, or the layout itself."""
+    layers, how = model.num_layers, row.get("layers_first_last")
     if how == "balanced":
-        return tuple(layer_split(cfg.model, stages))
+        return None
     if how == "transformer|embedding":  # embedding and output layer take the slot of a block each
         each = -(-(layers + 2) // stages)
         counts = [each - (i == 0) - (i == stages - 1) for i in range(stages)]
+    elif isinstance(how, list):  # layers of the first and the last stage; the others share the rest
+        between = layers - sum(how)
+        counts = [how[0], *(between // (stages - 2) + (i < between % (stages - 2)) for i in range(stages - 2)), how[1]]
+    elif how is not None:
+        return str(how)
     else:
         counts = [-(-layers // stages)] * stages
-    starts = [min(layers, sum(counts[:i])) for i in range(stages + 1)]
-    starts[-1] = layers
-    return tuple(range(a, b) for a, b in zip(starts, starts[1:]))
+    for i in range(stages):
+        counts[i] = min(counts[i], layers - sum(counts[:i]))
+    counts[-1] = layers - sum(counts[:-1])
+    return ",".join(map(str, counts))
 
 
 # Stack -> bytes per parameter of weights, gradients and optimizer: replicated on each rank, and sharded over dp.

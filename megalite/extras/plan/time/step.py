@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config.run import Config
@@ -80,7 +79,6 @@ def step_time(
     cluster: Cluster,
     schedule: str | None = None,
     engine: Engine | None = None,
-    layers: Sequence[range] | None = None,
 ) -> StepTime:
     """Predict the time of one step.
 
@@ -88,7 +86,6 @@ def step_time(
         grid: axes pp, dp and tp, and cp if sequences are split.
         schedule: name of a schedule; default: that of the config.
         engine: what the software fuses and overlaps; default: as this project does with this config.
-        layers: blocks of every stage; default: `stage_layers`.
 
     Raises:
         UserError: the batch does not divide, or the schedule cannot run it.
@@ -96,7 +93,7 @@ def step_time(
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
     name = schedule or name_of(cfg, grid["dp"])
     engine = engine or engine_of(cfg)
-    layers = layers or split(cfg)
+    layers = split(cfg)
     rates = Rates.of(cfg, cluster)
     blocks = {
         kind: block_time(cfg.model, kind, cfg.train.micro_batch_size, p.tp, grid["cp"], cfg.sequence_parallel,
@@ -107,7 +104,7 @@ def step_time(
                      rates, engine)  # fmt: skip
     embedding = embedding_time(cfg.model, cfg.train.micro_batch_size, p.tp, grid["cp"], rates)
     placement = placement_of(name, p.pp, p.vp)
-    counts = count_kinds(cfg.model, tuple(layers))
+    counts = count_kinds(cfg.model, layers)
     held = [
         sum((n * blocks[kind] for s in placement.stages_of(rank) for kind, n in counts[s].items()), Block())
         for rank in range(p.pp)
@@ -123,7 +120,7 @@ def step_time(
     message = _message(cfg, grid, cluster, rates)
     exposed = 0.0 if engine.overlap_pp or p.pp == 1 else 2 * m * p.vp * message
     ramp = pipeline_ramp(name, p.pp, p.vp, m)
-    elements = parameters_on_rank(cfg, p.tp, placement, list(layers), slow)
+    elements = parameters_on_rank(cfg, p.tp, placement, layers, slow)
     backward = own.backward + (head.backward if slow == last else 0.0)
     units = sum(n for n, _ in owned) + (slow == first) + (slow == last)
     gather, reduce = _over_dp(cfg, grid, rates, engine, elements, units, pace - backward, backward)
