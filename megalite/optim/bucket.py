@@ -101,6 +101,7 @@ class Bucket:
         self.codec: Codec | None = make_codec(compress, entries, self.numel, self.batch, like.device)
         self.bytes_sent, self._scale = 0, 1.0
         self._reducing: collectives.Work | Codec | None = None
+        self._across_groups: collectives.Work | None = None
         self._gathering: collectives.Work | HostGather = collectives.FinishedWork()
         self.release()
         if sharded.grad:
@@ -161,6 +162,9 @@ class Bucket:
         if self._reducing is not None:
             self._reducing.drop()
             self._reducing, self._sent = None, self.grad
+        if self._across_groups is not None:
+            self._across_groups.drop()
+            self._across_groups = None
         if self.sharded.grad:
             self._accumulating = self._grad_share_filled = False
             self._in_flight.clear()
@@ -218,7 +222,7 @@ class Bucket:
         self._wait_older_reductions()
         self._sent = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
         if self.sharded.state:
-            self._reducing = collectives.reduce_scatter(self._sent[self.owned], self._sent, self.share_axis)
+            self._reducing = collectives.reduce_scatter(self.grad[self.owned], self._sent, self.share_axis)
         else:
             self._reducing = collectives.all_reduce(self._sent, self.share_axis)
         if self.sharded.grad:
@@ -227,15 +231,20 @@ class Bucket:
             self._in_flight.append(self)
 
     def _wait_reduction(self) -> None:
-        """Wait for the reduction, add its result to this rank's share, and free the full gradient."""
+        """Wait for the reduction, add its result to this rank's share, and free the full gradient.
+
+        After the last one, the sum over the groups of hybrid sharding starts: it overlaps with the backward pass.
+        """
         assert self._reducing is not None
         self._in_flight.remove(self)
         self._reducing.wait()
         self.bytes_sent += self._reducing.sent
-        (self.grad_share.add_ if self._grad_share_filled else self.grad_share.copy_)(self._sent[self.owned])
+        (self.grad_share.add_ if self._grad_share_filled else self.grad_share.copy_)(self.grad[self.owned])
         self._grad_share_filled = True
         self._reducing, self._sent = None, self.grad
         _resize(self.grad, 0)
+        if not self.missing:
+            self._across_groups = collectives.all_reduce(self.grad_share, self.replica_axis)
 
     def finish_reduce(self) -> torch.Tensor:
         """Wait until this rank's share of the gradient is complete, and return it (flat fp32)."""
@@ -249,10 +258,14 @@ class Bucket:
             assert self._reducing is not None
             self._reducing.wait()
             self.bytes_sent += self._reducing.sent
-            if self._sent is not self.grad:
-                share.copy_(self._sent[self.owned])
+            if self._sent is not self.grad and not self.sharded.state:
+                share.copy_(self._sent)
             self._sent = self.grad
-        for axis in (self.replica_axis, *self.extra_axes):
+        across = self._across_groups or collectives.all_reduce(share, self.replica_axis)
+        self._across_groups = None
+        across.wait()
+        self.bytes_sent += across.sent
+        for axis in self.extra_axes:
             # After the batch axes: shares on these ranks cover the same elements, because kinds never mix.
             work = collectives.all_reduce(share, axis)
             work.wait()

@@ -16,13 +16,19 @@ from tests.gpu.test_ranks import assert_equal
 from tests.workers import WorkerPool
 
 
-def check(rank: int, world: int, folder: str, rows: list[str]) -> dict[str, dict[str, Any]]:
+def meet(rank: int, world: int, folder: str) -> None:
+    """Replace the default process group by a staged one."""
     import torch.distributed as dist
 
     from tests.gpu import staged
 
+    dist.barrier()  # a rank that leaves early would end the connections that others still make
     dist.destroy_process_group()
     staged.init_process_group(dist.FileStore(f"{folder}/store", world), rank, world)
+
+
+def check(rank: int, world: int, folder: str, rows: list[str]) -> dict[str, dict[str, Any]]:
+    meet(rank, world, folder)
     return ranks.check_rows(Path(folder), rows, torch.device("cpu"))
 
 
@@ -39,10 +45,7 @@ def sums_late(rank: int, world: int, folder: str) -> list[float]:
     """A sum before, and after, the other rank takes part."""
     import torch.distributed as dist
 
-    from tests.gpu import staged
-
-    dist.destroy_process_group()
-    staged.init_process_group(dist.FileStore(f"{folder}/store", world), rank, world)
+    meet(rank, world, folder)
     world_axis = ParallelContext.create(Grid.of(world), torch.device("cpu")).world
     store = dist.FileStore(f"{folder}/turns", world)
     x = torch.tensor([1.0 + rank])
@@ -54,6 +57,21 @@ def sums_late(rank: int, world: int, folder: str) -> list[float]:
         store.set("rank 0 has looked", "")
     work.wait()
     return [seen, x.item()]
+
+
+def sums_in_bf16(rank: int, world: int, folder: str) -> list[float]:
+    """This rank's slice of a sum over ranks, sent in bf16."""
+    meet(rank, world, folder)
+    axis = ParallelContext.create(Grid.of(world), torch.device("cpu")).world
+    out = torch.empty(2)
+    x = torch.full((8,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    collectives.reduce_scatter(out, x, axis).wait()
+    return out.tolist()
+
+
+def test_what_is_sent_in_bf16_is_summed_in_fp32(pool: WorkerPool, tmp_path: Path) -> None:
+    # In bf16 the neighbors of 256 are 255 and 258.
+    assert pool.run(4, sums_in_bf16, 4, str(tmp_path)) == [[259.0, 259.0]] * 4
 
 
 def test_a_post_waits_for_nobody(pool: WorkerPool, tmp_path: Path) -> None:

@@ -154,3 +154,13 @@ def test_one_rank_that_gathers_in_another_order(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(GatherChain, "__init__", backwards)
     assert find_faults(run_all("dp2-zero1-llama")) == []
     assert find_faults(run_all("tp2-pp2-dp2-zero1-llama"))
+
+
+@pytest.mark.parametrize("name", ["zero3-groups-llama", "zero2-groups-llama"])
+def test_sums_over_groups_overlap_with_the_backward_pass(name: str) -> None:
+    make, world, layers, parallel, train = ALL[name]
+    cfg = jobs.make_config(make(layers), parallel, **train)
+    log = run_rank(cfg, Grid.from_config(cfg.parallel, world), 0)
+    posts = [(event.axis, event.kind) for event in log]
+    first_sum = posts.index(("replicas", "all_reduce"))
+    assert ("shards", "reduce_scatter") in posts[first_sum:]
