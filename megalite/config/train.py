@@ -43,7 +43,7 @@ class TrainConfig:
     label_smoothing: float = 0.0
     """Label smoothing: weight of the uniform distribution in the targets."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Data type in which gradients are reduced over dp."""
+    """Data type in which gradients are sent over dp; with ZeRO they are summed in fp32."""
     compress: str = "none"
     """Compress gradients over dp: int8 (recommended), topk:F (keep a fraction F) or powersgd:R (rank R)."""
 
