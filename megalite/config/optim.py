@@ -18,7 +18,8 @@ class OptimConfig:
     """Optimizer and learning-rate schedule."""
 
     optimizer: Annotated[str, Choices(RULES)] = "adamw"
-    """Optimizer: adamw (decoupled weight decay), lamb or lars (trust ratios), or sgd (momentum --beta1)."""
+    """Optimizer: adamw (decoupled weight decay), muon (orthogonalized momentum of the blocks' matrices, AdamW for
+    everything else), lamb or lars (trust ratios), or sgd (momentum --beta1)."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -61,6 +62,13 @@ class OptimConfig:
     """Adam's beta2, the decay rate of the second moment."""
     eps: float = 1e-8
     """Adam's epsilon."""
+    muon_ns: Literal["bf16", "fp32"] = "bf16"
+    """muon: type of the Newton-Schulz products. bf16 is as good and faster on a GPU, fp32 is the same in every
+    layout to 1e-5."""
+    muon_momentum: float = 0.95
+    """muon: decay rate of the momentum."""
+    muon_ns_steps: int = 5
+    """muon: number of Newton-Schulz steps."""
     clip_grad: float = 1.0
     """Maximum global gradient norm; 0: no clipping."""
     loss_scale: float | None = None
@@ -98,8 +106,8 @@ class OptimConfig:
         # Scaled gradients stay far below the largest fp32 number.
         in_range(self, "loss_scale initial_loss_scale min_loss_scale", 0, 2.0**65, above=True)
         in_range(self, "warmup_steps", 0, 10**10)
-        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis", 1, 10**10)
-        in_range(self, "beta1 beta2", 0, 1)
+        in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis muon_ns_steps", 1, 10**10)
+        in_range(self, "beta1 beta2 muon_momentum", 0, 1)
         in_range(self, "base_batch_size", 1, 10**7)
         require(
             0 <= self.min_lr <= self.lr,

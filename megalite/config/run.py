@@ -16,8 +16,6 @@ from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
 from megalite.schedules.lr import learning_rate, weight_decay
-from megalite.update_rules import RULES
-from megalite.update_rules.rule import MatrixRule
 
 _MAX_MICROBATCHES = 100_000
 
@@ -160,12 +158,6 @@ class Config:
             f"--offload optimizer+params with --zero {p.zero}",
             "weights can be offloaded only if they are gathered before use",
             "give --zero 3, or --offload optimizer",
-        )
-        require(
-            not (self.train.offload.startswith("optimizer") and isinstance(RULES[self.optim.optimizer], MatrixRule)),
-            f"--offload {self.train.offload} with --optimizer {self.optim.optimizer}",
-            "this optimizer updates matrices on the device",
-            "drop --offload, or use another --optimizer",
         )
         require(
             self.train.compress == "none" or p.zero < 2,

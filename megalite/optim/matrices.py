@@ -18,6 +18,7 @@ from megalite.base.slices import Slice
 from megalite.dist import collectives
 from megalite.dist.context import Axis, ParallelContext
 from megalite.optim.bucket import Bucket
+from megalite.optim.shares import matrix_work, spread
 from megalite.parameter import ShardedParameter
 from megalite.update_rules.rule import MatrixRule
 
@@ -47,8 +48,8 @@ class _Matrix:
 
     @property
     def work(self) -> int:
-        """Multiplications in the smaller product of the matrix with its transpose."""
-        return self.shape[0] * self.shape[1] * min(self.shape)
+        """See `matrix_work`."""
+        return matrix_work(self.shape)
 
     def interval(self, numel: int, rank: int) -> tuple[int, int]:
         """Return the bucket elements [first, end) of a shard of `numel` elements that lie in a rank's share."""
@@ -68,44 +69,40 @@ class MatrixExchange:
 
     def __init__(self, buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
         self._tp = ctx.tp
+        self._none = torch.empty(0, device=ctx.device)
         self._share_axis = buckets[0].share_axis if buckets[0].sharded.state else Axis("shares", ranks=(ctx.rank,))
         matrices = [
             m for b in buckets for p, start in zip(b.params, b.starts) for m in _matrices_of(b, p, start, ctx.tp)
         ]
-        load = {(holder, owner): 0 for holder in range(self._share_axis.size) for owner in range(self._tp.size)}
-        placed = {}
-        for i in sorted(range(len(matrices)), key=lambda i: -matrices[i].work):
-            holder, owner = place = min(load, key=load.__getitem__)
-            load[place] += matrices[i].work
-            placed[i] = replace(matrices[i], holder=holder, owner=owner)
-        self._matrices = [placed[i] for i in range(len(matrices))]
+        places = spread([m.work for m in matrices], self._share_axis.size * self._tp.size)
+        self._matrices = [
+            replace(m, holder=place // self._tp.size, owner=place % self._tp.size) for m, place in zip(matrices, places)
+        ]
         self._collected = [m for m in self._matrices if m.holder == self._share_axis.rank]
         self._owned = [m for m in self._collected if m.owner == self._tp.rank]
 
     def transform(self, cfg: Any) -> None:
         """Replace every matrix in the gradients by what its rule returns for it."""
-        mine = self._tp.rank
+        mine, none = self._tp.rank, self._none
         shares, tp = range(self._share_axis.size), range(self._tp.size)
         views = [[self._own_share(m) for m in self._matrices if m.holder == rank] for rank in shares]
         share_sizes = [[_share_size(m, m.boxes[mine].numel, rank) for m in self._collected] for rank in shares]
-        received = _exchange(self._share_axis, views, share_sizes)
-        shards = {id(m): torch.cat(parts) for m, *parts in zip(self._collected, *received)}
+        shards = [_join(parts) for parts in zip(*_exchange(self._share_axis, views, share_sizes, none))]
 
-        by_owner = [[m for m in self._collected if m.owner == rank] for rank in tp]
         numels = [[m.boxes[rank].numel for m in self._owned] for rank in tp]
-        received = _exchange(self._tp, [[shards[id(m)] for m in group] for group in by_owner], numels)
-        transformed = [_transform(m, parts, cfg) for m, *parts in zip(self._owned, *received)]
+        by_owner = [[x for m, x in zip(self._collected, shards) if m.owner == rank] for rank in tp]
+        owned = _exchange(self._tp, by_owner, numels, none)
+        for matrix, *parts in zip(self._owned, *owned):
+            _transform(matrix, parts, cfg)
+        shard_sizes = [[len(x) for x in group] for group in by_owner]
+        for group, new in zip(by_owner, _exchange(self._tp, owned, shard_sizes, none)):
+            _copy(new, group)
 
-        outgoing = [[x[m.boxes[rank].index].flatten() for m, x in zip(self._owned, transformed)] for rank in tp]
-        returned = _exchange(self._tp, outgoing, [[m.boxes[mine].numel for m in group] for group in by_owner])
-        shards = {id(m): x for group, xs in zip(by_owner, returned) for m, x in zip(group, xs)}
-
-        parts = [shards[id(m)].split([sizes[i] for sizes in share_sizes]) for i, m in enumerate(self._collected)]
-        outgoing = [[shard[rank] for shard in parts] for rank in shares]
+        parts = [shard.split([sizes[i] for sizes in share_sizes]) for i, shard in enumerate(shards)]
+        outgoing = [[part[rank] for part in parts] for rank in shares]
         view_sizes = [[len(view) for view in group] for group in views]
-        for group, new in zip(views, _exchange(self._share_axis, outgoing, view_sizes)):
-            for view, x in zip(group, new):
-                view.copy_(x)
+        for group, new in zip(views, _exchange(self._share_axis, outgoing, view_sizes, none)):
+            _copy(new, group)
 
     def _own_share(self, matrix: _Matrix) -> torch.Tensor:
         """Return the view of a matrix in this rank's share of the gradient."""
@@ -131,24 +128,38 @@ def _share_size(matrix: _Matrix, numel: int, rank: int) -> int:
     return end - first
 
 
-def _transform(matrix: _Matrix, shards: Sequence[torch.Tensor], cfg: Any) -> torch.Tensor:
-    """Assemble a matrix from its flat shards, and transform it."""
+def _transform(matrix: _Matrix, shards: Sequence[torch.Tensor], cfg: Any) -> None:
+    """Assemble a matrix from its flat shards, transform it, and write it back to them."""
     rule = matrix.bucket.rule
     assert isinstance(rule, MatrixRule)
     full = shards[0].new_empty(matrix.shape)
     for box, shard in zip(matrix.boxes, shards):
         full[box.index] = shard.view(box.shape)
-    return rule.transform(full, cfg)
+    transformed = rule.transform(full, cfg)
+    for box, shard in zip(matrix.boxes, shards):
+        shard.view(box.shape).copy_(transformed[box.index])
 
 
-def _exchange(axis: Axis, outgoing: Messages, sizes: list[list[int]]) -> Messages:
-    """Send the flat tensors outgoing[i] to rank i of the axis; return those received from each rank i, of sizes[i]."""
-    messages = [torch.cat(tensors) if tensors else None for tensors in outgoing]
-    like = next(x for x in messages if x is not None)
-    x = torch.cat([like.new_empty(0) if message is None else message for message in messages])
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if source.data_ptr() != target.data_ptr():
+            target.copy_(source)
+
+
+def _exchange(axis: Axis, outgoing: Messages, sizes: list[list[int]], none: torch.Tensor) -> Messages:
+    """Send the flat tensors outgoing[i] to rank i of the axis; return those received from each rank i, of sizes[i].
+
+    On an axis of one rank these are the same tensors. `none`: what a rank sends that has nothing to send.
+    """
+    if axis.size == 1:
+        return outgoing
+    x = torch.cat([none, *(tensor for group in outgoing for tensor in group)])
     counts = [sum(rank_sizes) for rank_sizes in sizes]
     out = x.new_empty(sum(counts))
-    send_counts = [0 if message is None else len(message) for message in messages]
-    collectives.all_to_all(out, x, axis, counts, send_counts).wait()
+    collectives.all_to_all(out, x, axis, counts, [sum(map(len, group)) for group in outgoing]).wait()
     received = zip(out.split(counts), sizes)
     return [list(message.split(rank_sizes)) if rank_sizes else [] for message, rank_sizes in received]

@@ -79,11 +79,14 @@ class Offload:
         where = "host memory" if folder is None else f"scratch files in {folder}"
         logger.info(f"offload: {state_bytes / 2**20:,.1f} MiB of this rank's optimizer state in {where}")
 
-    def updates(self) -> Iterator[Update]:
-        """Yield (masters and moments, gradient, weights to be written) of each bucket in order, all on the host."""
-        shares = (
-            ((b.grad_share, b.weight_share) for b in self.buckets) if self._staging is None else self._staging.visit()
-        )
+    def updates(self, returns_grads: bool = False) -> Iterator[Update]:
+        """Yield (masters and moments, gradient, weights to be written) of each bucket in order, all on the host.
+
+        Args:
+            returns_grads: the caller overwrites gradients for the device, not weights.
+        """
+        on_device = ((b.grad_share, b.weight_share) for b in self.buckets)
+        shares = on_device if self._staging is None else self._staging.visit(returns_grads)
         for flats, (grad, weights) in zip(self.states.visit(), shares, strict=True):
             yield flats, grad, weights
 
@@ -102,24 +105,30 @@ class _Staging:
         self._fetched = [torch.cuda.Event() for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in range(2)]
 
-    def visit(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (gradient, weights) of each bucket on the host; requesting the next one copies the weights back."""
+    def visit(self, returns_grads: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (gradient, weights) of each bucket on the host; requesting the next one copies one of them back."""
         compute = torch.cuda.current_stream(self._device)
         self._down.wait_stream(compute)
         self._up.wait_stream(compute)
         self._fetch(0)
         for i, bucket in enumerate(self._buckets):
             share, side = bucket.weight_share, i % 2
+            if returns_grads:
+                self._down.wait_event(self._sent[1 - side])  # the next gradient overwrites one that is copied back
             self._fetch(i + 1)
             self._fetched[side].synchronize()
             # The same buffer held the weights of the bucket before the last one.
             self._sent[side].synchronize()
             weights = self._weights[side][: share.numel()] if share.is_cuda else share
-            yield self._grads[side][: share.numel()], weights
-            if not share.is_cuda:
+            grad = self._grads[side][: share.numel()]
+            yield grad, weights
+            if not share.is_cuda and not returns_grads:
                 continue
             with torch.cuda.stream(self._up):
-                share.copy_(weights, non_blocking=True)
+                if returns_grads:
+                    bucket.grad_share.copy_(grad, non_blocking=True)
+                else:
+                    share.copy_(weights, non_blocking=True)
                 self._sent[side].record()
         compute.wait_stream(self._up)
 

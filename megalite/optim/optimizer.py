@@ -181,9 +181,9 @@ class DistributedOptimizer:
             grad_multiplier = grad_multiplier.cpu()
         rates = _Rates(lr, lr if decoupled_lr is None else decoupled_lr, decay, grad_multiplier)
         if self._matrices is not None:
-            for state in self._states:
+            for state, flats, grad, _ in self._updates(returns_grads=True):
                 if isinstance(rule := state.bucket.rule, MatrixRule):
-                    rule.direction(self._share(rates, state, state.flats, state.bucket.grad_share), self.cfg)
+                    rule.direction(self._share(rates, state, flats, grad), self.cfg)
             self._matrices.transform(self.cfg)
         for update in self._updates():
             bucket = update[0].bucket
@@ -195,10 +195,16 @@ class DistributedOptimizer:
         if not self.overlap_gather:
             self.wait_weights()
 
-    def _updates(self) -> Iterator[tuple[_State, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]]:
-        """Yield (state, its tensors, gradient, weights; None if the masters are the weights) where each is updated."""
+    def _updates(
+        self, returns_grads: bool = False
+    ) -> Iterator[tuple[_State, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]]:
+        """Yield (state, its tensors, gradient, weights; None if the masters are the weights) where each is updated.
+
+        Args:
+            returns_grads: the gradients, not the weights, are written for the device.
+        """
         if self._offload is not None:
-            for state, update in zip(self._states, self._offload.updates(), strict=True):
+            for state, update in zip(self._states, self._offload.updates(returns_grads), strict=True):
                 yield state, *update
             return
         for state in self._states:

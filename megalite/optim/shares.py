@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,6 +139,21 @@ def bucket_layout(sizes: Sequence[int], shares: int) -> tuple[list[int], int]:
         unit = math.lcm(8 * shares, _BUCKET_ALIGN)
         end = -(-end // unit) * unit
     return starts, end
+
+
+def matrix_work(shape: tuple[int, ...]) -> int:
+    """Return the multiplications in the smaller product of a matrix with its transpose."""
+    return math.prod(shape) * min(shape)
+
+
+def spread(work: Sequence[int], ranks: int) -> list[int]:
+    """Assign tasks to ranks, the largest first and each to the rank with the least work; return the rank of each."""
+    load = [(0, rank) for rank in range(ranks)]
+    places = [0] * len(work)
+    for i in sorted(range(len(work)), key=lambda i: -work[i]):
+        least, places[i] = load[0]
+        heapq.heapreplace(load, (least + work[i], places[i]))
+    return places
 
 
 def staging_bytes(largest: int, element: int) -> int:

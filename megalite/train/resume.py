@@ -142,11 +142,17 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
 
 def keeps_moments(cfg: Config, source: Source, manifest: Manifest) -> bool:
     """Whether a run continues with the moments of a checkpoint: it holds all of them, and they are not reset."""
-    held = manifest.tensors
-    specs = [spec for spec in param_map(cfg.model).values() if spec.tied_to is None]
-    return not source.reset_optimizer and all(
-        spec.name in held.get(role, ()) for spec in specs for role in cfg.optim.states_of(spec.matrix)
-    )
+    return not source.reset_optimizer and not _missing_moments(cfg, manifest)
+
+
+def _missing_moments(cfg: Config, manifest: Manifest) -> dict[str, list[str]]:
+    """List by role the parameters whose moment a run needs and a checkpoint does not hold."""
+    missing: dict[str, list[str]] = {}
+    for spec in param_map(cfg.model).values():
+        for role in cfg.optim.states_of(spec.matrix):
+            if spec.tied_to is None and spec.name not in manifest.tensors.get(role, ()):
+                missing.setdefault(role, []).append(spec.name)
+    return missing
 
 
 def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
@@ -159,7 +165,11 @@ def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
         logger.info(f"resumed from {start}")
     else:
         dtype = "fp32" if "master" in manifest.tensors else "bf16"
-        logger.info(f"weights from {start} ({dtype}); the optimizer starts at zero")
+        missing = {} if source.reset_optimizer else _missing_moments(engine.cfg, manifest)
+        why = [f"no {role} of {names[0]} and {len(names) - 1} more" for role, names in missing.items()]
+        logger.info(
+            f"weights from {start} ({dtype}); the optimizer starts at zero" + (f" ({', '.join(why)})" if why else "")
+        )
     there, here = manifest.topology, engine.ctx.grid.as_dict()
     if there != here and saved.get("data_hash"):
         layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]

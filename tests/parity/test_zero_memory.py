@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,10 @@ def config(zero: int, num_microbatches: int = 2, compress: str = "none", **paral
     )
 
 
+def muon(cfg: Config) -> Config:
+    return replace(cfg, optim=replace(cfg.optim, optimizer="muon"))
+
+
 CONFIGS = {
     "0": config(0),
     "0-powersgd": config(0, compress="powersgd:64"),
@@ -112,6 +117,8 @@ CONFIGS = {
     "3-m8": config(3, 8),
     "3-alone": config(3, overlap_param_gather=False),
     "3-hybrid": config(3, zero_group="2"),
+    "1-muon": muon(config(1)),
+    "3-muon": muon(config(3)),
 }
 
 

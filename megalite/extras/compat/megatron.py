@@ -63,6 +63,7 @@ _SPELLINGS: dict[str, str] = {
     "beta1": "adam-beta1 sgd-momentum",
     "beta2": "adam-beta2",
     "eps": "adam-eps",
+    "muon_ns_steps": "muon-num-ns-steps",
     # run
     "run_dir": "save",
     "save_every": "save-interval persistent-save-interval",
@@ -78,7 +79,7 @@ VALUES: dict[str, dict[str, str]] = {
     "norm": {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"},
     "position": {"learned_absolute": "learned"},
     "lr_decay": {"WSD": "wsd"},
-    "optimizer": {"adam": "adamw"},
+    "optimizer": {"adam": "adamw", "dist_muon": "muon"},
     "device": {"nccl": "cuda", "gloo": "cpu"},
     "zero": {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"},
 }

@@ -151,8 +151,10 @@ wandb reads it from its environment -> set WANDB_ENTITY
     wandb-entity
 8-bit and 4-bit training is not supported -> drop it, and use --precision bf16
     fp8* fp4* first-last-layers-bf16 num-layers-at-*-in-bf16 *kitchen* quant-recipe
+matrices are orthogonalized whole, q, k, v, gate and up apart, at the size of AdamW's updates -> drop it
+    muon-tp-mode=duplicated|distributed muon-no-split-qkv muon-scale-mode=spectral muon-extra-scale-factor=0.2 muon-*
 this optimizer is not there -> see --optimizer in --help
-    muon-* lion-*
+    lion-*
 megalite trains on plain text only -> drop it
     rl-* grpo-* retro-*
 """

@@ -53,7 +53,7 @@ def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, 
     parts = {kind: Part(0, 0, 0, [0.0] * len(gpus)) for kind in _ORDER}
     for kernel, direction in e.launched():
         backward = direction == "backward"
-        kind = _kind(kernel, backward)
+        kind = _kind(kernel, direction)
         part = parts[kind]
         part.kernels, part.flops, part.nbytes = part.kernels + 1, part.flops + kernel.flops, part.nbytes + kernel.nbytes
         for i, gpu in enumerate(gpus):
@@ -61,11 +61,13 @@ def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, 
     return parts
 
 
-def _kind(kernel: Kernel, backward: bool) -> str:
+def _kind(kernel: Kernel, direction: str) -> str:
     if "attention" in kernel.name:
-        return f"attention, {'back' if backward else 'for'}ward"
+        return f"attention, {direction}"
+    if kernel.flops and direction:
+        return "output layer" if kernel.output else f"products, {direction}"
     if kernel.flops:
-        return "output layer" if kernel.output else f"products, {'back' if backward else 'for'}ward"
+        return "optimizer"
     return next((kind for kind, words in _KINDS if any(word in kernel.name for word in words)), "other")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -225,6 +226,7 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
         ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
          f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step"),
         *([("peak rate", cfg.peak_rate)] if cfg.peak_rate else []),
+        *update_rows(cfg),
     ]  # fmt: skip
     head = "\n".join(f"{name:<12}{text}" for name, text in rows)
     unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"
@@ -235,6 +237,21 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
         f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n{offloaded}"
         "not counted: the allocator's slack, the device's context, communication buffers, workspace of single kernels"
     )
+
+
+def update_rows(cfg: Config) -> list[tuple[str, str]]:
+    """List which parameters each update rule updates, where there are several: ("muon", "5,242,880 parameters: …")."""
+    numel: Counter[str] = Counter()
+    names: dict[str, dict[str, None]] = {}
+    for spec in param_map(cfg.model).values():
+        if spec.tied_to is None:
+            rule, parts = cfg.optim.rule_of(spec.matrix), len(spec.parts)
+            numel[rule] += spec.numel
+            apart = f" ({parts} matrices)" if spec.matrix and parts > 1 else ""
+            names.setdefault(rule, {})[re.sub(r"\.\d+\.", ".*.", spec.name) + apart] = None
+    if len(names) == 1:
+        return []
+    return [(rule, f"{numel[rule]:,} parameters: {', '.join(listed)}") for rule, listed in names.items()]
 
 
 def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Placement, layers: list[range]) -> str:

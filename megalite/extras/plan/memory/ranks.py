@@ -7,6 +7,7 @@ slack, the device's context, communication buffers, workspace of single kernels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes, mask_bytes, recomputed_bytes
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
+from megalite.extras.plan.memory.matrices import matrices_of, update_bytes
 from megalite.extras.plan.memory.states import sides_of, states_of, units_of
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
@@ -47,6 +49,7 @@ class RankMemory:
         logits: logits of the output layer at the peak, and the workspace of the loss.
         host: bytes offloaded to the host or to disk; not in `total`.
         temporary: weights that ZeRO gathers, and gradients not reduced yet or being compressed.
+        update: what the update takes, after activations and temporary memory are free.
     """
 
     parameters: int
@@ -57,6 +60,7 @@ class RankMemory:
     logits: int
     host: int = 0
     temporary: int = 0
+    update: int = 0
 
     def with_kept(self, activations: int, logits: int, host: int) -> RankMemory:
         """Add what is kept for the backward pass, in bytes; `host` is the part that is offloaded."""
@@ -64,7 +68,8 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return self.weights + self.main_grad + self.optimizer + self.activations + self.logits + self.temporary
+        passes = self.activations + self.logits + self.temporary
+        return self.weights + self.main_grad + self.optimizer + max(passes, self.update)
 
 
 def memory_per_rank(cfg: Config, grid: Grid, schedule: str | None = None) -> list[RankMemory]:
@@ -89,7 +94,9 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
     for rank, apart in enumerate(splits_backward(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
         units = units_of(cfg, grid["tp"], layers, placement.stages_of(rank))
         sides = sides_of(cfg, grid["tp"], layers, placement.stages_of(rank))
-        states = states_of(cfg, units, grid.batch_ranks, element_size(cfg), apart, sides)
+        matrices, ranks = matrices_of(cfg, layers, placement.stages_of(rank)), grid.batch_ranks
+        elements = sum(map(math.prod, matrices)) // grid["tp"]
+        states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, elements)
         parameters = sum(sum(unit) for stage in units for unit in stage)
         out.append(
             RankMemory(
@@ -101,6 +108,7 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
                 logits=0,
                 host=states.host,
                 temporary=states.temporary,
+                update=update_bytes(cfg, matrices, grid["tp"], ranks),
             )
         )
     return out

@@ -41,7 +41,13 @@ class States:
 
 
 def states_of(
-    cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int, element: int, split: bool, sides: Sides = (0, 0)
+    cfg: Config,
+    stages: Sequence[Sequence[UnitSizes]],
+    dp: int,
+    element: int,
+    split: bool,
+    sides: Sides = (0, 0),
+    matrices: int = 0,
 ) -> States:
     """Compute what a rank holds: 18, 6 + 12 / dp, 2 + 16 / dp and 18 / dp bytes per parameter for bf16 and AdamW.
 
@@ -50,6 +56,7 @@ def states_of(
         element: bytes of a weight.
         split: whether the schedule splits the backward pass.
         sides: sides of the matrices that PowerSGD compresses, from `sides_of`.
+        matrices: elements of the blocks' matrices, from `matrices_of`.
     """
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
@@ -62,24 +69,20 @@ def states_of(
     sent = 2 if t.grad_reduce_dtype == "bf16" else 0
     arriving = (sent or 4) if p.device == "cpu" and zero and dp > 1 and t.compress == "none" else 0
     left, compressing = _compression(cfg, stages, sides) if dp > 1 and t.compress != "none" else (0, 0)
-    # The larger of a matrix-wise rule and the rule of the other parameters.
-    moments = 4 * max(len(cfg.optim.states_of(matrix)) for matrix in (False, True))
-    state = (0 if t.precision == "fp32" else 4) + moments
     shared = total if zero == 2 else gathered
     share = element * -(-gathered // group)
     weights = element * (total - gathered) + (0 if params_away else share)
     main_grad = (4 + sent) * (total - shared) + left + 4 * -(-shared // group)
-    held = -(-total // group) if zero else total
-    optimizer, host = state * held, 0
+    ranks = group if zero else 1
+    optimizer, host = -(-_state_bytes(cfg, total, matrices) // ranks), 0
     if t.offload.startswith("optimizer"):
-        # On the host, master weights are always separate from the weights.
-        optimizer, host = 0, (4 + moments) * held
+        optimizer, host = 0, optimizer
         if params_away:
             shares = [element * -(-unit // group) for units in cut for unit in units]
             host += sum(shares if p.device == "cpu" else map(pinned_bytes, shares))
         if p.device != "cpu":
             largest = max(map(max, cut)) if zero == 3 else _largest_bucket(cfg, stages)
-            host += staging_bytes(-(-largest // (group if zero else 1)), element)
+            host += staging_bytes(-(-largest // ranks), element)
     # Full gradients all arrive before the step reads any of them.
     temporary = compressing + (arriving * (total - shared) if p.overlap_grad_reduce else 0)
     if zero == 2:
@@ -87,6 +90,14 @@ def states_of(
     if zero == 3:
         temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
     return States(weights, main_grad, optimizer, host, temporary)
+
+
+def _state_bytes(cfg: Config, total: int, matrices: int) -> int:
+    """Compute the bytes of masters and moments of `total` elements, `matrices` of them in the blocks' matrices."""
+    # On the host, master weights are always separate from the weights.
+    masters = 0 if cfg.train.precision == "fp32" and not cfg.train.offload.startswith("optimizer") else total
+    matrix_moments, moments = (len(cfg.optim.states_of(is_matrix)) for is_matrix in (True, False))
+    return 4 * (masters + matrix_moments * matrices + moments * (total - matrices))
 
 
 def _ranks_of_host() -> int:
@@ -149,7 +160,7 @@ def units_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int])
         held: the rank's stages.
     """
     sizes = _unit_sizes(cfg.model, tp, cfg.parallel.vocab_divisible_by)
-    return [[sizes[name] for name in names if name in sizes] for names in _names_of(cfg, layers, held)]
+    return [[sizes[name] for name in names if name in sizes] for names in names_of(cfg, layers, held)]
 
 
 def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int]) -> Sides:
@@ -157,13 +168,14 @@ def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int])
     codec, _, rank = cfg.train.compress.partition(":")
     if codec != "powersgd":
         return 0, 0
-    held_units = {name for names in _names_of(cfg, layers, held) for name in names}
+    held_units = {name for names in names_of(cfg, layers, held) for name in names}
     shapes = [shape for unit, shape in _shapes(cfg.model, tp, cfg.parallel.vocab_divisible_by) if unit in held_units]
     matrices = [s for s in shapes if len(s) > 1 and int(rank) * (s[0] + math.prod(s[1:])) < math.prod(s)]
     return sum(s[0] for s in matrices), sum(math.prod(s[1:]) for s in matrices)
 
 
-def _names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[list[str]]:
+def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[list[str]]:
+    """List the names of the units of a rank's stages; arguments as for `units_of`."""
     out = []
     for stage in held:
         names = [f"layers.{i}" for i in layers[stage]]
@@ -179,10 +191,11 @@ def _names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list
 def _shapes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> list[tuple[str, tuple[int, ...]]]:
     """List the unit and the local shape of every parameter."""
     layout = Layout(Grid.of(tp, tp=tp), multiple=vocab_divisible_by)
-    return [(_unit_of(name), Shard(spec, layout).shape) for name, spec in param_map(model).items()]
+    return [(unit_of(name), Shard(spec, layout).shape) for name, spec in param_map(model).items()]
 
 
-def _unit_of(name: str) -> str:
+def unit_of(name: str) -> str:
+    """Return the unit of a parameter: "layers.3", "embed_tokens"."""
     unit = re.match(r"layers\.\d+|[^.]+", name)
     assert unit is not None
     return unit[0]
@@ -193,5 +206,5 @@ def _unit_sizes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> dict[st
     layout = Layout(Grid.of(tp, tp=tp), multiple=vocab_divisible_by)
     sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
     for name, spec in param_map(model).items():
-        sizes[_unit_of(name)][spec.weight_decay, spec.partial] += math.prod(Shard(spec, layout).shape)
+        sizes[unit_of(name)][spec.weight_decay, spec.partial] += math.prod(Shard(spec, layout).shape)
     return {name: tuple(kinds.values()) for name, kinds in sizes.items()}

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.memory.matrices import Shape, matrices_of, transform_flops
 from megalite.extras.plan.memory.ranks import count_kinds, parameters_on_rank, split, vocab_rows
 from megalite.extras.plan.time.block import Block, Engine, Rates, block_time, embedding_time, engine_of, head_time
 from megalite.model.flops import flops_per_token
@@ -139,7 +140,7 @@ def step_time(
         "gather": gather,
         "reduce": reduce,
         "tied": _tied(cfg, rates),
-        "optimizer": _optimizer(cfg, grid, rates, elements),
+        "optimizer": _optimizer(cfg, grid, rates, elements, matrices_of(cfg, layers, placement.stages_of(slow))),
         "offload": offload,
         "fixed": cluster.constants.step,
     }
@@ -241,8 +242,23 @@ def _tied(cfg: Config, rates: Rates) -> float:
     return 2 * rates.ring(4 * vocab_rows(cfg) * cfg.model.hidden_size, 2, cfg.parallel.tp * rates.domain)
 
 
-def _optimizer(cfg: Config, grid: Grid, rates: Rates, elements: int) -> float:
-    """Compute the seconds of the update: 30 bytes per element of the share, 10 of every element for norm and casts."""
+def _optimizer(cfg: Config, grid: Grid, rates: Rates, elements: int, matrices: list[Shape]) -> float:
+    """Compute the seconds of the update: of its transforms, of 30 bytes per element of the share, and of 10 of every
+    element for norm and casts.
+
+    A rule of matrices sends them to their owners and back, over dp and over tp.
+    """
+    dp, tp = grid.batch_ranks, grid["tp"]
+    transforms = transform_flops(cfg, matrices, tp, dp)
+    if transforms:
+        peak = rates.device.peak if cfg.optim.muon_ns == "bf16" else rates.device.fp32
+        sent = 4 * sum(map(math.prod, matrices)) / tp
+        ways = 2 * (rates.ring(sent / dp, dp, tp) + rates.ring(sent / dp, tp, 1))
+        transforms = transforms / (peak * rates.device.gemm) + ways
+    return transforms + _update(cfg, grid, rates, elements)
+
+
+def _update(cfg: Config, grid: Grid, rates: Rates, elements: int) -> float:
     share = elements / (grid.batch_ranks if cfg.parallel.zero else 1)
     if cfg.train.offload.startswith("optimizer"):
         copies = share * (4 + rates.element) / rates.device.host_link

@@ -33,7 +33,7 @@ SAMPLE = {
     "micro_batch_size": "2", "train_steps": "7", "recompute": "full", "pipeline_layout": "4",
     "lr_decay": "linear", "lr_decay_steps": "9",
     "wsd_decay_steps": "3", "warmup_steps": "5", "init_lr": "1e-5", "beta1": "0.8", "beta2": "0.7", "eps": "1e-6",
-    "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
+    "muon_ns_steps": "4", "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
     "weight_decay": "0.3", "weight_decay_ramp": "constant",
     "data": "P", "valid_data": "Q", "rope_linear_factor": "8", "window_pattern": "2",
 }  # fmt: skip
@@ -81,6 +81,7 @@ def test_switch_sets_what_it_says(theirs: str) -> None:
         ("lr-decay-style", "cosine", "lr_decay", "cosine"),
         ("lr-decay-style", "inverse-square-root", "lr_decay", "inverse-square-root"),
         ("optimizer", "adam", "optimizer", "adamw"),
+        ("optimizer", "dist_muon", "optimizer", "muon"),
         ("distributed-backend", "nccl", "device", "cuda"),
         ("distributed-backend", "gloo", "device", "cpu"),
         ("data-parallel-sharding-strategy", "no_shard", "zero", 0),
@@ -268,7 +269,7 @@ MATTERS = """
     universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
     exit-interval exit-duration-in-mins kill-switch-path adlr-autoresume skip-train tensorboard-dir wandb-entity
-    fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-momentum
+    fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-tp-mode
     use-precision-aware-optimizer iterations-to-skip full-validation
 """
 """Dropping these would train something else, or would do it elsewhere or longer."""

@@ -1,0 +1,299 @@
+"""Muon: plain torch with its own `torch.optim.Muon` in one process, and the same in every layout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.base.slices import Slice
+from megalite.config.cli import parse
+from megalite.config.model import ModelConfig
+from megalite.config.optim import OptimConfig
+from megalite.config.run import Config
+from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.matrices import matrices_of, transform_flops
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.report import update_rows
+from megalite.model.flops import flops_per_token
+from megalite.optim import matrices as exchange
+from megalite.schedules.lr import learning_rate
+from megalite.update_rules import RULES
+from megalite.update_rules.rule import MatrixRule, Share
+from tests.parity import jobs, test_resume
+from tests.parity.test_oracle import hf_llama, initial_weights
+from tests.parity.test_zero import Gradients, assert_close, put_together
+from tests.workers import WorkerPool
+
+CUT = {"zero_whole_below": 500}
+SMALL = {"bucket_size": 900, **CUT}
+# (tp, pp) -> (layout, training options) that share the start of their ranks.
+GRID: dict[tuple[int, int], list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    (1, 1): [
+        ({"zero": 0}, {}),
+        ({"zero": 1, **SMALL}, {}),
+        ({"zero": 2, **CUT}, {"offload": "optimizer"}),
+        ({"zero": 3, **CUT, "zero_group": "2"}, {}),
+        ({"zero": 3, **CUT}, {"offload": "optimizer+params", "recompute": "full"}),
+    ],
+    (2, 1): [
+        ({"zero": 3, **CUT}, {}),
+        ({"zero": 1, **SMALL}, {"offload": "optimizer"}),
+        ({"zero": 0}, {}),
+        ({"zero": 1, "overlap_grad_reduce": False, "sequence_parallel": False}, {}),
+        ({"zero": 2, "zero_reduce": "step", **CUT}, {}),
+    ],
+    (1, 2): [
+        ({"zero": 1}, {"offload": "optimizer"}),
+        ({"zero": 2, "schedule": "interleaved", "vp": 2, **SMALL}, {}),
+        ({"zero": 3, **CUT, "schedule": "zb-h1"}, {}),
+    ],
+    (2, 2): [
+        ({"zero": 2, "schedule": "zb-v", "vp": 2, **SMALL}, {}),
+        ({"zero": 0, "schedule": "gpipe"}, {}),
+        ({"zero": 1}, {"offload": "optimizer"}),
+        ({"zero": 3, **CUT}, {}),
+    ],
+}
+SHORT = 2  # rows of (2, 1) that the short suite has; the full suite has all others
+
+
+def config(model: Any, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
+    cfg = jobs.make_config(model, parallel, **train)
+    return replace(cfg, optim=replace(cfg.optim, optimizer="muon", muon_ns="fp32", lr=1e-3))
+
+
+Outcome = tuple[list[tuple[float, float]], Gradients, Gradients]
+
+
+def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Outcome]:
+    """By config: (loss, gradient norm) of each step; this rank's first moments after one step; masters at the end."""
+    out = []
+    for cfg in cfgs:
+        engine = jobs.start(rank, cfg, world)
+        steps, moments = jobs.run_steps(engine, 1), boxes_of(engine, "exp_avg")
+        steps += jobs.run_steps(engine, jobs.STEPS - 1, first=2)
+        out.append((steps, moments, boxes_of(engine, "master")))
+    return out
+
+
+def boxes_of(engine: Any, role: str) -> Gradients:
+    boxes: Gradients = {}
+    for state in engine.optimizer.states():
+        if state.role == role and state.is_owner:
+            _, held = boxes.setdefault(state.name, (state.shape, []))
+            views = [(box, state.flat[box.at : box.at + box.numel].view(box.shape)) for box in state.slices]
+            held += [(box.index, view.numpy().copy()) for box, view in views]
+    return boxes
+
+
+@cache
+def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    ((steps, moments, masters),) = trained(0, [cfg], 1)
+    return steps, put_together([moments]), put_together([masters])
+
+
+def assert_same(ranks: Sequence[Outcome], single: Config, what: str) -> None:
+    steps, moments, masters = one_process(single)
+    assert_close([(steps, moments) for steps, moments, _ in ranks], steps, moments, what)
+    held = put_together([masters for *_, masters in ranks])
+    assert held.keys() == masters.keys()
+    for name, expected in masters.items():
+        # Of one update, whose size is the learning rate of 1e-3: a bias of keys has no gradient but rounding.
+        np.testing.assert_allclose(held[name], expected, rtol=0, atol=1e-6, err_msg=f"{what}: {name}")
+
+
+FURTHER = {**GRID, (2, 1): GRID[2, 1][SHORT:]}
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "rows"),
+    [(2, 1, GRID[2, 1][:SHORT]), *(pytest.param(*grid, FURTHER[grid], marks=pytest.mark.full) for grid in GRID)],
+    ids=["2-1", *(f"{tp}-{pp}-more" for tp, pp in GRID)],
+)
+def test_same_in_every_layout(pool: WorkerPool, tp: int, pp: int, rows: list[Any]) -> None:
+    world = max(4, 2 * tp * pp)
+    cases = [config(jobs.llama(), {"tp": tp, "pp": pp, **layout}, **train) for layout, train in rows]
+    cases += [config(jobs.gpt2(), {"tp": tp, "pp": pp, **rows[0][0]})] if tp * pp == 4 else []
+    for case, *ranks in zip(cases, *pool.run(world, trained, cases, world)):
+        assert_same(ranks, config(case.model), f"{case.parallel} {case.train.offload}")
+
+
+def test_more_ranks_than_matrices(pool: WorkerPool) -> None:
+    """Seven matrices: one of eight ranks owns none."""
+    case = config(jobs.llama(1))
+    assert_same([rank[0] for rank in pool.run(8, trained, [case], 8)], case, "8 ranks")
+
+
+def plain_steps(hf: Any, cfg: Config) -> list[tuple[float, float]]:
+    """torch.optim.Muon on the matrices of Hugging Face's blocks, AdamW on everything else, in one process."""
+    named = dict(hf.named_parameters())
+    blocks = [p for name, p in named.items() if (".layers." in name or ".h." in name) and p.dim() == 2]
+    others = [p for p in named.values() if all(p is not m for m in blocks)]
+    groups = [{"params": [p for p in others if (p.dim() == 2) is decays]} for decays in (True, False)]
+    groups[1]["weight_decay"] = 0.0
+    o = cfg.optim
+    optimizers = (
+        torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay),
+        torch.optim.Muon(blocks, momentum=0.95, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw"),
+    )
+    out = []
+    for step, batch in enumerate(jobs.batches(), 1):
+        tokens = torch.from_numpy(batch)
+        logits = hf(input_ids=tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        hf.zero_grad()
+        loss.backward()
+        out.append((loss.item(), torch.nn.utils.clip_grad_norm_(named.values(), o.clip_grad).item()))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, o, jobs.STEPS)
+            optimizer.step()
+    return out
+
+
+def test_same_as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and norm of every step to 1e-6, with the products of torch.optim.Muon in fp32 too."""
+    cfg = config(jobs.llama())
+    hf = hf_llama(cfg.model, initial_weights(cfg.model, cfg.train.seed))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+        expected = plain_steps(hf, cfg)
+    np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
+def test_one_update_is_that_of_torch(shape: tuple[int, int]) -> None:
+    """In bf16, which a last bit of the gradient moves: the same gradients, three steps."""
+    generator = torch.Generator().manual_seed(1)
+    theirs = torch.nn.Parameter(torch.randn(shape, generator=generator))
+    ours, state = theirs.detach().flatten().clone(), torch.zeros(theirs.numel())
+    rule, cfg = RULES["muon"], OptimConfig()
+    assert isinstance(rule, MatrixRule)
+    optimizer = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(1, 4):
+        theirs.grad = torch.randn(shape, generator=generator)
+        grad = theirs.grad.clone().flatten()
+        share = Share(ours, (state,), grad, None, torch.ones(()), 0.01, 0.1, step, None, None)  # type: ignore[arg-type]
+        rule.direction(share, cfg)
+        grad.copy_(rule.transform(grad.view(shape), cfg).flatten())
+        rule.update(share, cfg)
+        optimizer.step()
+    np.testing.assert_allclose(ours.view(shape).numpy(), theirs.detach().numpy(), rtol=0, atol=5e-7)
+
+
+def faulty(rank: int, case: Config, world: int, faults: Sequence[str]) -> list[Outcome]:
+    """`trained` with each of the planted faults."""
+    out = []
+    for fault in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == "SGD":
+                patch.setattr(type(RULES["muon"]), "transform", lambda self, matrix, cfg: matrix)
+            elif fault == "one rank's shard":
+                patch.setattr(exchange, "_transform", transform_each_shard)
+            elif fault == "q, k and v in one":
+                patch.setattr(exchange, "_matrices_of", packed)
+            elif fault == "not returned":
+                patch.setattr(exchange, "_copy", lambda sources, targets: None)
+            out += trained(rank, [case], world)
+    return out
+
+
+def transform_each_shard(matrix: Any, shards: Sequence[torch.Tensor], cfg: Any) -> None:
+    for box, shard in zip(matrix.boxes, shards):
+        shard.copy_(matrix.bucket.rule.transform(shard.view(box.shape).clone(), cfg).flatten())
+
+
+def packed(bucket: Any, param: Any, start: int, tp: Any) -> list[Any]:
+    shape = tuple(param.shape)
+    return [exchange._Matrix(bucket, start, (Slice((0, 0), shape),), shape)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "faults"), [(2, ("none", "SGD", "one rank's shard", "not returned")), (1, ("q, k and v in one",))]
+)
+def test_faults_are_found(pool: WorkerPool, tp: int, faults: tuple[str, ...]) -> None:
+    case = config(jobs.llama(), {"tp": tp})
+    for fault, *ranks in zip(faults, *pool.run(2, faulty, case, 2, faults)):
+        if fault == "none":
+            assert_same(ranks, config(case.model), fault)
+            continue
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            assert_same(ranks, config(case.model), fault)
+
+
+def test_checkpoints_of_muon_and_adamw(pool: WorkerPool, tmp_path: Path) -> None:
+    """AdamW's average of gradients becomes the momentum; its second moments are missing on the way back, and named."""
+    flags = [*test_resume.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "1e-3"]
+
+    def run(name: str, steps: int, *more: str, world: int = 1) -> str:
+        arguments = [*flags, *more, "--train-steps", str(steps), "--run-dir", str(tmp_path / name)]
+        if world == 1:
+            test_resume.train(0, arguments, 1)
+        else:
+            pool.run(world, test_resume.train, arguments, world)
+        return (tmp_path / name / "logs" / "rank_0.log").read_text()
+
+    run("whole", 4, "--optimizer", "muon")
+    run("moved", 2, "--optimizer", "muon", "--tp", "2", "--zero", "3", "--zero-whole-below", "500", world=4)
+    assert "resumed from" in run("moved", 4, "--optimizer", "muon", "--pp", "2", world=2)
+    np.testing.assert_allclose(
+        test_resume.losses(tmp_path / "moved"), test_resume.losses(tmp_path / "whole"), rtol=1e-5
+    )
+    run("adamw", 2)
+    log = run("mixed", 4, "--optimizer", "muon", "--resume", str(tmp_path / "adamw"))
+    assert "resumed from" in log
+    assert "--optimizer adamw -> muon" in log
+    log = run("back", 6, "--resume", str(tmp_path / "mixed"))
+    assert "the optimizer starts at zero (no exp_avg_sq of layers.0.self_attn.qkv_proj.weight and 15 more)" in log
+
+
+def test_dry_run_lists_what_is_updated_how() -> None:
+    rows = dict(update_rows(config(jobs.llama())))
+    assert rows["muon"] == (
+        "30,720 parameters: layers.*.self_attn.qkv_proj.weight (3 matrices), layers.*.self_attn.o_proj.weight, "
+        "layers.*.mlp.gate_up_proj.weight (2 matrices), layers.*.mlp.down_proj.weight"
+    )
+    assert rows["adamw"].startswith("6,048 parameters: embed_tokens.weight, layers.*.input_layernorm.weight")
+
+
+def test_newton_schulz_in_plan() -> None:
+    """Of Llama 3 8B: 666 TFLOP in all, counted by hand; in steps of a million tokens it is 1 % of the work."""
+    sizes = {"num_layers": 32, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_hidden_size": 14336}
+    cfg = config(ModelConfig.from_arch("llama", **sizes, vocab_size=128_256, seq_len=8192))
+    blocks = matrices_of(cfg, [range(32)], [0])
+    assert len(blocks) == 32 * 7
+    whole = transform_flops(cfg, blocks, 1, 1)
+    assert whole == pytest.approx(666e12, rel=1e-3)
+    assert whole < 0.02 * flops_per_token(cfg.model).causal * 2**20
+    # The busiest of 8, 64 and 256 owners has this multiple of its fair part.
+    shares = [transform_flops(cfg, blocks, 2, dp // 2) / (whole / dp) for dp in (8, 64, 256)]
+    assert shares == pytest.approx([1.0, 1.06, 2.11], abs=0.01)
+
+
+def test_memory_and_work_are_those_of_the_real_step() -> None:
+    """The step of one rank on fake CUDA tensors, bf16, tp 2 x dp 2."""
+    sizes = "--num-layers 4 --hidden-size 256 --num-heads 4 --vocab-size 512 --seq-len 32 --global-batch-size 8"
+    flags = [*sizes.split(), "--mock-data", "--tp", "2", "--precision", "bf16", "--device", "cuda"]
+    cfgs = [parse([*flags, "--optimizer", name]).config for name in ("adamw", "muon")]
+    grid = Grid.from_config(cfgs[0].parallel, 4)
+    real = []
+    for name in ("adamw", "muon"):
+        words = [*flags, "--optimizer", name, "--rank", "0", "--world", "4", "--json"]
+        done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        real.append(json.loads(done.stdout))
+    work = transform_flops(cfgs[1], matrices_of(cfgs[1], [range(4)], [0]), 2, 2)
+    assert real[1]["flops"] - real[0]["flops"] == pytest.approx(work, rel=0.05)
+    (plan,) = memory_per_rank(cfgs[1], grid)
+    assert plan.weights + plan.main_grad + plan.optimizer == pytest.approx(real[1]["states_bytes"], rel=0.01)
+    assert plan.total == pytest.approx(real[1]["peak_bytes"], rel=0.1)
