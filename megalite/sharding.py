@@ -9,7 +9,9 @@ other; everything else about slicing follows from it.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -234,17 +236,33 @@ class Shard:
 
 
 def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor]]:
-    """Draw the blocks of rows that overlap with a wanted box, each from its own generator."""
+    """Draw the blocks of rows that overlap with a wanted box, each from its own generator, on this rank's cores.
+
+    A block is drawn whole: where a normal number stands in Philox's stream depends on those before it.
+    """
     import torch
+
+    from megalite.dist.rendezvous import local_world_size
 
     rows_per_block = max(1, _INIT_BLOCK // math.prod(spec.shape[1:]))
     name = spec.tied_to or spec.name
-    for row in range(0, spec.shape[0], rows_per_block):
-        shape = (min(rows_per_block, spec.shape[0] - row), *spec.shape[1:])
-        block = Slice((row, *(0 for _ in spec.shape[1:])), shape)
-        if any(block.intersect(box) for box in wanted):
-            values = philox(seed, "init", name, row // rows_per_block).standard_normal(shape, dtype=np.float32)
-            yield block, torch.from_numpy(values).mul_(spec.std)
+    starts = range(0, spec.shape[0], rows_per_block)
+    sizes = (min(rows_per_block, spec.shape[0] - row) for row in starts)
+    blocks = [Slice((row, *(0 for _ in spec.shape[1:])), (n, *spec.shape[1:])) for row, n in zip(starts, sizes)]
+    blocks = [block for block in blocks if any(block.intersect(box) for box in wanted)]
+
+    def draw(block: Slice) -> torch.Tensor:
+        generator = philox(seed, "init", name, block.offset[0] // rows_per_block)
+        return torch.from_numpy(generator.standard_normal(block.shape, dtype=np.float32)).mul_(spec.std)
+
+    threads = min(len(blocks), max(1, (os.cpu_count() or 1) // local_world_size()))
+    if threads < 2:
+        yield from ((block, draw(block)) for block in blocks)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        # Some at a time: all blocks of a large matrix would fill the memory.
+        for i in range(0, len(blocks), threads):
+            yield from zip(blocks[i : i + threads], pool.map(draw, blocks[i : i + threads]))
 
 
 @dataclass(frozen=True)

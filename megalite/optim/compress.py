@@ -186,9 +186,16 @@ class TopK(_Exchange):
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
-    """Return the indices [d, k] of the largest absolute values of rows [d, n]; the lowest indices among equals."""
-    # torch.topk may return any of several equal values.
-    return rows.abs().sort(dim=1, descending=True, stable=True).indices[:, :k].contiguous()
+    """Return the indices [d, k] of the largest absolute values of rows [d, n], ascending; the lowest among equals."""
+    # torch.topk returns any of several equal values, so it only finds the smallest one to be sent.
+    size = rows.abs()
+    least = size.topk(k, sorted=False).values.amin(1, keepdim=True)
+    above, equal = size > least, size == least
+    chosen = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= k - above.sum(1, keepdim=True)))
+    # Each to its place, the others to one column more: `nonzero` would make the host wait.
+    places = torch.where(chosen, chosen.cumsum(1) - 1, k)
+    out = places.new_empty(len(rows), k + 1)
+    return out.scatter_(1, places, torch.arange(rows.shape[1], device=rows.device).expand_as(rows))[:, :k].contiguous()
 
 
 class PowerSGD(Codec):
@@ -226,9 +233,7 @@ class PowerSGD(Codec):
         dense = uncompressed.split([param.shape.numel() for param in self._dense])
         # By one rank: linear algebra libraries of different machines may round differently.
         if self.axis.rank == 0:
-            for p in left:
-                columns = p.view(-1, self.rank)
-                columns.copy_(torch.linalg.qr(columns).Q)
+            orthonormalize([p.view(-1, self.rank) for p in left])
         factors = self._first[: sum(sizes)]
         self._begin(collectives.broadcast(factors, self.axis)).wait()
         lefts = [p.view(-1, self.rank) for p in left]
@@ -247,6 +252,23 @@ class PowerSGD(Codec):
         assert self.residual is not None
         self._next = [(self.residual, self._x), *zip(self.right, rights)]
         del self._x, self._first
+
+
+def orthonormalize(matrices: Sequence[Tensor]) -> None:
+    """Replace the columns of each matrix [m, r], all of one r, by an orthonormal basis of what they span.
+
+    Cholesky QR in fp64: P = Q R with R^T R = P^T P, all factorizations in one call (a QR is one of many kernels). What
+    is dependent up to rounding stays small instead of becoming a direction of its own.
+    """
+    if not matrices:
+        return
+    wide = [p.double() for p in matrices]
+    gram = torch.stack([p.t() @ p for p in wide])
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal += 1e-14 * diagonal.sum(1, keepdim=True) + torch.finfo(torch.float32).tiny
+    factors = torch.linalg.cholesky_ex(gram).L
+    for p, columns, lower in zip(matrices, wide, factors):
+        p.copy_(torch.linalg.solve_triangular(lower.t(), columns, upper=True, left=False))
 
 
 def _sides(param: BucketParam) -> tuple[int, int]:

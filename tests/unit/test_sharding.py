@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -225,3 +226,24 @@ def test_a_sharded_parameter_is_an_ordinary_one_too() -> None:
     assert isinstance(param, torch.nn.Parameter)
     assert (tuple(param.shape), param.dtype, param.requires_grad) == ((3, 4), torch.bfloat16, True)
     assert (param.shard, param.uses, param.adds_to_main_grad) == (shard, 1, True)
+
+
+@pytest.mark.parametrize(("local_ranks", "threads"), [(1, 8), (3, 2), (8, 1)])
+def test_threads_draw_the_same_bits(monkeypatch: pytest.MonkeyPatch, local_ranks: int, threads: int) -> None:
+    """As many threads as a rank has cores; with one, nothing is started."""
+    spec = ParamSpec("w", (40, 7))
+    monkeypatch.setattr(module, "_INIT_BLOCK", 5 * 7)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    expected = Shard(spec).initial(3)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+    together = threading.Barrier(threads, timeout=20)
+    draw = module.philox
+
+    def philox(*key: int | str) -> Any:
+        together.wait()  # for all threads: fewer never come together
+        return draw(*key)
+
+    monkeypatch.setattr(module, "philox", philox)
+    assert torch.equal(Shard(spec).initial(3), expected)
+    assert together.n_waiting == 0

@@ -16,7 +16,7 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
 from megalite.ops import resolve
-from megalite.optim.compress import TopK, dequantize, largest, quantize
+from megalite.optim.compress import TopK, dequantize, largest, orthonormalize, quantize
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import INT8_BLOCK, Sharding
@@ -61,6 +61,31 @@ def test_of_equal_elements_the_first_are_sent_and_the_rest_waits() -> None:
     codec.start(grad, slice(0, 4), 1.0)
     codec.wait()
     assert grad.tolist() == [0.0, 0.0, 1.5, -2.5]
+
+
+def test_the_largest_are_those_of_a_stable_sort() -> None:
+    x = torch.from_numpy(philox(3, "ties").integers(-3, 4, (4, 500)).astype(np.float32))
+    for k in (1, 7, 250, 500):
+        expected = x.abs().sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+        assert torch.equal(largest(x, k), expected)
+
+
+def test_orthonormal_columns_span_what_a_qr_spans() -> None:
+    generator = torch.Generator().manual_seed(4)
+    matrices = [torch.randn(m, 4, generator=generator) * scale for m, scale in ((30, 1e-9), (7, 1.0), (4, 1e9))]
+    matrices[1][:, 1] = matrices[1][:, 0] * 3 + 1e-3 * matrices[1][:, 1]  # nearly dependent
+    expected = [q @ q.t() for q in (torch.linalg.qr(p.double()).Q for p in matrices)]
+    orthonormalize(matrices)
+    for p, projection in zip(matrices, expected):
+        assert (p.t() @ p - torch.eye(4)).abs().max() < 1e-5
+        assert (p.double() @ p.double().t() - projection).abs().max() < 1e-5
+    dependent = torch.randn(9, 1, generator=generator) * torch.ones(4)
+    dependent[:, 3] = 0.0
+    zero = torch.zeros(9, 4)
+    orthonormalize([dependent, zero])
+    assert dependent.isfinite().all()
+    assert dependent.square().sum(0).max() < 1.1
+    assert not zero.any()
 
 
 def optimizer_of(ctx: ParallelContext, compress: str, zero: int) -> DistributedOptimizer:
