@@ -29,7 +29,7 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Documents in whole samples: a query sees no key of another one.
+    """Documents of unsplit samples: a query sees no key of another document.
 
     Attributes:
         starts_SB: int64 [S, B], position in the sample at which each token's document starts.
@@ -45,16 +45,16 @@ class Documents:
     def visible(self, window: int) -> Tensor:
         """Return [B, 1, S, S] bool, True where a query (row) sees a key (column); kept for the other layers."""
         if torch.compiler.is_compiling():
-            return self._see(window)
+            return self._compute_mask(window)
         if window not in self._visible:
-            self._visible[window] = self._see(window)
+            self._visible[window] = self._compute_mask(window)
         return self._visible[window]
 
     def without_masks(self) -> Documents:
         """Return the same documents for the layers of one pass: the masks of a whole step would fill the memory."""
         return replace(self)
 
-    def _see(self, window: int) -> Tensor:
+    def _compute_mask(self, window: int) -> Tensor:
         at = torch.arange(len(self.starts_SB), device=self.starts_SB.device)
         first_BS = torch.maximum(self.starts_SB.t(), at - (window - 1))
         return ((at <= at[:, None]) & (at >= first_BS[..., None])).unsqueeze(1)
@@ -71,8 +71,8 @@ class Positions:
     """Positions of a micro-batch's tokens: everything that depends on a token's position asks here, and only here.
 
     Attributes:
-        length: number of tokens S of a whole sample.
-        runs: the tokens' positions in the sample, in their order: ranges of neighbors; a whole sample is one run.
+        length: number of tokens S of a sample.
+        runs: the tokens' positions in the sample, in their order, as ranges of neighbors; an unsplit sample is one run.
         in_documents_SB: int64 [tokens, B], positions counted from the start of each token's document; None: a sample is
             one document.
     """
@@ -89,7 +89,7 @@ class Positions:
         starts_SB = documents.starts_SB
         return cls(length, (range(length),), torch.arange(length, device=starts_SB.device)[:, None] - starts_SB)
 
-    def part(self, begin: int, end: int) -> Positions:
+    def between(self, begin: int, end: int) -> Positions:
         """Return the positions of the tokens `begin` up to, but not including, `end`, counted among these tokens."""
         runs, before = [], 0
         for run in self.runs:
@@ -136,7 +136,7 @@ class MicroBatch:
         documents: Documents | None = None,
         weights_SB: Tensor | None = None,
     ) -> MicroBatch:
-        """Make a micro-batch of whole samples."""
+        """Make a micro-batch of unsplit samples."""
         positions = Positions.of_samples(len(tokens_SB), documents)
         return cls(tokens_SB, targets_SB, positions, documents, weights_SB)
 

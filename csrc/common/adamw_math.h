@@ -13,7 +13,7 @@
 
 namespace megalite {
 
-// Host-side doubles are folded once a launch; kernels see fp32.
+// Constants are computed once per launch on the host, in double; kernels use fp32.
 struct AdamWScalars {
   float beta1, one_minus_beta1;
   float beta2, one_minus_beta2;

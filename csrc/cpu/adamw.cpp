@@ -38,7 +38,7 @@ inline __attribute__((always_inline)) void run(const Buffers& b, const AdamWScal
   }
 }
 
-// target_clones does not apply to templates, hence a plain function per combination.
+// target_clones does not apply to templates, so there is one plain function per combination.
 #define MEGALITE_ADAMW(name, Grad, Out, has_out)                                                   \
   MEGALITE_CLONES void name(const Buffers& b, const AdamWScalars& s, int64_t begin, int64_t end) { \
     run<Grad, Out, has_out>(b, s, begin, end);                                                     \

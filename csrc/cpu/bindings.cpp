@@ -1,7 +1,7 @@
-// The module megalite.ops._cpu_kernels: checks of the operands, results, calls. Contracts: the modules of the ops.
+// The module megalite.ops._cpu_kernels: checks operands, creates results, calls the kernels. Contracts: megalite/ops/.
 //
-// Each function has the signature of its schema in megalite/ops/native.py, but gives None for a result that is not
-// there. All refuse operands that do not fit with a ValueError, and run their kernel without the GIL.
+// Each function has the signature of its schema in megalite/ops/native.py, but returns None for a result that was
+// not requested. All raise ValueError for operands that do not fit, and release the GIL while their kernel runs.
 
 #include <pybind11/stl.h>
 
@@ -82,13 +82,13 @@ void check(const Tensor& t, const char* name, int64_t numel, DLType type) {
   }
 }
 
-// The operand, or a contiguous copy of it.
+// The operand if it is contiguous, else a contiguous copy.
 Tensor packed(const Tensor& t, const char* name, int64_t numel, DLType type) {
   check(t, name, numel, type);
   return t.contiguous();
 }
 
-// An operand that is written, or long: its address is taken as it is.
+// An operand that is written to, or too large to copy: its memory is used as it is.
 const Tensor& flat(const Tensor& t, const char* name, int64_t numel, DLType type) {
   if (!t.is_contiguous()) refuse(name, " must be contiguous");
   check(t, name, numel, type);
@@ -106,7 +106,7 @@ struct Rows {
   int64_t count, width;
 };
 
-// No rows if they have no width.
+// Zero rows if the width is zero.
 Rows rows_of(const Tensor& t, const char* name) {
   if (t.dims() == 0) refuse(name, " must have a dimension");
   const int64_t width = t.size(t.dims() - 1);
@@ -149,7 +149,7 @@ Tensor norm_backward(const Tensor& dy, const Optional& dtotal, const Tensor& giv
   return dx;
 }
 
-// Rows and the width of one half.
+// Number of rows, and the width of one half.
 Rows halves(const Tensor& gate_up, int64_t kind) {
   const auto [rows, width] = rows_of(gate_up, "gate_up");
   if (width % 2 || kind < 0 || kind > 2) {

@@ -1,11 +1,11 @@
-// fp32 <-> bf16 in plain integer arithmetic, which gcc vectorises for every instruction set.
+// fp32 <-> bf16 in plain integer arithmetic, which gcc vectorizes for every instruction set.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-// One binary, three instruction sets; the loader picks (AVX-512, AVX2, SSE2).
+// One binary for three instruction sets; the loader picks one (AVX-512, AVX2, SSE2).
 #define MEGALITE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MEGALITE_CLONES
@@ -28,8 +28,8 @@ inline __attribute__((always_inline)) float widen(BF16 x) {
 
 inline __attribute__((always_inline)) void narrow(float x, float& y) { y = x; }
 
-// Round to nearest even; NaN stays NaN. By masks: of a conditional with a constant gcc makes a path of its own, and
-// then sometimes no vectors.
+// Round to nearest even; NaN stays NaN. With masks: gcc turns a conditional with a constant into a branch, and
+// then sometimes does not vectorize.
 inline __attribute__((always_inline)) void narrow(float x, BF16& y) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

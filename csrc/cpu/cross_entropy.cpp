@@ -8,10 +8,10 @@
 namespace megalite {
 namespace {
 
-constexpr int64_t kBlock = 2048;  // logits a block: they stay in the first cache between its maximum and its sum
+constexpr int64_t kBlock = 2048;  // logits per block: they stay in L1 between its maximum and its sum
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// NaN is passed over: the sum has it anyway.
+// NaN is skipped here: it reaches the sum anyway.
 template <typename T>
 inline __attribute__((always_inline)) float maximum(const T* __restrict__ x, int64_t n) {
   float lanes[kLanes];
@@ -38,7 +38,7 @@ struct Rows {
   int64_t stride, columns, width, vocab_start;
 };
 
-// Online softmax over blocks: what was summed is rescaled when the maximum grows. Blocks are added in double.
+// Online softmax over blocks: the running sum is rescaled when the maximum grows. Sums of blocks are added in double.
 template <typename T>
 inline __attribute__((always_inline)) void stats(const Rows& r, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -53,7 +53,7 @@ inline __attribute__((always_inline)) void stats(const Rows& r, int64_t begin, i
         total *= exp_f32(most - block_most);
         most = block_most;
       }
-      // Nothing but -inf so far: any finite reference gives exp(-inf) = 0.
+      // Only -inf so far: any finite reference gives exp(-inf) = 0.
       const float reference = most == kNothing ? 0.0f : most;
       total += sum_of(n, [x, reference](int64_t i) { return exp_f32(widen(x[i]) - reference); });
     }
@@ -76,7 +76,7 @@ inline __attribute__((always_inline)) void gradient(const Rows& r, int64_t begin
     const float lse = r.lse[row], scale = r.scale[row];
     const int64_t local = r.target[row] - r.vocab_start;
     const bool ours = 0 <= local && local < r.columns;
-    // Before it is overwritten: the one column is subtracted from ahead of rounding.
+    // Read before it is overwritten: 1 is subtracted from the target column before rounding.
     const float at_target = ours ? exp_f32(widen(logits[local]) - lse) * scale - scale : 0.0f;
     gradient_row(logits, lse, scale, r.columns);
     if (ours) narrow(at_target, logits[local]);
@@ -84,7 +84,7 @@ inline __attribute__((always_inline)) void gradient(const Rows& r, int64_t begin
   }
 }
 
-// target_clones does not apply to templates, hence a plain function per type.
+// target_clones does not apply to templates, so there is one plain function per type.
 MEGALITE_CLONES void stats_f32(const Rows& r, int64_t begin, int64_t end) { stats<float>(r, begin, end); }
 MEGALITE_CLONES void stats_bf16(const Rows& r, int64_t begin, int64_t end) { stats<BF16>(r, begin, end); }
 MEGALITE_CLONES void gradient_f32(const Rows& r, int64_t begin, int64_t end) { gradient<float>(r, begin, end); }
@@ -94,7 +94,7 @@ MEGALITE_CLONES void gradient_bf16(const Rows& r, int64_t begin, int64_t end) { 
 
 void cross_entropy_stats(const void* logits, const int64_t* target, float* stats, int64_t rows, int64_t stride,
                          int64_t valid, int64_t vocab_start, bool bf16, int64_t threads) {
-  // Only read.
+  // Read only.
   const Rows r{const_cast<void*>(logits), target, stats, nullptr, nullptr, stride, valid, valid, vocab_start};
   const auto kernel = bf16 ? stats_bf16 : stats_f32;
   for_rows(rows, valid, threads, [&](int64_t begin, int64_t end) { kernel(r, begin, end); });

@@ -16,7 +16,7 @@ inline __attribute__((always_inline)) Activation silu(float x) {
   return {value, sigmoid + value * (1.0f - sigmoid)};
 }
 
-// The normal distribution function by Numerical Recipes' erfcc, whose relative error of 1.2e-7 holds in the tails.
+// The normal distribution function, from Numerical Recipes' erfcc; relative error below 1.2e-7, tails too.
 inline __attribute__((always_inline)) Activation gelu(float x) {
   const float z = (x < 0.0f ? -x : x) * 0.70710678118654752f;
   const float t = 1.0f / (1.0f + 0.5f * z);
@@ -43,7 +43,7 @@ inline __attribute__((always_inline)) Activation activate(float x) {
   return gelu_tanh(x);
 }
 
-// The rows' pointers are parameters since gcc takes __restrict__ seriously in these alone.
+// The rows' pointers are parameters because gcc honors __restrict__ only there.
 template <typename T, int kKind>
 inline __attribute__((always_inline)) void forward_row(const T* __restrict__ gate, const T* __restrict__ up,
                                                        T* __restrict__ out, int64_t n) {
@@ -94,7 +94,7 @@ inline __attribute__((always_inline)) void backward(const Backward& b, int64_t b
   }
 }
 
-// target_clones does not apply to templates, hence a plain function per combination.
+// target_clones does not apply to templates, so there is one plain function per combination.
 #define MEGALITE_GLU(suffix, T, kind)                                                     \
   MEGALITE_CLONES void forward_##suffix(const Forward& f, int64_t begin, int64_t end) {   \
     forward<T, kind>(f, begin, end);                                                      \
@@ -110,7 +110,7 @@ MEGALITE_GLU(gelu_bf16, BF16, 1)
 MEGALITE_GLU(tanh_bf16, BF16, 2)
 #undef MEGALITE_GLU
 
-// By [bf16][kind].
+// Indexed by [bf16][kind].
 constexpr void (*kForward[2][3])(const Forward&, int64_t, int64_t) = {
     {forward_silu_f32, forward_gelu_f32, forward_tanh_f32}, {forward_silu_bf16, forward_gelu_bf16, forward_tanh_bf16}};
 constexpr void (*kBackward[2][3])(const Backward&, int64_t, int64_t) = {

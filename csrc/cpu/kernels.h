@@ -1,4 +1,4 @@
-// The CPU kernels: callers check shapes, types and devices (bindings.cpp). `bf16`: the element type, else fp32.
+// The CPU kernels: callers check shapes, types and devices (bindings.cpp). `bf16`: elements are bf16, otherwise fp32.
 #pragma once
 
 #include <cstdint>
@@ -13,29 +13,29 @@ void norm(const void* x, const void* residual, const void* weight, void* y, void
 void norm_backward(const void* dy, const void* dtotal, const void* x, const void* weight, const float* rstd, void* dx,
                    void* dweight, int64_t rows, int64_t width, bool bf16, bool bf16_weight, int64_t threads);
 
-// `width` is that of one half.
+// `width` is the width of one half.
 void glu(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t kind, bool bf16, int64_t threads);
 
 void glu_backward(const void* dy, const void* gate_up, void* grad, int64_t rows, int64_t width, int64_t kind,
                   bool bf16, int64_t threads);
 
-// Heads [seq, batch, heads, width] of unit stride along the width; the other strides are in elements.
+// Heads [seq, batch, heads, width], contiguous along the width; strides are in elements.
 struct Heads {
   void* data;
   int64_t s, b, h;
 };
 
-// Rotates heads from x to y, which is packed; in place where they are the same. cos and sin are [seq, half]; sign -1
-// turns back.
+// Rotates the heads of x into y, which is contiguous; in place if x and y are the same. cos and sin are [seq, half];
+// sign -1 rotates back.
 void rope(const Heads& x, void* y, const float* cos, const float* sin, int64_t seq, int64_t batch, int64_t heads,
           int64_t width, int64_t half, int64_t sign, bool bf16, int64_t threads);
 
-// Turns dq and dk back and packs them with dv into out [seq, batch, num_heads + 2 num_kv_heads, width].
+// Rotates dq and dk back and packs them with dv into out [seq, batch, num_heads + 2 num_kv_heads, width].
 void rope_pack(const Heads& dq, const Heads& dk, const Heads& dv, void* out, const float* cos, const float* sin,
                int64_t seq, int64_t batch, int64_t num_heads, int64_t num_kv_heads, int64_t width, int64_t half,
                bool bf16, int64_t threads);
 
-// Rows lie `stride` elements apart; their first `valid` columns are real.
+// Rows lie `stride` elements apart; only their first `valid` columns count, the rest is padding.
 void cross_entropy_stats(const void* logits, const int64_t* target, float* stats, int64_t rows, int64_t stride,
                          int64_t valid, int64_t vocab_start, bool bf16, int64_t threads);
 

@@ -1,4 +1,4 @@
-// L2 norm of a flat buffer on CPU, in an order that depends on its length alone. Contract: megalite/ops/l2_norm.py.
+// L2 norm of a flat buffer on CPU; the order of sums depends on its length only. Contract: megalite/ops/l2_norm.py.
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@
 namespace megalite {
 namespace {
 
-constexpr int64_t kBlock = 4096;  // elements a block: 64 additions a lane, then doubles
+constexpr int64_t kBlock = 4096;  // elements per block: 64 additions per lane in fp32, then sums of blocks in double
 constexpr int kLanes = 64;
 
 template <typename T>

@@ -1,5 +1,5 @@
 // RMSNorm with optional residual addition, forward and backward, a row at a time while it is in cache.
-// Contract: megalite/ops/rmsnorm.py. There is none for LayerNorm: torch's own kernel is faster at that.
+// Contract: megalite/ops/rmsnorm.py. There is none for LayerNorm: torch's own kernel is faster.
 
 #include <cmath>
 
@@ -30,7 +30,7 @@ inline __attribute__((always_inline)) void forward(const Forward& f, int64_t beg
     if constexpr (kAdd) {
       const T* __restrict__ residual = static_cast<const T*>(f.residual) + row * n;
       T* __restrict__ total = static_cast<T*>(f.total) + row * n;
-      // What is normalised is the rounded sum, since that is what backward sees.
+      // The rounded sum is normalized, because backward reads that one.
       for (int64_t i = 0; i < n; ++i) narrow(widen(x[i]) + widen(residual[i]), total[i]);
       x = total;
     }
@@ -48,11 +48,11 @@ struct Backward {
   const float* weight;
   const float* rstd;
   void* dx;
-  float* dweight;  // [blocks, width], zero before
+  float* dweight;  // [blocks, width], initially zero
   int64_t rows, width, block_rows;
 };
 
-// A block of rows shares one row of dweight: the sums' order depends on the shape alone, not on the threads.
+// A block of rows shares one row of dweight: the order of sums depends on the shape only, not on the threads.
 template <typename T, bool kAdd>
 inline __attribute__((always_inline)) void backward(const Backward& b, int64_t begin, int64_t end) {
   const int64_t n = b.width;
@@ -83,7 +83,7 @@ inline __attribute__((always_inline)) void backward(const Backward& b, int64_t b
   }
 }
 
-// target_clones does not apply to templates, hence a plain function per combination.
+// target_clones does not apply to templates, so there is one plain function per combination.
 #define MEGALITE_NORM(suffix, T, add)                                                     \
   MEGALITE_CLONES void forward_##suffix(const Forward& f, int64_t begin, int64_t end) {   \
     forward<T, add>(f, begin, end);                                                       \
@@ -97,7 +97,7 @@ MEGALITE_NORM(bf16, BF16, false)
 MEGALITE_NORM(add_bf16, BF16, true)
 #undef MEGALITE_NORM
 
-// Sum of blocks [blocks, width] into `out`, which is of the type of the weight.
+// Adds up the rows of [blocks, width] into `out`, which has the weight's type.
 void sum_blocks(std::vector<float>& blocks, int64_t width, void* out, bool bf16) {
   float* sum = blocks.data();
   for (size_t at = width; at < blocks.size(); at += width) {
@@ -124,7 +124,7 @@ void norm(const void* x, const void* residual, const void* weight, void* y, void
 void norm_backward(const void* dy, const void* dtotal, const void* x, const void* weight, const float* rstd, void* dx,
                    void* dweight, int64_t rows, int64_t width, bool bf16, bool bf16_weight, int64_t threads) {
   const Wide wide_weight(weight, width, bf16_weight);
-  // At most 64 blocks, of at least 16 rows.
+  // At most 64 blocks, each of at least 16 rows.
   const int64_t block_rows = std::max<int64_t>(16, (rows + 63) / 64);
   const int64_t blocks = std::max<int64_t>(1, (rows + block_rows - 1) / block_rows);
   std::vector<float> sums(blocks * width);

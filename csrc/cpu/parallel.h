@@ -1,5 +1,5 @@
-// Loops over the threads of torch's own OpenMP runtime, whose functions Python hands over: linked by name, another copy
-// of the runtime could be loaded, with threads of its own that compete for the same cores.
+// Parallel loops on the threads of torch's own OpenMP runtime, whose functions Python passes in. Linking it by name
+// could load a second copy of the runtime, whose threads would compete for the same cores.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,11 @@ struct Runtime {
   int (*num_threads)();
 };
 
-// Null until Python has set it: then one thread does everything.
+// Null until Python has set it; until then one thread does everything.
 inline Runtime runtime{};
 
-// run(begin, end) over equal parts of [0, count), each of `grain` or more; nobody's result may depend on the cuts.
-// Always asks for the same number of threads, as torch does: libgomp ends those that a smaller team leaves out.
+// Calls run(begin, end) for equal parts of [0, count), each of at least `grain`; results must not depend on the split.
+// Always requests the same number of threads, as torch does: libgomp ends threads that a smaller team does not use.
 template <typename Run>
 void parallel_for(int64_t count, int64_t grain, int64_t threads, const Run& run) {
   if (count <= 0) return;

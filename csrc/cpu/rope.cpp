@@ -12,10 +12,10 @@ struct Rotation {
   const float* cos;
   const float* sin;
   int64_t batch, heads, width, half;
-  float sign;  // of the angle: -1 turns back
+  float sign;  // of the angle: -1 rotates back
 };
 
-// Pointers as parameters: gcc takes __restrict__ seriously in these alone.
+// Pointers are parameters because gcc honors __restrict__ only there.
 template <typename T>
 inline __attribute__((always_inline)) void rotate_here(T* __restrict__ first, T* __restrict__ second,
                                                        const float* __restrict__ cos, const float* __restrict__ sin,
@@ -59,7 +59,7 @@ inline __attribute__((always_inline)) void tokens(const Rotation& r, int64_t beg
   }
 }
 
-// target_clones does not apply to templates, hence a plain function per type.
+// target_clones does not apply to templates, so there is one plain function per type.
 MEGALITE_CLONES void tokens_f32(const Rotation& r, int64_t begin, int64_t end) { tokens<float>(r, begin, end); }
 MEGALITE_CLONES void tokens_bf16(const Rotation& r, int64_t begin, int64_t end) { tokens<BF16>(r, begin, end); }
 
@@ -87,7 +87,7 @@ void rope_pack(const Heads& dq, const Heads& dk, const Heads& dv, void* out, con
   skip(num_heads);
   run({dk, to, cos, sin, batch, num_kv_heads, width, half, -1.0f}, seq, bf16, threads);
   skip(num_kv_heads);
-  // No rotation at all: what is left to copy is the whole head.
+  // No rotation: the whole head is copied.
   run({dv, to, cos, sin, batch, num_kv_heads, width, 0, 1.0f}, seq, bf16, threads);
 }
 

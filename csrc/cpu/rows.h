@@ -1,4 +1,4 @@
-// What the row kernels share: sums in a fixed order, rows over threads.
+// Helpers of the row kernels: sums in a fixed order, and rows divided among threads.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace megalite {
 
 constexpr int kLanes = 64;  // four registers of AVX-512: enough independent sums to hide an addition's latency
 
-// Pairwise, in one order whatever the instruction set.
+// Pairwise, in the same order for every instruction set.
 inline __attribute__((always_inline)) float sum_lanes(float* lanes) {
   for (int lane = 0; lane < 32; ++lane) lanes[lane] += lanes[lane + 32];
   for (int lane = 0; lane < 16; ++lane) lanes[lane] += lanes[lane + 16];
@@ -22,7 +22,7 @@ inline __attribute__((always_inline)) float sum_lanes(float* lanes) {
   return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
-// sum of term(i), i < n: lane i mod 64 takes it, but for the last n mod 64, which are added one after the other.
+// Sum of term(i) for i < n: lane i mod 64 adds it; the last n mod 64 terms are added one by one.
 template <typename Term>
 inline __attribute__((always_inline)) float sum_of(int64_t n, const Term& term) {
   float lanes[kLanes] = {};
@@ -35,7 +35,7 @@ inline __attribute__((always_inline)) float sum_of(int64_t n, const Term& term) 
   return sum_lanes(lanes) + rest;
 }
 
-// A short vector as fp32, whatever it is kept in.
+// A short vector converted to fp32.
 class Wide {
  public:
   Wide(const void* from, int64_t n, bool bf16) : source_(static_cast<const float*>(from)) {
@@ -51,7 +51,7 @@ class Wide {
   std::vector<float> wide_;
 };
 
-// run(begin, end) over rows of `width` elements.
+// Calls run(begin, end) for ranges of rows of `width` elements.
 template <typename Run>
 inline void for_rows(int64_t rows, int64_t width, int64_t threads, const Run& run) {
   parallel_for(rows, std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, width)), threads, run);

@@ -1,6 +1,6 @@
-// A torch tensor as the kernels see it. It is read through the table of C functions that torch gives to its Python
-// class (DLPack's exchange API, torch 2.10), some 20 ns a tensor; no header of torch takes part, so that one binary
-// serves every torch.
+// A torch tensor as the kernels see it. It is read through the table of C functions that torch attaches to its Python
+// class (DLPack's exchange API, torch 2.10), in about 20 ns per tensor. No header of torch is included, so one binary
+// serves every version of torch.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -37,23 +37,23 @@ struct DLExchange {
   void* allocate;
   void* export_owned;
   void* import_owned;
-  int (*view)(void* object, DLTensor* to);  // borrows; -1 with a Python error set
+  int (*view)(void* object, DLTensor* to);  // borrowed, not owned; -1 with a Python error set
   void* stream;
 };
 
-// What is asked of torch in Python: found once, when the module is imported.
+// torch's Python functions that are called here, looked up once, when the module is imported.
 struct Torch {
   const DLExchange* exchange;
   PyObject* type;                                   // torch.Tensor
   PyObject *empty_like, *num_threads;               // functions
   PyObject *new_empty, *contiguous, *copy_, *add_;  // names of methods
-  PyObject *float32, *dtype;                        // a dtype, and the names of the last arguments where it is one
+  PyObject *float32, *dtype;                        // a dtype, and the keyword names of a call with a dtype
 
   Torch();
 };
 inline Torch* torch = nullptr;
 
-// `kwnames`: names of the last arguments. What Python raises is thrown.
+// `kwnames`: names of the keyword arguments, which come last. A Python exception is rethrown.
 template <typename... Args>
 py::object call_method(PyObject* name, PyObject* kwnames, Args... args) {
   PyObject* const given[] = {args...};
@@ -70,7 +70,7 @@ class Tensor {
     if (torch->exchange->view(object_.ptr(), &view_) != 0) throw py::error_already_set();
   }
 
-  // False if this is no tensor.
+  // False if this is not a tensor.
   bool read(py::handle object) {
     object_ = py::reinterpret_borrow<py::object>(object);
     if (torch->exchange->view(object.ptr(), &view_) == 0) return true;
@@ -110,12 +110,12 @@ class Tensor {
     return packed;
   }
 
-  // This one, or a copy.
+  // This tensor if it is contiguous, else a contiguous copy.
   Tensor contiguous() const {
     return is_contiguous() ? *this : Tensor(call_method(torch->contiguous, nullptr, object_.ptr()));
   }
 
-  // Of the same shape and type, to be written; this one is contiguous.
+  // A new tensor of the same shape and type for the result; this tensor is contiguous.
   Tensor empty_like() const {
     PyObject* result = PyObject_CallOneArg(torch->empty_like, object_.ptr());
     if (result == nullptr) throw py::error_already_set();

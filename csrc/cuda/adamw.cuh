@@ -7,7 +7,7 @@
 namespace megalite {
 namespace {
 
-// One thread, kVec consecutive elements. The last thread of a length that kVec does not divide works element by element.
+// Each thread updates kVec consecutive elements; the last one may have fewer.
 template <typename Grad, typename Out, int kVec>
 __global__ void __launch_bounds__(kThreads) adamw_kernel(float* __restrict__ param, const Grad* __restrict__ grad,
                                                          float* __restrict__ exp_avg, float* __restrict__ exp_avg_sq,

@@ -14,7 +14,7 @@ namespace megalite {
 
 constexpr int kThreads = 256;
 
-// Element type of an output that is not wanted.
+// Element type of an output that is not requested.
 struct NoOut {};
 
 __device__ __forceinline__ float widen(float x) { return x; }

@@ -1,5 +1,5 @@
-// Entry points: plain C functions that Python calls by address (megalite/ops/entry.py). No header of torch or Python
-// takes part, so one binary serves every version of both. Callers check shapes, types and devices.
+// Entry points: plain C functions that Python calls by address (megalite/ops/entry.py). They include no header
+// of torch or Python, so one binary serves every version of both. Callers check shapes, types and devices.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ constexpr char letter() {
   }
 }
 
-// Letters of the result and the arguments. Python compares them with its own and refuses a library that differs: it was
-// built from other sources.
+// Type codes of the result and the arguments. Python compares them with its own and refuses a library that differs,
+// because it was built from other sources.
 template <typename Result, typename... Args>
 const char* signature(Result (*)(Args...)) {
   static constexpr char letters[] = {letter<Result>(), letter<Args>()..., '\0'};
@@ -39,7 +39,7 @@ T word(const char* words, size_t at) {
   return value;
 }
 
-// The arguments come as one string of 8-byte words: ctypes takes 80 ns for each that it converts by itself.
+// Arguments arrive packed as 8-byte words in one string: ctypes would take 80 ns to convert each one.
 template <typename Result, typename... Args>
 Result call(Result (*entry)(Args...), const char* words) {
   return [&]<size_t... at>(std::index_sequence<at...>) {

@@ -1,4 +1,4 @@
-// LAMB's two elementwise pieces on flat buffers. Contract: megalite/ops/lamb.py.
+// LAMB's two elementwise kernels on flat buffers. Contract: megalite/ops/lamb.py.
 
 #pragma once
 
@@ -7,9 +7,9 @@
 namespace megalite {
 namespace {
 
-constexpr int kApplyBlocks = 256;  // blocks a segment
+constexpr int kApplyBlocks = 256;  // blocks per segment
 
-// update may be grad itself (fp32): a thread reads its gradients before it writes.
+// update and grad may be the same buffer (fp32): a thread reads its gradients before it writes.
 template <typename Grad, int kVecG>
 __global__ void __launch_bounds__(kThreads) direction_kernel(const float* __restrict__ param, const Grad* grad,
                                                              float* __restrict__ exp_avg,
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) direction_kernel(const float* __rest
   }
 }
 
-// Segments may start anywhere: the vector loop covers the aligned middle, single elements the edges.
+// Segments may start anywhere: the vector loop covers the aligned middle; the edges are processed element by element.
 template <typename Out, int kVecA>
 __global__ void __launch_bounds__(kThreads) apply_kernel(float* __restrict__ param, const float* __restrict__ update,
                                                          Out* __restrict__ out, const float* __restrict__ ratios,

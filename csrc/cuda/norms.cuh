@@ -1,4 +1,4 @@
-// L2 norms of segments of a flat buffer, in two stages whose order depends on the lengths alone (deterministic).
+// L2 norms of segments of a flat buffer, in two stages. Deterministic: the order of sums depends on the lengths only.
 // Contracts: megalite/ops/l2_norm.py, megalite/ops/lamb.py.
 
 #pragma once
@@ -19,23 +19,23 @@ __device__ __forceinline__ double block_sum(double value) {
   if (threadIdx.x < 32) {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_down_sync(0xffffffffu, value, offset);
   }
-  return value;  // right in thread 0
+  return value;  // valid in thread 0 only
 }
 
-// Block (i, segment) writes partials[segment * gridDim.x + i]. offsets null: one segment [0, n).
+// Block (i, segment) writes partials[segment * gridDim.x + i]. Null offsets: one segment, [0, n).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kStage1Threads) sum_squares_kernel(const T* __restrict__ flat,
                                                                      const int64_t* __restrict__ offsets, int64_t n,
                                                                      double* __restrict__ partials) {
   const int64_t begin = offsets ? offsets[blockIdx.y] : 0;
   const int64_t end = offsets ? offsets[blockIdx.y + 1] : n;
-  // Vector loads start at the first multiple of kVec; the ragged edges go element by element.
+  // Vector loads start at the first multiple of kVec; the ragged edges are read element by element.
   const int64_t vec_begin = min((begin + kVec - 1) / kVec * kVec, end);
   const int64_t vec_end = max(end / kVec * kVec, vec_begin);
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kStage1Threads + threadIdx.x;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kStage1Threads;
   float sums[kVec] = {};
-#pragma unroll 2  // two 128-bit loads in flight a thread; 4 spill on sm_120
+#pragma unroll 2  // two 128-bit loads in flight per thread; four spill registers on sm_120
   for (int64_t i = vec_begin + thread * kVec; i < vec_end; i += stride * kVec) {
     const auto x = load<kVec>(flat + i);
 #pragma unroll
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kStage1Threads) sum_squares_kernel(const T* __
   if (threadIdx.x == 0) partials[static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x] = total;
 }
 
-// One block a segment.
+// One block per segment.
 __global__ void __launch_bounds__(kThreads) finish_kernel(const double* __restrict__ partials, int count,
                                                           float* __restrict__ norms) {
   double total = 0;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const double* __restri
 }  // namespace
 }  // namespace megalite
 
-// The L2 norm of each segment; `partials` holds `blocks` numbers for each. offsets (on the GPU) null: one, [0, n).
+// The L2 norm of each segment; `partials` holds `blocks` numbers for each. offsets are on the GPU; null: one, [0, n).
 MEGALITE_ENTRY(int64_t, norms, const void* flat, const int64_t* offsets, double* partials, float* norms, int64_t n,
                int64_t segments, int64_t blocks, int64_t type, void* on_stream) {
   using namespace megalite;

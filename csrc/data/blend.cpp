@@ -1,4 +1,4 @@
-// Order of a blend of data sets: the module megalite.data._blend_rule. Contract: megalite/data/blend.py.
+// The order of samples in a blend of data sets: the module megalite.data._blend_rule. Contract: megalite/data/blend.py.
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -14,9 +14,9 @@ namespace {
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 
-// Choices of positions [start, stop); brings `taken` from start to stop. Both of length `sets`; `choices` takes
-// (set, samples taken of it before) for each position, or is null. Products and differences are rounded one by one
-// (-ffp-contract=off): a fused multiply-add would break ties otherwise than the rule.
+// Chooses a data set for each position in [start, stop), and advances `taken` [sets] from start to stop. `choices`
+// receives (set, number of samples taken from it before) for each position, or is null. Every product and difference is
+// rounded separately (-ffp-contract=off): a fused multiply-add would break ties differently from the rule.
 void follow(const double* weights, int64_t* taken, int64_t* choices, int64_t sets, int64_t start, int64_t stop) {
   for (int64_t i = start; i < stop; ++i) {
     const double t = static_cast<double>(std::max<int64_t>(i, 1));
@@ -55,7 +55,7 @@ void run(const Array<double>& weights, Array<int64_t>& taken, std::optional<Arra
 }  // namespace
 
 PYBIND11_MODULE(_blend_rule, m) {
-  // Never a converted copy: two of the arrays are written.
+  // Never converts: a copy would receive what is written to two of the arrays.
   m.def("run", run, py::arg("weights").noconvert(), py::arg("taken").noconvert(), py::arg("choices").noconvert(),
         py::arg("start"), py::arg("stop"));
 }

@@ -90,8 +90,8 @@ class ParallelContext:
         key: tuple[str | int, ...] = (*names, size)
         if key not in self._splits:
             groups = [axis.ranks[i : i + size] for i in range(0, axis.size, size)]
-            shards = _make_axis("shards", self.rank, groups, self.timeout)
-            axes = shards, _make_axis("replicas", self.rank, list(zip(*groups)), self.timeout)
+            shares = _make_axis("shares", self.rank, groups, self.timeout)
+            axes = shares, _make_axis("replicas", self.rank, list(zip(*groups)), self.timeout)
             for new_axis in axes:
                 _connect(new_axis, self.device)
             self._splits[key] = axes

@@ -227,4 +227,4 @@ class PositionEmbedding(nn.Module):
     def forward(self, x_SBH: torch.Tensor, positions: Positions) -> torch.Tensor:
         """Add the embeddings of this rank's part of the positions."""
         first = x_SBH.shape[0] * self.shard
-        return x_SBH + positions.part(first, first + x_SBH.shape[0]).look_up(self.weight)
+        return x_SBH + positions.between(first, first + x_SBH.shape[0]).look_up(self.weight)

@@ -63,4 +63,4 @@ def test_tables_are_read_where_the_tokens_lie(documents: bool) -> None:
     ends = Positions(S, (range(2), range(6, 8)), cut)
     assert torch.equal(ends.look_up(table), table[at[mine]])
     for begin, end in ((0, 2), (1, 3), (2, 4), (0, 4)):
-        assert torch.equal(ends.part(begin, end).look_up(table), table[at[mine][begin:end]])
+        assert torch.equal(ends.between(begin, end).look_up(table), table[at[mine][begin:end]])

@@ -27,8 +27,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.base.errors import UserError
 from megalite.data.controls import Span
-from megalite.extras.prepare.lost_parts import lost_part
 from megalite.extras.prepare.named_templates import MARK, fitting_name
+from megalite.extras.prepare.omissions import find_omission
 
 TIME_LIMIT_S = 10.0
 """For all renderings of one conversation."""
@@ -163,8 +163,8 @@ class Renderer:
             TemplateFailure: the template fails, is too slow, or its answers cannot be located.
         """
         with self._guarded():
-            if lost := lost_part(self._render, messages, tools):
-                raise TemplateFailure(lost)
+            if omission := find_omission(self._render, messages, tools):
+                raise TemplateFailure(omission)
             return self._by_marks(messages, tools) if self.marked else self._by_turns(messages, tools)
 
     @contextmanager

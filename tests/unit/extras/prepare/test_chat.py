@@ -319,10 +319,10 @@ WHOLE = TELLING.replace("m.content|string", "(m.content or '')")
 @pytest.mark.parametrize(
     ("template", "content", "tools", "lost"),
     [
-        (SILENT, None, [TOOL], "the tools of the conversation leave no trace in the text of the chat template"),
-        (CALLING, None, [TOOL], "the tools of the conversation leave no trace"),
-        (SILENT, None, None, "the tool_calls of turn 2 leave no trace in the text"),
-        (SILENT, "I look.", None, "the tool_calls of turn 2 leave no trace"),
+        (SILENT, None, [TOOL], "the chat template omits the tools of the conversation"),
+        (CALLING, None, [TOOL], "the chat template omits the tools"),
+        (SILENT, None, None, "the chat template omits the tool_calls of turn 2"),
+        (SILENT, "I look.", None, "the chat template omits the tool_calls of turn 2"),
         (CALLING, None, None, 'writes the empty content (null) of turn 2 as "None"'),
         (TELLING, None, [TOOL], 'writes the empty content (null) of turn 2 as "None"'),
         (TELLING, "I look.", [TOOL], None),

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation: tools and calls that a model is then never told of."""
+"""What a chat template omits from a conversation: tools and calls that the model then never learns about."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _REMEDY = "use a template that writes them (--chat-template)"
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError)
 
 
-def lost_part(render: Render, messages: Sequence[dict[str, Any]], tools: Any) -> str | None:
-    """Name the tools or calls that leave no trace in the text of a template, or a turn that it writes as "None".
+def find_omission(render: Render, messages: Sequence[dict[str, Any]], tools: Any) -> str | None:
+    """Name the tools or calls that a template omits from its text, or a turn whose empty content it writes as "None".
 
-    A part leaves a trace if the text without it is another one, or the template refuses the rest.
+    Something is omitted if the template also accepts the conversation without it, and writes the same text.
 
     Args:
         render: (messages, tools) to text.
@@ -25,7 +25,7 @@ def lost_part(render: Render, messages: Sequence[dict[str, Any]], tools: Any) ->
         tools: descriptions of tools; None or empty for none.
 
     Returns:
-        What is lost, with the cure; None if nothing is.
+        What is missing and what to change; None if nothing is.
     """
     calls = [turn for turn, message in enumerate(messages) if message.get("tool_calls")]
     empty = [turn for turn, message in enumerate(messages) if message["content"] is None]
@@ -33,11 +33,11 @@ def lost_part(render: Render, messages: Sequence[dict[str, Any]], tools: Any) ->
         return None
     text = render(messages, tools)
     if tools and _without(render, messages, None) == text:
-        return f"the tools of the conversation leave no trace in the text of the chat template: {_REMEDY}"
+        return f"the chat template omits the tools of the conversation: {_REMEDY}"
     for turn in calls:
         bare = {name: value for name, value in messages[turn].items() if name != "tool_calls"}
         if _without(render, [*messages[:turn], bare, *messages[turn + 1 :]], tools) == text:
-            return f"the tool_calls of turn {turn + 1} leave no trace in the text of the chat template: {_REMEDY}"
+            return f"the chat template omits the tool_calls of turn {turn + 1}: {_REMEDY}"
     for turn in empty:
         written = {**messages[turn], "content": ""}
         other = _without(render, [*messages[:turn], written, *messages[turn + 1 :]], tools)
