@@ -51,7 +51,8 @@ class AllGather:
         for distance in range(1, axis.size):
             to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
             self._works.append(dist.isend(x, axis.ranks[to], group=axis.group))
-            self._works.append(dist.irecv(slices[source], axis.ranks[source], group=axis.group))
+            # Waited for before any send: when a connection breaks, gloo forgets the sends that are on their way.
+            self._works.insert(0, dist.irecv(slices[source], axis.ranks[source], group=axis.group))
         if slices[axis.rank].data_ptr() != x.data_ptr():
             slices[axis.rank].copy_(x.view(-1))
 
