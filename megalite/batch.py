@@ -27,6 +27,29 @@ class Mask:
     window: int | None = None
 
 
+def runs_of(length: int, ranks: int, rank: int) -> tuple[range, ...]:
+    """Return the positions that a rank holds where `ranks` ranks share samples: equal work under a causal mask.
+
+    Of 2 `ranks` chunks a rank has one from the head and its mirror image from the tail; neighbors are one run. Source:
+    Megatron-LM's context parallelism; Zhu 2024, "ring-flash-attention", zigzag.
+    """
+    mirror = 2 * ranks - 1 - rank
+    head, tail = (range(i * length // (2 * ranks), (i + 1) * length // (2 * ranks)) for i in (rank, mirror))
+    return (range(head.start, tail.stop),) if head.stop == tail.start else (head, tail)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """Put what `ranks` ranks hold, [ranks, tokens of a rank, ...], in the order of positions: [S, ...]."""
+    heads, tails = x.unflatten(1, (2, -1)).unbind(1)
+    return torch.cat((heads, tails.flip(0))).flatten(0, 1)
+
+
+def by_rank(x: Tensor, ranks: int) -> Tensor:
+    """Put x [S, ...] in the order of the ranks that hold it: [ranks, tokens of a rank, ...]."""
+    heads, tails = x.view(2, ranks, -1, *x.shape[1:]).unbind()
+    return torch.stack((heads, tails.flip(0)), 1).flatten(1, 2)
+
+
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Documents of unsplit samples: a query sees no key of another document.
@@ -35,11 +58,13 @@ class Documents:
         starts_SB: int64 [S, B], position in the sample at which each token's document starts.
         bounds: int32 [documents + 1], where documents start in the samples laid end to end, then S B; on a GPU only.
         longest: number of tokens of the longest document, where there are bounds.
+        host_starts_BS: the same starts on the host, [B, S], where a GPU holds the others.
     """
 
     starts_SB: Tensor
     bounds: Tensor | None = None
     longest: int = 0
+    host_starts_BS: npt.NDArray[np.int64] | None = None
     _visible: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def visible(self, window: int) -> Tensor:
@@ -49,6 +74,12 @@ class Documents:
         if window not in self._visible:
             self._visible[window] = self._compute_mask(window)
         return self._visible[window]
+
+    def first_seen(self, position: int) -> tuple[int, int]:
+        """Return where the document that a position is in starts: (least, greatest) of the samples."""
+        host = self.host_starts_BS
+        starts = self.starts_SB[position].tolist() if host is None else host[:, position].tolist()
+        return min(starts), max(starts)
 
     def without_masks(self) -> Documents:
         """Return the same documents for the layers of one pass: the masks of a whole step would fill the memory."""
@@ -89,6 +120,11 @@ class Positions:
         starts_SB = documents.starts_SB
         return cls(length, (range(length),), torch.arange(length, device=starts_SB.device)[:, None] - starts_SB)
 
+    def shared(self, ranks: int, rank: int) -> Positions:
+        """Return those of the tokens that a rank holds where `ranks` ranks share whole samples."""
+        runs, starts = runs_of(self.length, ranks, rank), self.in_documents_SB
+        return Positions(self.length, runs, None if starts is None else _rows(starts, runs))
+
     def between(self, begin: int, end: int) -> Positions:
         """Return the positions of the tokens `begin` up to, but not including, `end`, counted among these tokens."""
         runs, before = [], 0
@@ -109,16 +145,20 @@ class Positions:
         return (rows[0] if len(rows) == 1 else torch.cat(rows)).unsqueeze(1)
 
 
+def _rows(x: Tensor, runs: tuple[range, ...]) -> Tensor:
+    return torch.cat([x[run.start : run.stop] for run in runs])
+
+
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that pass through the stages together.
+    """Samples that pass through the stages together, or this rank's tokens of them; then S counts those.
 
     Attributes:
         tokens_SB: token ids, int64 [S, B].
         targets_SB: int64 [S, B], ids to predict, negative ones are ignored; with None the last stage returns logits.
         positions: positions of these tokens.
-        documents: documents in the samples; attention looks back no further than to the start of each token's document.
-            None: a sample is one document.
+        documents: documents in the whole samples; attention looks back no further than to the start of each token's
+            document. None: a sample is one document.
         weights_SB: fp32 [S, B], weight of each target in the loss; None: 1.
     """
 
@@ -139,6 +179,15 @@ class MicroBatch:
         """Make a micro-batch of unsplit samples."""
         positions = Positions.of_samples(len(tokens_SB), documents)
         return cls(tokens_SB, targets_SB, positions, documents, weights_SB)
+
+    def shared(self, ranks: int, rank: int) -> MicroBatch:
+        """Return what a rank holds of whole samples that `ranks` ranks share: the one place where a sequence is cut."""
+        positions = self.positions.shared(ranks, rank)
+        tokens, targets, weights = (
+            None if x is None else _rows(x, positions.runs) for x in (self.tokens_SB, self.targets_SB, self.weights_SB)
+        )
+        assert tokens is not None
+        return MicroBatch(tokens, targets, positions, self.documents, weights)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megalite.schedules.pipeline import SCHEDULES
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Layout. The number of ranks is dp x pp x tp, so dp = ranks / (pp x tp)."""
+    """Layout. The number of ranks is dp x pp x cp x tp, so dp = ranks / (pp x cp x tp)."""
 
     tp: int = 1
     """Tensor-parallel size: number of ranks that each layer is sharded over."""
@@ -24,6 +24,12 @@ class ParallelConfig:
     """Virtual pipeline stages per rank, for the interleaved and zb-v schedules."""
     pipeline_layout: str | None = None
     """Layers of every pipeline stage: 7,8*14,7, or Megatron's form Et*7|(t*8|)*14t*7L. Default: balanced by cost."""
+    cp: int = 1
+    """Context-parallel size: number of ranks that the tokens of each sample are distributed over."""
+    cp_comm: Literal["auto", "gather", "a2a", "ring", "a2a+gather", "a2a+ring"] = "auto"
+    """With --cp: how attention reaches the tokens of other ranks. gather: gather all keys and values; ring: pass them
+    on, a block at a time; a2a: exchange tokens for heads (Ulysses); a2a+...: exchange among as many neighbors as there
+    are heads for, gather or pass on beyond them; auto: by the bytes that each sends."""
     sequence_parallel: bool = True
     """With --tp above 1: also shard norms, dropout and the residual stream over the sequence."""
     schedule: Annotated[str, Choices(SCHEDULES, ("auto",))] = "auto"
@@ -60,7 +66,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        in_range(self, "tp pp vp", 1, 100_000)
+        in_range(self, "tp pp vp cp", 1, 100_000)
         self._check_pipeline_layout()
         in_range(self, "bucket_size", 1, 2**40)
         in_range(self, "vocab_divisible_by", 1, 1_000_000)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megalite.base.errors import in_range, require, step_range
+from megalite.config.context_parallel import check_context_parallel
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
@@ -106,6 +107,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_tensor_parallel()
+        check_context_parallel(self.model, self.parallel, self.data.within_documents, self.train.compile)
         self._check_features()
         self._check_steps()
         m, p = self.model, self.parallel

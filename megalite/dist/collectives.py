@@ -6,6 +6,7 @@ Conjugates (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2
     copy               all-reduce
     all-reduce         copy
     reduce-scatter     all-gather
+    all-to-all         all-to-all
 """
 
 from __future__ import annotations
@@ -181,6 +182,17 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Wor
     return out, reduce_scatter(out, x, axis)
 
 
+def start_shift(x: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Work]:
+    """Start sending `x` to the next rank of a ring; returns (what the previous one sends, work)."""
+    if axis.size == 1:
+        return x, FinishedWork()
+    x, received, sent = x.contiguous(), [0] * axis.size, [0] * axis.size
+    sent[(axis.rank + 1) % axis.size] = received[(axis.rank - 1) % axis.size] = len(x)
+    out = torch.empty_like(x)
+    work = dist.all_to_all_single(out, x, received, sent, group=axis.group, async_op=True)
+    return out, PendingWork(work, out, x, sent=x.nbytes)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -221,6 +233,20 @@ class _ScatterSequence(torch.autograd.Function):
         return full, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        all_to_all(out, x, axis).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.apply(grad, ctx.axis), None
+
+
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Use a replicated tensor in a parallel region: identity; backward sums the gradient over the axis."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
@@ -234,6 +260,11 @@ def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Leave a parallel region to sequence shards (dimension 0): reduce-scatter; backward all-gathers."""
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+
+
+def exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Send row i of x to rank i of the axis, for what it sends here; backward sends the gradients back."""
+    return x if axis.size == 1 else _Exchange.apply(x, axis)
 
 
 def gather_texts(text: str, axis: Axis, device: torch.device) -> Sequence[str]:

@@ -24,8 +24,14 @@ class MeshAxis(NamedTuple):
     cuts_batch: bool = False
 
 
-AXES: tuple[MeshAxis, ...] = (MeshAxis("pp"), MeshAxis("dp", cuts_batch=True), MeshAxis("tp"))
-"""The axes of a run, slowest first. Ranks of "dp" read different samples; it has the ranks that the others leave.
+AXES: tuple[MeshAxis, ...] = (
+    MeshAxis("pp"),
+    MeshAxis("dp", cuts_batch=True),
+    MeshAxis("cp", cuts_batch=True),
+    MeshAxis("tp"),
+)
+"""The axes of a run, slowest first. Ranks of "dp" read different samples, those of "cp" share theirs; "dp" has the ranks
+that the others leave.
 
 Tensor parallel is fastest (it communicates most, so its ranks are neighbors), pipeline slowest. Source: Narayanan et al.
 2021, "Efficient Large-Scale Language Model Training", section 3.
@@ -71,8 +77,10 @@ class Grid:
         if unknown := sizes.keys() - set(names):
             raise ValueError(f"unknown axis {sorted(unknown)[0]!r}")
         sizes = {name: sizes.get(name, 1) for name in names}
-        flags = [f"--{name}" for name in names]
-        words = " ".join(f"--{name} {size}" for name, size in sizes.items())
+        # Few runs use every axis, and messages speak of those in use.
+        named = [name for name in names if sizes[name] != 1 or name in ("tp", "pp")]
+        flags = [f"--{name}" for name in named]
+        words = " ".join(f"--{name} {sizes[name]}" for name in named)
         given = f"{words} on {world} rank{'s' * (world != 1)}"
         if min(world, *sizes.values()) < 1:
             raise UserError(given, "each must be at least 1", f"use {', and '.join(f'{f} 1 or more' for f in flags)}")
@@ -81,7 +89,7 @@ class Grid:
             fits = max(1, world // size) * size
             raise UserError(
                 given,
-                f"the number of ranks must be a multiple of {' x '.join(names)} = {size}",
+                f"the number of ranks must be a multiple of {' x '.join(named)} = {size}",
                 f"start {fits} ranks (torchrun --nproc-per-node), or change {' or '.join(flags)}",
             )
         sizes["dp"] = world // size

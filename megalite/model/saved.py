@@ -25,12 +25,12 @@ def element_size(cfg: Config) -> int:
 
 
 def tokens(cfg: Config) -> int:
-    """Count the tokens of a micro-batch."""
-    return cfg.train.micro_batch_size * cfg.model.seq_len
+    """Count the tokens of a micro-batch that a rank holds."""
+    return cfg.train.micro_batch_size * cfg.model.seq_len // cfg.parallel.cp
 
 
 def residual_rows(cfg: Config) -> int:
-    """Count the tokens of a micro-batch on the residual stream of a rank."""
+    """Count the tokens of a micro-batch on the residual stream of a rank (its shard, with sequence parallelism)."""
     return tokens(cfg) // (cfg.parallel.tp if cfg.sequence_parallel else 1)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megalite.base.errors import UserError
 from megalite.ops import (
     adamw,
+    attend,
     attention,
     cross_entropy,
     gelu,
@@ -30,7 +31,7 @@ from megalite.ops import (
 from megalite.ops.op import Backend, Missing, Op
 
 BACKEND_NAMES = ("auto", "torch", "triton", "cuda", "cpp", "apex")
-_MODULES = (rmsnorm, layernorm, rope, attention, glu, gelu, cross_entropy, adamw, l2_norm, lamb, matmul)
+_MODULES = (rmsnorm, layernorm, rope, attention, attend, glu, gelu, cross_entropy, adamw, l2_norm, lamb, matmul)
 # Every op by its name, in the order of the listing.
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _MODULES}
 
@@ -56,6 +57,8 @@ class Ops:
     rope: Callable[..., Tensor]
     rope_qkv: Callable[..., tuple[Tensor, Tensor, Tensor]]
     attention: Callable[..., Tensor]
+    attend: Callable[..., tuple[Tensor, Tensor]]
+    attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     swiglu: Callable[..., Tensor]
     geglu: Callable[..., Tensor]
     gelu: Callable[..., Tensor]

@@ -9,7 +9,9 @@ import torch
 
 from megalite import ops as kernels
 from megalite.base.log import logger
+from megalite.config.context_parallel import choose_comm, head_ranks
 from megalite.config.run import Config
+from megalite.context_parallel import share_attention
 from megalite.dist.context import ParallelContext
 from megalite.dist.dtypes import DTYPES
 from megalite.dist.rendezvous import local_world_size
@@ -45,7 +47,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     dtype = DTYPES[cfg.train.precision]
     if ctx.device.type == "cpu":
         keep_freed_memory()
-    ops = _with_attention(cfg, kernels.resolve(cfg.train.ops, ctx.device, dtype), ctx.device)
+    ops = _with_attention(cfg, kernels.resolve(cfg.train.ops, ctx.device, dtype), ctx)
     logger.info(ops.describe())
     schedule = schedule_of(cfg, ctx.dp.size)
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
@@ -56,7 +58,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         remedy = "lower --micro-batch-size, or drop --offload"
         check_host_memory(needed[ctx.pp.rank], "--offload activations", remedy)
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
-    message = next(iter(stages.values())).message(cfg.model.seq_len, cfg.train.micro_batch_size)
+    message = next(iter(stages.values())).message(cfg.model.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
     if ctx.device.type == "cuda":
@@ -76,9 +78,9 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     )
 
 
-def _with_attention(cfg: Config, ops: Ops, device: torch.device) -> Ops:
-    """Set the requested attention kernel, and log which kernels torch may choose from."""
-    m = cfg.model
+def _with_attention(cfg: Config, ops: Ops, ctx: ParallelContext) -> Ops:
+    """Set the requested attention kernel, log which kernels torch may choose from, and share sequences over cp."""
+    m, device = cfg.model, ctx.device
     case = AttentionCase(
         device,
         DTYPES[cfg.train.precision],
@@ -93,7 +95,11 @@ def _with_attention(cfg: Config, ops: Ops, device: torch.device) -> Ops:
         usable = [kernel for kernel in KERNELS if why_not(kernel, case) is None]
         order = ", ".join(usable)
         logger.info(f"attention: {name}" + (f" (torch takes one of {order})" if name == "auto" else ""))
-    return replace(ops, attention=attention)
+    comm, why = choose_comm(m, cfg.parallel, cfg.data.within_documents)
+    if cfg.parallel.cp > 1 and cfg.parallel.cp_comm == "auto":
+        logger.info(f"--cp-comm auto: {comm} ({why})")
+    shared = share_attention(comm, head_ranks(m, cfg.parallel), ctx, replace(ops, attention=attention))
+    return replace(ops, attention=shared)
 
 
 def build_stages(

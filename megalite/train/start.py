@@ -198,10 +198,11 @@ def log_banner(engine: Engine) -> None:
     cfg, ctx = engine.cfg, engine.ctx
     *fewer, count = cfg.microbatch_counts(ctx.dp.size)
     parameters = count_parameters(param_map(cfg.model))
+    cp = f", cp {ctx.axis('cp').size}" * (ctx.axis("cp").size > 1)
     sharing = f"ZeRO-{cfg.parallel.zero}" + f", gradients {cfg.train.compress}" * (cfg.train.compress != "none")
     logger.info(
         f"{cfg.model.arch}, {parameters:,} parameters, on {ctx.world.size} x {ctx.device.type}: dp {ctx.dp.size}, "
-        f"pp {ctx.pp.size}, tp {ctx.tp.size}; {f'{fewer[0]} to ' if fewer else ''}{count} "
+        f"pp {ctx.pp.size}, tp {ctx.tp.size}{cp}; {f'{fewer[0]} to ' if fewer else ''}{count} "
         f"micro-batch{'es' * (count > 1)} of "
         f"{cfg.train.micro_batch_size} per dp rank and step; {cfg.train.precision}, {sharing}"
     )

@@ -18,6 +18,7 @@ from megalite.batch import Documents, MicroBatch, document_bounds
 from megalite.config.run import rates_at
 from megalite.data.rows import Rows
 from megalite.dist import collectives
+from megalite.dist.context import Axis
 from megalite.train.engine import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
 
@@ -51,6 +52,7 @@ class StepResult:
     failed: bool
 
 
+_ALONE = Axis("cp")
 Batch = Rows | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 
@@ -76,7 +78,7 @@ def train_step(
     """
     cfg, ctx, optimizer, scale = engine.cfg, engine.ctx, engine.optimizer, engine.scaler.scale
     rows = to_rows(batch, engine)
-    microbatches = to_microbatches(rows, cfg.train.micro_batch_size, ctx.device)
+    microbatches = to_microbatches(rows, cfg.train.micro_batch_size, ctx.device, ctx.axis("cp"))
     optimizer.start_step(len(microbatches), scale)
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
@@ -120,9 +122,10 @@ def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float
     Neither dropout nor label smoothing applies. For the arguments see `train_step`.
     """
     rows = to_rows(batch, engine)
-    microbatches = to_microbatches(rows, engine.cfg.train.micro_batch_size, engine.ctx.device)
+    size, ctx = engine.cfg.train.micro_batch_size, engine.ctx
+    microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"))
     engine.unit_weights.start_pass()
-    loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, engine.ctx.batch.rank)
+    loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, ctx.batch.rank)
     engine.unit_weights.end_pass()
     loss, targets, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, rows, failed=failed))
     return loss / targets if targets else 0.0, targets, failures > 0
@@ -179,8 +182,8 @@ def to_rows(batch: Batch, engine: Engine) -> Rows:
     return Rows.of(tokens).check_inputs("the batch")
 
 
-def to_microbatches(rows: Rows, size: int, device: torch.device) -> list[MicroBatch]:
-    """Cut rows into micro-batches of `size` samples, on the device."""
+def to_microbatches(rows: Rows, size: int, device: torch.device, cp: Axis = _ALONE) -> list[MicroBatch]:
+    """Cut rows into micro-batches of `size` samples, on the device, and these into the tokens of each rank of `cp`."""
 
     def split(x_NS: npt.NDArray[Any] | None) -> Iterable[Any]:
         if x_NS is None:
@@ -193,14 +196,16 @@ def to_microbatches(rows: Rows, size: int, device: torch.device) -> list[MicroBa
         # Bounds are found on the host: a GPU would have to be asked how many documents there are.
         host_starts = (rows.starts[i : i + size] for i in range(0, len(rows), size))
         documents = [_documents(*starts, device) for starts in zip(host_starts, split(rows.starts))]
-    return [MicroBatch.of_samples(*parts) for parts in zip(inputs, targets, documents, weights)]
+    whole = (MicroBatch.of_samples(*parts) for parts in zip(inputs, targets, documents, weights))
+    return [batch.shared(cp.size, cp.rank) for batch in whole]
 
 
 def _documents(starts_BS: npt.NDArray[np.int64], starts_SB: torch.Tensor, device: torch.device) -> Documents:
     if device.type != "cuda":
         return Documents(starts_SB)
     bounds = document_bounds(starts_BS)
-    return Documents(starts_SB, _to_device(bounds, device), longest=int(np.diff(bounds).max()))
+    longest = int(np.diff(bounds).max())
+    return Documents(starts_SB, _to_device(bounds, device), longest, host_starts_BS=starts_BS)
 
 
 def _to_device(x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -60,11 +60,11 @@ def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[
 @pytest.mark.parametrize("case", CASES)
 def test_an_axis_is_one_row(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     world, tp, pp, options = CASES[case]
-    pp_axis, dp_axis, tp_axis = table.AXES
+    pp_axis, dp_axis, cp_axis, tp_axis = table.AXES
     with monkeypatch.context() as patch:
-        patch.setattr(table, "AXES", (pp_axis, dp_axis, MeshAxis("sq", cuts_batch=True), tp_axis))
-        grid = Grid.from_config(SimpleNamespace(tp=tp, pp=pp, sq=2), world)
-    assert grid.axes == (("pp", pp), ("dp", world // (2 * tp * pp)), ("sq", 2), ("tp", tp))
+        patch.setattr(table, "AXES", (pp_axis, dp_axis, MeshAxis("sq", cuts_batch=True), cp_axis, tp_axis))
+        grid = Grid.from_config(SimpleNamespace(tp=tp, pp=pp, sq=2, cp=1), world)
+    assert grid.axes == (("pp", pp), ("dp", world // (2 * tp * pp)), ("sq", 2), ("cp", 1), ("tp", tp))
     layout = {"tp": tp, "pp": pp, **options}
     cfgs = [config(jobs.llama(), zero, layout if zero > 1 else {**layout, "zero_group": "full"}) for zero in (1, 3)]
     ranks = pool.run(world, trained, cfgs, grid)

@@ -163,6 +163,10 @@ def context_of(grid: Grid, rank: int) -> ParallelContext:
         ranks = next(ranks for ranks in grid.groups(*names) if rank in ranks)
         return Axis(names[0], len(ranks), ranks.index(rank), ranks)
 
-    axes = {(name,): axis(name) for name in ("tp", "dp", "pp")} | {("ends",): Axis("ends", ranks=(rank,))}
+    axes = (
+        {(name,): axis(name) for name in grid.names}
+        | {grid.batch: axis(*grid.batch)}
+        | {("ends",): Axis("ends", ranks=(rank,))}
+    )
     world = Axis("world", grid.world, rank, tuple(range(grid.world)))
     return ParallelContext(grid, rank, torch.device("cpu"), axes, world, axis("pp"))

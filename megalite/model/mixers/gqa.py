@@ -52,6 +52,8 @@ class GroupedQueryAttention(Mixer):
             rows = [_packed(cfg, "queries, keys and values before their norms")] if e == 4 else wide
             rows += [inside(cfg, f"normalized {name}", e * width) for name, width in (("queries", q), ("keys", kv))]
             rows += [SavedTensor("statistic of a query or key norm", 4 * tokens(cfg))] * 2
+        if cfg.parallel.cp > 1:  # block by block: masks and scores are made again
+            return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]
             rows += [inside(cfg, "bounded scores", 4 * scores), inside(cfg, "probabilities", 4 * scores)]

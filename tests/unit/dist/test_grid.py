@@ -31,10 +31,22 @@ def test_coordinates_of_sixteen_ranks() -> None:
     t = Grid.of(16, tp=2, pp=4)
     assert t["dp"] == 2
     assert t["cp"] == 1
-    assert t.coords(0) == {"pp": 0, "dp": 0, "tp": 0}
-    assert t.coords(3) == {"pp": 0, "dp": 1, "tp": 1}
-    assert t.coords(13) == {"pp": 3, "dp": 0, "tp": 1}
+    assert t.coords(0) == {"pp": 0, "dp": 0, "cp": 0, "tp": 0}
+    assert t.coords(3) == {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
+    assert t.coords(13) == {"pp": 3, "dp": 0, "cp": 0, "tp": 1}
     assert t.rank(dp=1, pp=3, tp=1) == 15
+
+
+def test_groups_of_sixteen_ranks_that_share_samples() -> None:
+    grid = Grid.of(16, tp=2, cp=2, pp=2)
+    assert grid.batch == ("dp", "cp")
+    assert grid.groups("cp")[:4] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.groups("dp")[:4] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert grid.groups(*grid.batch)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    for names in (("tp",), ("cp",), ("dp",), ("pp",), ("dp", "cp")):
+        assert sorted(rank for group in grid.groups(*names) for rank in group) == list(range(16))
+    with pytest.raises(UserError, match="--tp 1 --cp 4 --pp 1 on 6 ranks: .* multiple of tp x cp x pp = 4"):
+        Grid.of(6, cp=4)
 
 
 def check_partition(topology: Grid) -> None:
@@ -102,8 +114,8 @@ def test_places_outside_the_world() -> None:
     for rank in (-1, 4):
         with pytest.raises(ValueError, match="outside a world of 4"):
             topology.coords(rank)
-    with pytest.raises(ValueError, match="unknown axis 'cp'"):
-        topology.groups("cp")
+    with pytest.raises(ValueError, match="unknown axis 'ep'"):
+        topology.groups("ep")
 
 
 def test_a_second_grid_over_the_same_ranks() -> None:

@@ -25,7 +25,7 @@ from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.offload_memory import offloaded_bytes, sent_blocks
 from megalite.model.parameters import param_map
 from megalite.model.partition import blocks_by_kind, layer_split, stage_layers
-from megalite.model.saved import element_size, residual_bytes
+from megalite.model.saved import element_size, residual_bytes, tokens
 from megalite.pipeline.choose import name_of, names_of
 from megalite.pipeline.schedule import MAX_SENDS, Placement, placement_of
 from megalite.pipeline.steady import extend, sample_sizes
@@ -189,7 +189,7 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
     m, p = cfg.model, cfg.parallel
     if p.device == "cpu":
         return 0
-    width = element_size(cfg) * cfg.train.micro_batch_size * m.seq_len
+    width = element_size(cfg) * tokens(cfg)
     shards = p.tp if cfg.sequence_parallel else 1
     sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // shards if p.pp > 1 else 0
     if shards == 1:
@@ -288,16 +288,16 @@ class _HeadBytes:
 
 
 def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
-    m, e, tokens = cfg.model, element_size(cfg), cfg.train.micro_batch_size * cfg.model.seq_len
+    m, e, held = cfg.model, element_size(cfg), tokens(cfg)
     vocab, chunked = vocab_rows(cfg), cfg.train.loss_chunk > 0
     # With chunks, no logits are kept, and those of one chunk exist temporarily in the forward pass.
-    rows = min(cfg.train.loss_chunk, tokens) or tokens
+    rows = min(cfg.train.loss_chunk, held) or held
     loss = e * rows * vocab if chunked else 0
     if cfg.parallel.device != "cpu" and _torch_loss(cfg.train.ops):
         loss += _LOSS_WORK * rows * vocab
     if m.logit_softcap is not None:
         loss += e * rows * vocab  # its slope, in backward
-    return _HeadBytes(0 if chunked else e * tokens * vocab, loss, _gpu_workspace(cfg, num_microbatches))
+    return _HeadBytes(0 if chunked else e * held * vocab, loss, _gpu_workspace(cfg, num_microbatches))
 
 
 @lru_cache(maxsize=16)

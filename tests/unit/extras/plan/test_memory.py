@@ -57,7 +57,9 @@ def config(
 def rank_context(grid: Grid, rank: int) -> ParallelContext:
     """A rank's view of the grid without processes: enough to make tensors, not to communicate."""
     here = grid.coords(rank)
-    axes = {(n,): Axis(n, grid[n], here[n]) for n in ("tp", "dp", "pp")} | {("ends",): Axis("ends")}
+    axes = {(n,): Axis(n, grid[n], here[n]) for n in grid.names} | {("ends",): Axis("ends")}
+    batch = next(group for group in grid.groups(*grid.batch) if rank in group)
+    axes[grid.batch] = Axis("dpxcp", len(batch), batch.index(rank), batch)
     pp_grad = Axis("pp_grad", grid["pp"], here["pp"])
     return ParallelContext(grid, rank, CPU, axes, world=Axis("world"), pp_grad=pp_grad)
 

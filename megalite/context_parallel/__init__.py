@@ -1,0 +1,31 @@
+"""Context parallelism (`--cp`): samples shared by ranks, and attention across them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megalite.context_parallel.blocks import BlockAttention
+from megalite.context_parallel.gather import Gather
+from megalite.context_parallel.heads import HeadExchange
+from megalite.context_parallel.ring import Ring
+from megalite.dist.context import ParallelContext
+from megalite.ops import Ops
+
+
+def share_attention(comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops) -> Callable[..., Tensor]:
+    """Return `ops.attention` for tokens that the ranks of cp share as `batch.runs_of` says.
+
+    Args:
+        comm: how attention reaches the tokens of other ranks, a value of `--cp-comm`.
+        head_ranks: number of neighbors that can exchange tokens for heads.
+        ctx: this rank's axes.
+        ops: the kernels in use.
+    """
+    cp = ctx.axis("cp")
+    if cp.size == 1 or comm == "a2a":
+        return HeadExchange(cp, ops.attention) if cp.size > 1 else ops.attention
+    neighbors, others = ctx.split("cp", size=head_ranks) if "a2a" in comm else (None, cp)
+    attention = BlockAttention((Ring if "ring" in comm else Gather)(others), others, ops)
+    return attention if neighbors is None else HeadExchange(neighbors, attention)

@@ -1,0 +1,226 @@
+"""Attention block by block: which keys which queries see, and the sum over blocks, forward and backward.
+
+Shapes: B micro-batch, N query heads, G key/value heads, D head size, s this rank's tokens, K those of the keys at hand.
+Keys and values travel and wait as one tensor [K, B, 2, G, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.batch import Documents, Mask, runs_of
+from megalite.dist.context import Axis
+from megalite.ops import Ops
+
+_ROWS = 512
+"""Queries of a block that needs a mask: its keys are those from the first that one of the queries sees."""
+
+
+class Block(NamedTuple):
+    """Queries and keys of one call, as slices of the tensors at hand; `begins`: position of the first of each."""
+
+    queries: slice
+    keys: slice
+    begins: tuple[int, int]
+    causal: bool = False
+    masked: bool = False
+
+
+def blocks_of(
+    query_runs: tuple[range, ...], key_runs: tuple[range, ...], window: int, documents: Documents | None
+) -> Iterator[Block]:
+    """List the blocks in which some query sees a key; the runs are the positions of the tensors' tokens, in order.
+
+    A run of keys holds a run of queries, or has none of its positions.
+    """
+    at = 0
+    for run in query_runs:
+        rows = len(run) if documents is None and run.stop <= window else _ROWS
+        for first in range(run.start, run.stop, rows):
+            queries = run[first - run.start : first - run.start + rows]
+            yield from _blocks_of(queries, at + first - run.start, key_runs, window, documents)
+        at += len(run)
+
+
+def _blocks_of(
+    queries: range, at: int, key_runs: tuple[range, ...], window: int, documents: Documents | None
+) -> Iterator[Block]:
+    begin, last = queries.start, queries.stop - 1
+    sees, last_sees = begin - window + 1, last - window + 1  # first keys of the first query and of the last
+    if documents is not None:
+        sees, last_sees = max(sees, documents.first_seen(begin)[0]), max(last_sees, documents.first_seen(last)[1])
+    rows, before = slice(at, at + len(queries)), 0
+    for run in key_runs:
+        keys = range(max(run.start, sees), min(run.stop, queries.stop))
+        offset = before - run.start
+        before += len(run)
+        if not keys:
+            continue
+        if keys.start < last_sees:
+            yield Block(rows, _slice(keys, offset), (begin, keys.start), masked=True)
+            continue
+        # Two calls without a mask: all of the keys before the queries, and the queries' own.
+        earlier, own = range(keys.start, min(begin, keys.stop)), range(max(begin, keys.start), keys.stop)
+        if earlier:
+            yield Block(rows, _slice(earlier, offset), (begin, earlier.start))
+        if own:
+            yield Block(rows, _slice(own, offset), (begin, begin), causal=True)
+
+
+def _slice(positions: range, offset: int) -> slice:
+    return slice(positions.start + offset, positions.stop + offset)
+
+
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """Copy k and v [B, G, K, D] into one message [K, B, 2, G, D]."""
+    return torch.stack((k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)), 2)
+
+
+def unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v [B, G, K, D] of a message, as views."""
+    k, v = kv.permute(2, 1, 3, 0, 4)
+    return k, v
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention over blocks.
+
+    Attributes:
+        ops: the kernels in use.
+        queries: positions of this rank's tokens.
+        mask, documents: as of `ops.attention`; documents are of whole samples.
+        options: "scale" and "softcap" of the scores.
+    """
+
+    ops: Ops
+    queries: tuple[range, ...]
+    mask: Mask
+    documents: Documents | None
+    options: dict[str, float | None]
+
+    def attend(self, total: Total, q: Tensor, kv: Tensor, key_runs: tuple[range, ...]) -> None:
+        """Add what the queries get from these keys to the total."""
+        k, v = unpack(kv)
+        for block, options in self._blocks(key_runs, q.device):
+            rows, keys = block.queries, block.keys
+            total.add(rows, *self.ops.attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], **options))
+
+    def gradients(
+        self, dq: Tensor, dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, key_runs: tuple[range, ...]
+    ) -> Tensor:
+        """Add the queries' gradient from these keys to dq; return the keys' and values', like kv in fp32 or wider."""
+        dkv = kv.new_zeros(kv.shape, dtype=dq.dtype)
+        (k, v), (dk, dv) = unpack(kv), unpack(dkv)
+        for block, options in self._blocks(key_runs, q.device):
+            rows, keys = block.queries, block.keys
+            of_rows = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows]
+            parts = self.ops.attend_backward(*of_rows, **options)
+            for grad, at, part in zip((dq, dk, dv), (rows, keys, keys), parts):
+                grad[:, :, at] += part
+        return dkv
+
+    def _blocks(self, key_runs: tuple[range, ...], device: torch.device) -> Iterator[tuple[Block, dict[str, Any]]]:
+        end = max(run.stop for run in self.queries)
+        window = end if self.mask.window is None else self.mask.window
+        for block in blocks_of(self.queries, key_runs, window, self.documents):
+            visible = self._visible(block, window, device) if block.masked else None
+            yield block, {"visible": visible, "causal": block.causal, **self.options}
+
+    def _visible(self, block: Block, window: int, device: torch.device) -> Tensor:
+        """Return bool [B or 1, 1, queries, keys]."""
+        sizes = (rows.stop - rows.start for rows in (block.queries, block.keys))
+        queries, keys = (torch.arange(at, at + n, device=device) for at, n in zip(block.begins, sizes))
+        first = queries[None] - (window - 1)
+        if self.documents is not None:
+            begin = block.begins[0]
+            first = torch.maximum(first, self.documents.starts_SB[begin : begin + len(queries)].t())
+        return ((keys <= queries[:, None]) & (keys >= first[..., None])).unsqueeze(1)
+
+
+class Total:
+    """The output of queries over the keys so far, fp32 or wider, and its log-sum-exp.
+
+    Attributes:
+        out: [B, N, s, D], in memory [s, B, N, D].
+        lse: [B, N, s].
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        batch, heads, tokens, width = q.shape
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.out = q.new_zeros(tokens, batch, heads, width, dtype=wide).permute(1, 2, 0, 3)
+        self.lse = q.new_full((batch, heads, tokens), float("-inf"), dtype=wide)
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge the result of some queries for further keys."""
+        before = self.lse[:, :, rows]
+        merged = torch.logaddexp(before, lse)
+        # A query that has seen no key yet stays 0: -inf less -inf is not a number.
+        base = merged.masked_fill(merged.isinf(), 0.0)
+        kept, added = ((x - base).exp_().unsqueeze(-1) for x in (before, lse))
+        self.out[:, :, rows].mul_(kept).add_(out * added)
+        self.lse[:, :, rows] = merged
+
+
+class Exchange(Protocol):
+    """How keys and values reach the queries of other ranks, and gradients the way back; see gather.py and ring.py."""
+
+    def attend(self, case: Case, total: Total, q: Tensor, kv: Tensor) -> None:
+        """Add what the queries get from the keys of all ranks, given this rank's."""
+
+    def gradients(self, case: Case, dq: Tensor, *saved: Tensor) -> Tensor:
+        """Add to dq, and return the gradient of this rank's keys and values, [s, B, 2, G, D]; see `Case.gradients`."""
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Saves what one process would, for this rank's tokens: keys of other ranks come again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, case: Case) -> Tensor:
+        total = Total(q)
+        exchange.attend(case, total, q, pack(k, v))
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, total.lse)
+        ctx.exchange, ctx.case = exchange, case
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dkv = ctx.exchange.gradients(ctx.case, dq, dout, q, pack(k, v), out, lse)
+        dk, dv = unpack(dkv.to(k.dtype))
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """`ops.attention` of this rank's queries with the keys of all ranks of an axis; no dropout.
+
+    Attributes:
+        exchange: how the keys come.
+        cp: the axis whose ranks share samples as `batch.runs_of` says.
+        ops: the kernels in use.
+    """
+
+    exchange: Exchange
+    cp: Axis
+    ops: Ops
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, documents: Documents | None = None, *, dropout: float = 0.0,
+        scale: float | None = None, softcap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attend; q, k and v are of this rank's tokens, documents of whole samples."""
+        assert not dropout
+        runs = runs_of(q.shape[2] * self.cp.size, self.cp.size, self.cp.rank)
+        case = Case(self.ops, runs, mask, documents, {"scale": scale, "softcap": softcap})
+        return _BlockAttention.apply(q, k, v, self.exchange, case)

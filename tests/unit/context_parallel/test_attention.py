@@ -1,0 +1,196 @@
+"""Attention over ranks that share samples, forward and backward, against the plain formula in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.batch import Documents, Mask, by_rank, in_order, runs_of
+from megalite.context_parallel import blocks, share_attention
+from megalite.context_parallel.blocks import blocks_of
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
+from megalite.ops import resolve
+from tests.workers import WorkerPool
+
+S, B = 48, 2
+# Two samples; in the second the documents come in the opposite order.
+LENGTHS = (1, 1, 7, 8, 14, 9, 8)
+STARTS = torch.tensor(
+    [[sum(order[:i]) for i, n in enumerate(order) for _ in range(n)] for order in (LENGTHS, LENGTHS[::-1])]
+)
+# (--cp-comm, neighbors that exchange heads)
+VARIANTS = {"gather": 1, "ring": 1, "a2a": 4, "a2a+gather": 2, "a2a+ring": 2}
+
+# (query heads, key heads, window, soft cap, documents)
+CASES: list[tuple[int, int, int | None, float | None, bool]] = [
+    (4, 2, None, None, False),
+    (4, 2, None, None, True),
+    (8, 4, 11, None, False),
+    (4, 4, 5, None, True),
+    (8, 1, None, 0.7, False),
+    (4, 2, 11, 0.7, True),
+]
+
+
+def drawn(heads: int, kv_heads: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output, fp64 [B, heads, S, 16], positions first in memory."""
+    g = torch.Generator().manual_seed(heads + kv_heads)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    return [torch.randn(S, B, n, 16, generator=g, dtype=torch.float64).permute(1, 2, 0, 3) for n in sizes]
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, documents: bool) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    at = torch.arange(S)
+    seen = (at <= at[:, None]) & (at > at[:, None] - (window or S))
+    if documents:
+        seen = (seen & (at >= STARTS[..., None])).unsqueeze(1)
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def part(x: Tensor, size: int, rank: int) -> Tensor:
+    """A rank's tokens of [B, heads, S, D], positions first in memory as in the model."""
+    return torch.cat([x[:, :, run.start : run.stop] for run in runs_of(S, size, rank)], 2).permute(2, 0, 1, 3)
+
+
+def attended(rank: int, size: int, variant: str, dtype: torch.dtype, rows: int) -> list[list[Tensor]]:
+    """By case: this rank's out, dq, dk and dv."""
+    ctx = ParallelContext.create(Grid.of(size, cp=size), torch.device("cpu"))
+    attention = share_attention(variant, min(VARIANTS[variant], size), ctx, resolve("auto", "cpu", dtype))
+    documents = Documents(STARTS.t())
+    out = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_ROWS", rows)
+        for heads, kv_heads, window, softcap, packed in CASES:
+            *leaves, dy = (part(x, size, rank).to(dtype).contiguous() for x in drawn(heads, kv_heads))
+            leaves = [x.requires_grad_() for x in leaves]
+            q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
+            y = attention(q, k, v, Mask(window), documents if packed else None, softcap=softcap)
+            y.backward(dy.permute(1, 2, 0, 3))
+            out.append([y.detach().permute(2, 0, 1, 3), *(x.grad for x in leaves)])
+    return out
+
+
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}
+
+
+def check(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype, rows: int) -> None:
+    ranks = pool.run(size, attended, size, variant, dtype, rows)
+    for i, case in enumerate(CASES):
+        *leaves, dy = drawn(*case[:2])
+        leaves = [x.to(dtype).double().requires_grad_() for x in leaves]
+        y = formula(*leaves, *case[2:])
+        y.backward(dy.to(dtype).double())
+        for what, whole, parts in zip(
+            ("out", "dq", "dk", "dv"), (y, *(x.grad for x in leaves)), zip(*(r[i] for r in ranks))
+        ):
+            assert whole is not None
+            want = torch.stack([part(whole.detach(), size, rank) for rank in range(size)])
+            error = (torch.stack(parts).double() - want).norm() / want.norm()
+            assert error < LIMITS[dtype], f"{what} of {case} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_is_the_formula(pool: WorkerPool, variant: str) -> None:
+    check(pool, 4, variant, torch.float64, rows=5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention_in_every_type(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype) -> None:
+    check(pool, size, variant, dtype, rows=512)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_ranks_hold_heads_and_tails(size: int) -> None:
+    """Each token is held once, in rising order, and all ranks have equal work; the two orders are inverse."""
+    held = [[at for run in runs_of(S, size, rank) for at in run] for rank in range(size)]
+    assert sorted(sum(held, [])) == list(range(S))
+    assert all(positions == sorted(positions) and len(positions) == S // size for positions in held)
+    work = [sum(positions) for positions in held]
+    assert max(work) == min(work)
+    by_ranks = torch.tensor(held)
+    assert in_order(by_ranks).tolist() == list(range(S))
+    assert torch.equal(by_rank(torch.arange(S), size), by_ranks)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 20])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_blocks_are_every_pair_once(
+    gathered: bool, documents: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What blocks cover is what queries see, and nothing twice; whole blocks are left out."""
+    monkeypatch.setattr(blocks, "_ROWS", 5)
+    packed = Documents(STARTS.t()) if documents else None
+    at = torch.arange(S)
+    seen = ((at <= at[:, None]) & (at > at[:, None] - (window or S))).expand(B, S, S)
+    seen = seen & (at >= STARTS[..., None]) if documents else seen
+    for rank in range(4):
+        queries = runs_of(S, 4, rank)
+        positions = torch.tensor([p for run in queries for p in run])
+        for source in range(1 if gathered else 4):
+            keys = (range(S),) if gathered else runs_of(S, 4, source)
+            key_positions = torch.tensor([p for run in keys for p in run])
+            found = torch.zeros(B, len(positions), len(key_positions), dtype=torch.int64)
+            for block in blocks_of(queries, keys, window or S, packed):
+                mine, theirs = positions[block.queries], key_positions[block.keys]
+                assert (mine[0].item(), theirs[0].item()) == block.begins
+                pairs = torch.ones(B, len(mine), len(theirs), dtype=torch.bool)
+                if block.causal:
+                    pairs = (theirs <= mine[:, None]).expand_as(pairs)
+                if block.masked:
+                    pairs = seen[:, mine][:, :, theirs]
+                    assert pairs.any()
+                found[:, block.queries, block.keys] += pairs
+            assert torch.equal(found, seen[:, positions][:, :, key_positions].long())
+
+
+def options(**changed: Any) -> dict[str, Any]:
+    return {"scale": 0.25, "softcap": None, **changed}
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_op_merges_and_differentiates_block_by_block(dtype: torch.dtype, softcap: float | None) -> None:
+    """Two blocks of keys, one of which some queries do not see at all; then the same keys at once."""
+    ops = resolve("auto", "cpu", dtype)
+    q, k, v, dout = (x.to(dtype)[:, :, :9] for x in drawn(4, 2))
+    visible = torch.ones(B, 1, 9, 9, dtype=torch.bool).tril()
+    visible[0, :, 4:, :4] = False
+    whole, lse = ops.attend(q, k, v, visible, **options(softcap=softcap))
+    halves = [slice(0, 4), slice(4, 9)]
+    total = blocks.Total(q)
+    for keys in halves:
+        total.add(
+            slice(0, 9), *ops.attend(q, k[:, :, keys], v[:, :, keys], visible[..., keys], **options(softcap=softcap))
+        )
+    torch.testing.assert_close(total.out.to(dtype), whole, rtol=LIMITS[dtype], atol=LIMITS[dtype])
+    torch.testing.assert_close(total.lse, lse, rtol=1e-5, atol=1e-5)
+    unseen = ops.attend(q, k[:, :, halves[1]], v[:, :, halves[1]], visible[..., halves[1]], **options(softcap=softcap))
+    assert not unseen[0][:, :, :4].any()
+    assert (unseen[1][:, :, :4] == float("-inf")).all()
+
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].repeat_interleave(2, 1).transpose(2, 3) * 0.25
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    want = scores.masked_fill(~visible, float("-inf")).softmax(-1) @ leaves[2].repeat_interleave(2, 1)
+    want.backward(dout.double())
+    grads = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
+    for keys in halves:
+        parts = ops.attend_backward(
+            dout, q, k[:, :, keys], v[:, :, keys], whole, lse, visible[..., keys], **options(softcap=softcap)
+        )
+        for grad, part_of, rows in zip(grads, parts, (slice(0, 9), keys, keys)):
+            grad[:, :, rows] += part_of
+    for got, leaf in zip((whole.double(), *grads), (want.detach(), *(x.grad for x in leaves))):
+        assert leaf is not None
+        assert (got - leaf).norm() / leaf.norm() < 2 * LIMITS[dtype]
