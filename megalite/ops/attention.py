@@ -11,8 +11,8 @@ attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=Non
     Dropout draws from the default generator of q's device, which the caller seeds. The softmax is fp32. With softcap
     the scores [B, N, S, S] are kept for backward, because no fused kernel of torch supports it.
 
-    With documents, no S x S mask exists where `why_masked` returns None (on a GPU in bf16 or fp16); elsewhere torch's
-    attention runs with a mask.
+    With documents or a window, no S x S mask exists where `why_masked` returns None (on a GPU in bf16 or fp16): the
+    variable-length kernel skips what a query does not see. Elsewhere torch's attention runs with a mask.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _capped(
 def why_masked(
     device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float, softcap: float | None
 ) -> str | None:
-    """Return why documents need an S x S mask instead of FlashAttention's variable-length kernel, or None."""
+    """Return why documents and windows need a mask instead of FlashAttention's variable-length kernel, or None."""
     if device.type != "cuda":
         return f"variable-length kernels require a GPU, not {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -94,13 +94,12 @@ def prepare_to_compile() -> None:
         torch.compiler.assume_constant_result(constant)
 
 
-def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int, scale: float | None) -> Tensor:
-    """Attend within each document, by FlashAttention's variable-length kernel."""
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int, scale: float | None) -> Tensor:
+    """Attend within each document, by FlashAttention's variable-length kernel; for the bounds see `Documents`."""
     from torch.nn.attention.varlen import varlen_attn
 
     batch, heads, seq, width = q.shape
-    bounds, longest, group = documents.bounds, documents.longest, heads // k.shape[1]
-    assert bounds is not None
+    group = heads // k.shape[1]
     grouped: dict[str, Any] = {"enable_gqa": True} if group > 1 else {}
     if group > 1 and not _varlen_takes_groups():
         k, v, grouped = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), {}
@@ -135,8 +134,14 @@ def attention(
     """Run SDPA, varlen attention with documents, or plain torch with softcap; see the module's contract."""
     seq, group = q.shape[2], q.shape[1] // k.shape[1]
     window = seq if mask.window is None else min(mask.window, seq)
-    if documents is not None and why_masked(q.device, q.dtype, q.shape[-1], dropout, softcap) is None:
-        return _by_document(q, k, v, documents, window, scale)
+    if (documents is not None or window < seq) and (
+        why_masked(q.device, q.dtype, q.shape[-1], dropout, softcap) is None
+    ):
+        if documents is not None:
+            assert documents.bounds is not None
+            return _varlen(q, k, v, documents.bounds, documents.longest, window, scale)
+        bounds = torch.arange(0, (q.shape[0] + 1) * seq, seq, dtype=torch.int32, device=q.device)
+        return _varlen(q, k, v, bounds, seq, window, scale)
     if softcap is not None:
         mask_SS = _visible(seq, window, q.device) if documents is None else documents.visible(window)
         return _capped(q, k, v, mask_SS, dropout, scale, softcap)

@@ -61,7 +61,7 @@ def why_not(name: str, case: AttentionCase) -> str | None:
         return f"it runs on CUDA GPUs, not on {case.device.type}"
     if cuda and name != "efficient" and case.dtype not in _LOW:
         return "it supports bf16 and fp16, not fp32"
-    if cuda and name != "efficient" and case.masked:
+    if cuda and case.masked and (name == "cudnn" or (name == "flash" and case.head_dim % 8)):
         return "layers with a window need a mask, which it does not support"
     if cuda and name == "flash" and case.head_dim > 256:
         return f"it supports head sizes up to 256, not {case.head_dim}"

@@ -48,7 +48,7 @@ def backends() -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gemma3"])
 def test_the_losses_of_a_cpu(family: str, precision: str) -> None:
     model = getattr(jobs, family)(2)
     expected = train("cpu", model=model)

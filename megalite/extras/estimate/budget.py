@@ -62,7 +62,7 @@ def parts_of(e: Estimate, cfg: Config, gpus: Sequence[str] = GPUS) -> dict[str, 
 
 
 def _kind(kernel: Kernel, direction: str) -> str:
-    if "attention" in kernel.name:
+    if "attention" in kernel.name or "attn" in kernel.name:
         return f"attention, {direction}"
     if kernel.flops and direction:
         return "output layer" if kernel.output else f"products, {direction}"

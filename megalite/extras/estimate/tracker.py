@@ -45,6 +45,8 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention_backward,
     _ATEN._scaled_dot_product_efficient_attention_backward,
 }
+# FlashAttention's variable-length kernels (torch.nn.attention.varlen).
+_VARLEN = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
 # What a pipeline operation leaves in memory, by its kind.
 _KEPT = {"F": "activations", "I": "deferred weight gradients", "RF": "messages", "RB": "messages"}
 
@@ -262,6 +264,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if packet in _PRODUCTS:
         left, right = (args[place] for place in _PRODUCTS[packet])
         return 2 * left.numel() * right.shape[-1]
+    if func.name() in _VARLEN:
+        return _varlen_flops(arguments(func, args, kwargs))
     if packet not in _ATTENTION:
         return 0
     values = arguments(func, args, kwargs)
@@ -272,3 +276,14 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         width = 3 * q.shape[-1] + 2 * v.shape[-1]
     flops = 2 * q.shape[:-1].numel() * k.shape[-2] * width
     return flops // 2 if values.get("is_causal") else flops
+
+
+def _varlen_flops(values: dict[str, Any]) -> int:
+    """Count the FLOPs of causal attention in samples that are all as long as the longest one, within a window."""
+    q, v, longest = values["query"], values["value"], values["max_q"]
+    left = values["window_size"][0] if values.get("window_size") else -1
+    window = longest if left < 0 else min(left + 1, longest)
+    # The first queries see fewer keys than the window has.
+    pairs = longest * window - window * (window - 1) // 2
+    products = 3 * q.shape[-1] + 2 * v.shape[-1] if "grad_out" in values else q.shape[-1] + v.shape[-1]
+    return 2 * q.shape[0] // longest * q.shape[1] * pairs * products

@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
         ("cudnn", AttentionCase(GPU, torch.float32, 64), "bf16 and fp16, not fp32; use auto or efficient or math"),
         (
             "flash",
-            AttentionCase(GPU, BF16, 64, masked=True),
+            AttentionCase(GPU, BF16, 60, masked=True),
             "a mask, which it does not support; use auto or efficient",
         ),
         ("flash", AttentionCase(GPU, BF16, 512), "head sizes up to 256, not 512"),

@@ -40,6 +40,7 @@ LLAMA_8B = (
 ZERO3 = "--tp 2 --pp 2 --zero 3 --zero-whole-below 0 --schedule zb-h1"
 BUDGETS = ("--preset llama-3.2-1b", "--preset llama-3-8b --num-layers 4")
 LARGE_BATCH = "--precision bf16 --recompute none --seq-len 4096 --micro-batch-size 4 --global-batch-size 8"
+WINDOWS = ("", "--window 5")
 TINY = (
     "--arch gpt2 --num-layers 4 --hidden-size 64 --num-heads 4 --vocab-size 90 --seq-len 16 --precision bf16 "
     "--global-batch-size 16 --hidden-dropout 0.1 --attention-dropout 0.1 --bucket-size 5000 --vocab-divisible-by 8"
@@ -58,6 +59,7 @@ class Runs:
     budgets: list[str]
     layers: list[dict[str, Any]]
     chunked: dict[str, Any]
+    windows: list[dict[str, Any]]
     picture: Path
     process_bytes: int
 
@@ -85,11 +87,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
         *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --num-layers {n}" for n in (1, 2)),
         f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
+        *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0 {w}" for w in WINDOWS),
     ]
-    zero3, big, tp2, text, refused, *budgets_and_layers, chunked, memory = answers(asked, without=("triton",))
+    zero3, big, tp2, text, refused, *budgets_and_layers, chunked, full, window, memory = answers(
+        asked, without=("triton",)
+    )
     budgets, layers = budgets_and_layers[: len(BUDGETS)], list(map(json.loads, budgets_and_layers[len(BUDGETS) :]))
     zero3, big, tp2, chunked = map(json.loads, (zero3, big, tp2, chunked))
-    return Runs(zero3, big, tp2, text, refused, budgets, layers, chunked, picture, memory)
+    return Runs(
+        zero3, big, tp2, text, refused, budgets, layers, chunked, list(map(json.loads, (full, window))), picture, memory
+    )
 
 
 def states(run: dict[str, Any]) -> int:
@@ -201,6 +208,18 @@ def test_computed_times_on_the_page(runs: Runs, model: int) -> None:
     table = runs.budgets[model].strip()
     assert table.startswith("| computed, not measured |")
     assert table in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_a_window_takes_the_kernel_that_skips_what_is_not_seen(runs: Runs) -> None:
+    full, window = runs.windows
+    # 16 micro-batches of one sample, 4 layers.
+    assert window["calls"]["forward"]["torch_attn::_varlen_attn"] == 16 * 4
+    assert window["calls"]["backward"]["torch_attn::_varlen_attn_backward"] == 16 * 4
+    assert not any("scaled_dot_product" in name for calls in window["calls"].values() for name in calls)
+    # The first query sees one key, the fifth and all later ones five; causal attention counts as half of all pairs.
+    pairs = 1 + 2 + 3 + 4 + 12 * 5
+    per_pair = 2 * (2 + 5) * 16 * 4  # two products forward and five backward, heads of 16, 4 of them
+    assert full["flops"] - window["flops"] == 16 * 4 * per_pair * (16 * 16 // 2 - pairs)
 
 
 def test_the_output_layer_in_chunks_of_tokens(runs: Runs) -> None:
