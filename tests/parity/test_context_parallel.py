@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from megalite.batch import MicroBatch, Positions
 from megalite.config.model import ModelConfig
-from tests.parity import jobs
+from megalite.config.run import Config
+from megalite.data import Rows
+from tests.parity import jobs, test_documents
 from tests.parity.test_zero import GPT2, LLAMA, assert_same, config, scaled, trained
 from tests.workers import WorkerPool
 
@@ -100,3 +107,107 @@ def test_same_gradients_however_samples_are_shared(pool: WorkerPool, grid: Shape
 @pytest.mark.parametrize("grid", GRID)
 def test_grid(pool: WorkerPool, grid: Shape) -> None:
     check(pool, grid, GRID[grid])
+
+
+# (world, cp, tp, pp) -> (model, further layout, training options); evaluation is compared too
+PACKED: dict[Shape, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    (4, 4, 1, 1): [
+        ("llama", {"cp_comm": "gather"}, {"micro_batch_size": 2}),
+        ("gemma2", {"cp_comm": "ring"}, {"micro_batch_size": 2}),
+        ("gpt2", {"cp_comm": "a2a"}, {"loss_chunk": 5}),
+    ],
+    (8, 2, 2, 2): [
+        ("gpt2", {"cp_comm": "ring", "schedule": "zb-v", "vp": 2}, {}),
+        ("gemma3", {"cp_comm": "gather", "schedule": "zb-h1", "zero": 2}, {}),
+        ("llama", {"cp_comm": "a2a", "zero": 3, "zero_whole_below": 500}, {"recompute": "full"}),
+    ],
+}
+
+
+def check_packed(pool: WorkerPool, grid: Shape) -> None:
+    world, cp, tp, pp = grid
+    cfgs = [
+        jobs.make_config(
+            test_documents.MAKE[name](4, **test_documents.SIZES), {"cp": cp, "tp": tp, "pp": pp, **parallel}, **train
+        )
+        for name, parallel, train in PACKED[grid]
+    ]
+    test_documents.assert_same(pool, world, cfgs)
+
+
+def test_packed_documents(pool: WorkerPool) -> None:
+    check_packed(pool, (4, 4, 1, 1))
+
+
+@pytest.mark.full
+def test_packed_documents_in_a_pipeline(pool: WorkerPool) -> None:
+    check_packed(pool, (8, 2, 2, 2))
+
+
+def few_targets() -> Rows:
+    """Only the first tokens of the first sample are learned, with weights: three of four ranks count nothing."""
+    tokens = np.random.default_rng(8).integers(0, jobs.VOCAB, (jobs.BATCH, jobs.SEQ + 1))
+    targets = np.full((jobs.BATCH, jobs.SEQ), -1)
+    targets[0, :2] = tokens[0, 1:3]
+    weights = np.ones(targets.shape, np.float32)
+    weights[0, 1] = 0.25
+    return Rows(tokens[:, :-1], targets, np.zeros_like(targets), weights)
+
+
+@pytest.mark.parametrize("comm", ["gather", "ring", "a2a"])
+def test_ranks_without_a_target_take_part(pool: WorkerPool, comm: str) -> None:
+    (want,) = test_documents.learned(0, [jobs.make_config(LLAMA)], 1, [few_targets()])
+    cfgs = [jobs.make_config(LLAMA, {"cp": 4, "cp_comm": comm, "zero": 1})]
+    for (got,) in pool.run(4, test_documents.learned, cfgs, 4, [few_targets()]):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert want[0][2] == 1.25
+
+
+FAULTS = ("local positions", "targets shifted in the slice", "not summed over cp", "mean of rank means")
+
+
+def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any:
+    """`trained`, wrong in one way."""
+    from megalite.context_parallel import gather
+    from megalite.train import step
+
+    def shifted(batch: MicroBatch, ranks: int, rank: int, shared: Any = MicroBatch.shared) -> MicroBatch:
+        part = shared(batch, ranks, rank)
+        return replace(part, targets_SB=torch.cat((part.tokens_SB[1:], part.tokens_SB[:1])))
+
+    def not_summed(x: torch.Tensor, axis: Any) -> Any:
+        return x.view(axis.size, -1, *x.shape[1:])[axis.rank].clone(), gather.collectives.FinishedWork()
+
+    def local(positions: Positions, ranks: int, rank: int) -> Positions:
+        return Positions(positions.length, (range(positions.length // ranks),))
+
+    def of_rank(*args: Any, cut: Any = step.to_microbatches) -> Any:
+        """Divide by the rank's own count of targets, as a mean over its tokens does; the last token has none."""
+        out = cut(*args)
+        for at, part in enumerate(out):
+            runs = part.positions.runs
+            uncounted = 1 if runs[-1].stop == part.positions.length else 0
+            held = len(part.tokens_SB)
+            weights = torch.full_like(part.targets_SB, held / (held - uncounted), dtype=torch.float32)
+            out[at] = replace(part, weights_SB=weights)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        match FAULTS.index(fault):
+            case 0:
+                patch.setattr(Positions, "shared", local)
+            case 1:
+                patch.setattr(MicroBatch, "shared", shifted)
+            case 2:
+                patch.setattr(gather.collectives, "start_reduce_scatter", not_summed)
+            case 3:
+                patch.setattr(step, "to_microbatches", of_rank)
+        return trained(rank, cfgs, world)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
+    cfg = config(LLAMA, 1, {"cp": 4, "cp_comm": "gather"})
+    ranks = pool.run(4, with_fault, fault, [cfg], 4)
+    with pytest.raises(AssertionError):
+        assert_same([rank[0] for rank in ranks], scaled(jobs.make_config(LLAMA)), fault)

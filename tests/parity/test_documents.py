@@ -79,8 +79,8 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:
     from megalite.train.build import build_engine
     from megalite.train.step import eval_step, train_step
 
-    ((tp, pp),) = {(cfg.parallel.tp, cfg.parallel.pp) for cfg in cfgs}
-    ctx = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), torch.device("cpu"))
+    (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
+    ctx = ParallelContext.create(grid, torch.device("cpu"))
     out = []
     for cfg in cfgs:
         engine = build_engine(cfg, ctx)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from megalite.batch import Documents, Mask, by_rank, in_order, runs_of
 from megalite.context_parallel import blocks, share_attention
-from megalite.context_parallel.blocks import blocks_of
+from megalite.context_parallel.blocks import Case, blocks_of
+from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.ops import resolve
@@ -80,20 +83,26 @@ def attended(rank: int, size: int, variant: str, dtype: torch.dtype, rows: int) 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
 
-def check(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype, rows: int) -> None:
-    ranks = pool.run(size, attended, size, variant, dtype, rows)
+def largest_error(ranks: Sequence[Sequence[Sequence[Tensor]]], dtype: torch.dtype) -> tuple[float, str]:
+    """The largest relative error of all cases, and where it is."""
+    size, errors = len(ranks), []
     for i, case in enumerate(CASES):
         *leaves, dy = drawn(*case[:2])
         leaves = [x.to(dtype).double().requires_grad_() for x in leaves]
         y = formula(*leaves, *case[2:])
         y.backward(dy.to(dtype).double())
-        for what, whole, parts in zip(
-            ("out", "dq", "dk", "dv"), (y, *(x.grad for x in leaves)), zip(*(r[i] for r in ranks))
-        ):
+        results = zip(("out", "dq", "dk", "dv"), (y, *(x.grad for x in leaves)), zip(*(r[i] for r in ranks)))
+        for what, whole, parts in results:
             assert whole is not None
             want = torch.stack([part(whole.detach(), size, rank) for rank in range(size)])
-            error = (torch.stack(parts).double() - want).norm() / want.norm()
-            assert error < LIMITS[dtype], f"{what} of {case} is off by {error:.1e}"
+            error = ((torch.stack(parts).double() - want).norm() / want.norm()).item()
+            errors.append((error, f"{what} of {case}"))
+    return max(errors)
+
+
+def check(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype, rows: int) -> None:
+    error, where = largest_error(pool.run(size, attended, size, variant, dtype, rows), dtype)
+    assert error < LIMITS[dtype], where
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -107,6 +116,37 @@ def test_attention_is_the_formula(pool: WorkerPool, variant: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_in_every_type(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype) -> None:
     check(pool, size, variant, dtype, rows=512)
+
+
+FAULTS = ("documents not masked", "windows not masked", "log-sum-exp 0 of what sees no key", "one hop short")
+
+
+def with_fault(rank: int, fault: str) -> list[list[Tensor]]:
+    """`attended` around a ring, wrong in one way."""
+
+    calls = count(1)
+
+    def without_last_hop(x: Tensor, axis: Any, shift: Any = collectives.start_shift) -> Any:
+        # Forward passes keys on three times, backward three times, and gradients four times.
+        return (x, collectives.FinishedWork()) if next(calls) % 10 == 0 else shift(x, axis)
+
+    with pytest.MonkeyPatch.context() as patch:
+        match FAULTS.index(fault):
+            case 0:
+                patch.setattr(blocks, "Case", lambda o, q, m, documents, options: Case(o, q, m, None, options))
+            case 1:
+                patch.setattr(blocks, "Case", lambda o, q, mask, d, options: Case(o, q, Mask(), d, options))
+            case 2:
+                patch.setattr(torch.Tensor, "any", lambda x, dim=None: torch.ones_like(x[..., 0]))
+            case 3:
+                patch.setattr(collectives, "start_shift", without_last_hop)
+        return attended(rank, 4, "ring", torch.float64, 5)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
+    error, _ = largest_error(pool.run(4, with_fault, fault), torch.float64)
+    assert error > 1e-2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
