@@ -3,6 +3,7 @@ by plain torch AdamW and clip_grad_norm_ in one process, give the same loss and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.data import Rows
 from megalite.model.parameters import param_map
 from megalite.schedules.lr import learning_rate
 from megalite.sharding import Shard
 from tests.parity import jobs
+from tests.workers import WorkerPool
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,8 +98,8 @@ def hf_gpt2(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Any:
     return hf
 
 
-def train_plainly(hf: Any) -> list[tuple[float, float]]:
-    """Six steps of torch.optim.AdamW on the whole batch at once: (loss, gradient norm before clipping)."""
+def train_plainly(hf: Any, steps: int = jobs.STEPS, **inputs: Any) -> list[tuple[float, float]]:
+    """Steps of torch.optim.AdamW on the whole batch at once: (loss, gradient norm before clipping)."""
     cfg = jobs.OPTIM
     params = list(hf.parameters())
     groups = [
@@ -104,15 +108,15 @@ def train_plainly(hf: Any) -> list[tuple[float, float]]:
     ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
     out = []
-    for step, batch in enumerate(jobs.batches(), 1):
+    for step, batch in enumerate(jobs.batches(steps), 1):
         tokens = torch.from_numpy(batch)
-        logits = hf(input_ids=tokens[:, :-1]).logits
+        logits = hf(input_ids=tokens[:, :-1], **inputs).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(params, cfg.clip_grad)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, cfg, jobs.STEPS)
+            group["lr"] = learning_rate(step, cfg, steps)
         optimizer.step()
         out.append((loss.item(), norm.item()))
     return out
@@ -123,3 +127,41 @@ def test_same_as_transformers_with_plain_adamw(model: ModelConfig, build: Any) -
     cfg = jobs.make_config(model)
     expected = train_plainly(build(model, initial_weights(model, cfg.train.seed)))
     np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-5)
+
+
+STARTS = np.array([[0] * 5 + [5] * 4 + [9] * 7, [0] * 2 + [2] * 13 + [15]] * (jobs.BATCH // 2))
+"""Where the documents of each sample start."""
+
+
+def train_packed(rank: int, cfgs: Sequence[Config], world: int) -> list[list[tuple[float, float]]]:
+    """By config: (loss, gradient norm) of five steps on samples of several documents."""
+    from megalite.train.step import train_step
+
+    out = []
+    for cfg in cfgs:
+        engine = jobs.start(rank, cfg, world)
+        share = jobs.BATCH // engine.ctx.dp.size
+        mine = slice(engine.ctx.dp.rank * share, (engine.ctx.dp.rank + 1) * share)
+        figures = []
+        for step, batch in enumerate(jobs.batches(5), 1):
+            result = train_step(engine, Rows(batch[mine, :-1], batch[mine, 1:], STARTS[mine]), step)
+            figures.append((result.loss, result.grad_norm))
+        out.append(figures)
+    return out
+
+
+def test_shared_samples_are_transformers_with_a_4d_mask(pool: WorkerPool) -> None:
+    model = jobs.llama()
+    cfgs = [
+        jobs.make_config(model, {"cp": cp, "cp_comm": comm}, train_steps=5)
+        for cp, comm in ((2, "gather"), (2, "ring"), (4, "a2a"), (4, "ring"))
+    ]
+    hf = hf_llama(model, initial_weights(model, cfgs[0].train.seed))
+    hf.set_attn_implementation("eager")
+    at = np.arange(jobs.SEQ)
+    seen = torch.from_numpy((at <= at[:, None]) & (at >= STARTS[..., None]))[:, None]
+    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = train_plainly(hf, 5, attention_mask=mask)
+    for rank in pool.run(4, train_packed, cfgs[:2], 4) + pool.run(4, train_packed, cfgs[2:], 4):
+        for got in rank:
+            np.testing.assert_allclose(got, expected, rtol=1e-5)

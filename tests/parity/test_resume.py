@@ -30,6 +30,8 @@ LAYOUTS = {
     "dp2-zero0-bf16": (2, ["--zero", "0", "--precision", "bf16"]),
     "pp2-vp2": (2, ["--pp", "2", "--vp", "2"]),
     "dp4-zero3-hybrid": (4, ["--zero", "3", "--zero-group", "2", "--zero-whole-below", "500", "--eval-every", "2"]),
+    "dp2-cp2": (4, ["--cp", "2", "--cp-comm", "ring", "--zero", "3", "--zero-whole-below", "500"]),
+    "tp2-cp2": (4, ["--tp", "2", "--cp", "2", "--zero", "2"]),
     "dp2-pp2-zero2": (4, ["--zero", "2", "--pp", "2"]),
     "dp2-tp2-powersgd": (4, ["--tp", "2", "--compress", "powersgd:2"]),
     "dp2-pp2-tied-topk-fp16": (
@@ -81,7 +83,13 @@ def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("one", "tp2-pp2"), ("tp2-pp2", "dp2"), ("pp2-vp2", "one"), ("dp4-zero3-hybrid", "dp2-pp2-zero2")],
+    [
+        ("one", "tp2-pp2"),
+        ("tp2-pp2", "dp2"),
+        ("pp2-vp2", "one"),
+        ("dp4-zero3-hybrid", "dp2-pp2-zero2"),
+        ("dp2-cp2", "tp2-cp2"),
+    ],
 )
 def test_another_layout_to_1e_5(pool: WorkerPool, tmp_path: Path, first: str, second: str) -> None:
     # Dropout masks are a layout's own, so this comparison goes without.
@@ -125,6 +133,8 @@ def test_states_survive_every_change_of_layout(pool: WorkerPool, tmp_path: Path)
     layouts = {
         "dp4-zero3": (4, ["--zero", "3", "--zero-whole-below", "500"]),
         "dp2-pp2-zero1": (4, ["--pp", "2"]),
+        "cp4": (4, ["--cp", "4", "--cp-comm", "gather"]),
+        "dp2-cp2": LAYOUTS["dp2-cp2"],
         "one": (1, []),
         "dp4-zero3-again": (4, ["--zero", "3", "--zero-whole-below", "500"]),
     }

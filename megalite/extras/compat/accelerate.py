@@ -42,9 +42,9 @@ all weights are sharded -> drop it
 mixtures of experts are not supported -> drop it
     deepspeed_config.deepspeed_moe_layer_cls_names megatron_lm_config.megatron_lm_num_experts=0|1|null
     megatron_lm_config.megatron_lm_expert_model_parallel_size=1|null
-the sequence is sharded over tp only -> use 1
+samples are shared by --cp -> use parallelism_config_cp_size, or --cp
     megatron_lm_config.megatron_lm_context_parallel_size=1|null
-    parallelism_config.parallelism_config_cp_size=1|null parallelism_config.parallelism_config_sp_size=1|null
+    parallelism_config.parallelism_config_sp_size=1|null
 """)
 
 _BLOCKS = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config", "MEGATRON_LM": "megatron_lm_config"}
@@ -192,3 +192,4 @@ def _parallelism(file: ToolFile) -> None:
     elif copies is not None:
         file.set("zero", 0, f"{key}dp_replicate_size")
     file.copy(f"{key}tp_size", "tp")
+    file.copy(f"{key}cp_size", "cp")

@@ -26,6 +26,8 @@ _SPELLINGS: dict[str, str] = {
     "tp": "tensor-model-parallel-size model-parallel-size",
     "pp": "pipeline-model-parallel-size",
     "vp": "num-virtual-stages-per-pipeline-rank",
+    "cp": "context-parallel-size",
+    "cp_comm": "cp-comm-type",
     "pipeline_layout": "pipeline-model-parallel-layout",
     "zero": "zero-stage data-parallel-sharding-strategy",
     "device": "distributed-backend",
@@ -81,6 +83,7 @@ VALUES: dict[str, dict[str, str]] = {
     "lr_decay": {"WSD": "wsd"},
     "optimizer": {"adam": "adamw", "dist_muon": "muon"},
     "device": {"nccl": "cuda", "gloo": "cpu"},
+    "cp_comm": {"p2p": "ring", "all_gather": "gather", "a2a+p2p": "a2a+ring"},
     "zero": {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"},
 }
 """Our option -> {their spelling of a value: ours}."""

@@ -76,8 +76,8 @@ the steps to profile are given as --profile A:B
 """
 
 _MATTERS = """
-context parallelism is outside megalite's scope -> use --tp, which shards the sequence too
-    context-parallel-size=1 cp-* hierarchical-context-parallel-sizes hybrid-context-parallel
+--cp shares every sample, and --cp-comm says how -> use --cp N, with --cp-comm a2a for DeepSpeed-Ulysses
+    cp-partition* hierarchical-context-parallel-sizes hybrid-context-parallel
     ds-sequence-parallel-size=1 force-ds-sequence-parallel
 mixture of experts is outside megalite's scope -> choose a dense model
     num-experts*=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 expert-* moe-* topk mlp-type=standard

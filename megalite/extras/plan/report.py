@@ -209,14 +209,15 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
     flops = flops_per_token(m)
     per_step = t.global_batch_size * m.seq_len
     sequence = ", sequence parallel" if cfg.sequence_parallel else ""
-    padded = vocab_rows(cfg) * p.tp
-    holders = f"rank {grid.rank(pp=worst)}" + (" and its dp and tp peers" if grid["dp"] * grid["tp"] > 1 else "")
+    padded, shared = vocab_rows(cfg) * p.tp, f" x cp {p.cp}" * (p.cp > 1)
+    peers = f" and its dp{', cp' * (p.cp > 1)} and tp peers" * (grid.world > p.pp)
+    holders = f"rank {grid.rank(pp=worst)}{peers}"
     rows = [
         ("model", f"{m.arch}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads "
          f"({m.kv_heads} key/value), MLP {m.ffn_size}, sequence {m.seq_len}"),
         ("vocabulary", f"{m.vocab:,}, padded to {padded:,}"),
         ("parameters", f"{count_parameters(param_map(m)):,}"),
-        ("layout", f"{grid.world} ranks = dp {grid['dp']} x pp {p.pp} x tp {p.tp}{sequence}; vp {p.vp}, "
+        ("layout", f"{grid.world} ranks = dp {grid['dp']} x pp {p.pp}{shared} x tp {p.tp}{sequence}; vp {p.vp}, "
          f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
         ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
          f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megalite.config.context_parallel import choose_comm
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.model.kinds import Mixer
@@ -52,7 +53,10 @@ class GroupedQueryAttention(Mixer):
             rows = [_packed(cfg, "queries, keys and values before their norms")] if e == 4 else wide
             rows += [inside(cfg, f"normalized {name}", e * width) for name, width in (("queries", q), ("keys", kv))]
             rows += [SavedTensor("statistic of a query or key norm", 4 * tokens(cfg))] * 2
-        if cfg.parallel.cp > 1:  # block by block: masks and scores are made again
+        comm, _ = choose_comm(m, cfg.parallel, cfg.data.within_documents)
+        if cfg.parallel.cp > 1 and "a2a" in comm:
+            rows += [inside(cfg, "output of attention before it is sent back", e * q)]
+        if cfg.parallel.cp > 1 and comm != "a2a":  # block by block: masks and scores are made again
             return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]

@@ -407,10 +407,10 @@ def accelerate(tmp_path: Path):
                     "parallelism_config_dp_replicate_size": 2,
                     "parallelism_config_dp_shard_size": 2,
                     "parallelism_config_tp_size": 1,
-                    "parallelism_config_cp_size": 1,
+                    "parallelism_config_cp_size": 2,
                 }
             },
-            {"zero": 3, "zero_group": "2"},
+            {"zero": 3, "zero_group": "2", "cp": 2},
         ),
         (
             {"dynamo_config": {"dynamo_backend": "INDUCTOR"}, "use_cpu": True, "gradient_accumulation_steps": 4},
@@ -429,7 +429,7 @@ def test_files_of_accelerate(accelerate: Any, tree: dict[str, Any], expected: di
         ({"mixed_precision": "fp8"}, 'mixed_precision "fp8": must be no, bf16 or fp16'),
         ({"num_proceses": 4}, "num_proceses 4: is an unknown key; did you mean num_processes?"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_ignored_modules": "x"}}, "all weights are sharded"),
-        ({"parallelism_config": {"parallelism_config_cp_size": 2}}, "the sequence is sharded over tp only"),
+        ({"parallelism_config": {"parallelism_config_sp_size": 2}}, "use parallelism_config_cp_size, or --cp"),
         ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "must be INDUCTOR or NO"),
     ],
 )

@@ -27,7 +27,8 @@ DOCS = Path(__file__).parents[4] / "docs" / "megatron.md"
 
 # A value for each option that is not its default and that is valid beside defaults.
 SAMPLE = {
-    "tp": "2", "pp": "2", "vp": "2", "zero": "0", "device": "cpu", "bucket_size": "7", "vocab_divisible_by": "64",
+    "tp": "2", "pp": "2", "vp": "2", "cp": "2", "cp_comm": "a2a",
+    "zero": "0", "device": "cpu", "bucket_size": "7", "vocab_divisible_by": "64",
     "num_heads": "8", "num_kv_heads": "2", "head_dim": "32", "seq_len": "64", "norm": "layernorm", "norm_eps": "1e-3",
     "position": "learned", "rope_theta": "5e5", "rope_fraction": "0.5", "init_std": "0.1", "tokenizer": "T",
     "micro_batch_size": "2", "train_steps": "7", "recompute": "full", "pipeline_layout": "4",
@@ -250,7 +251,7 @@ NO_EFFECT = """
 """Dropping these changes nothing that is trained."""
 
 MATTERS = """
-    context-parallel-size cp-comm-type hierarchical-context-parallel-sizes ds-sequence-parallel-size
+    hierarchical-context-parallel-sizes ds-sequence-parallel-size
     force-ds-sequence-parallel num-experts expert-model-parallel-size expert-tensor-parallel-size
     expert-interval topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
     num-experts-switch moe-router-topk use-megatron-fsdp use-torch-fsdp2 cpu-optimizer cpu-torch-adam
