@@ -19,7 +19,8 @@ class OptimConfig:
 
     optimizer: Annotated[str, Choices(RULES)] = "adamw"
     """Optimizer: adamw (decoupled weight decay), muon (orthogonalized momentum of the blocks' matrices, AdamW for
-    everything else), lamb or lars (trust ratios), or sgd (momentum --beta1)."""
+    everything else), lion (sign of a momentum), ademamix (AdamW with a second, slow momentum), lamb or lars (trust
+    ratios), or sgd (momentum --beta1)."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -69,6 +70,12 @@ class OptimConfig:
     """muon: decay rate of the momentum."""
     muon_ns_steps: int = 5
     """muon: number of Newton-Schulz steps."""
+    ademamix_alpha: float = 5.0
+    """ademamix: weight of the slow momentum in an update."""
+    ademamix_beta3: float = 0.9999
+    """ademamix: decay rate of the slow momentum."""
+    ademamix_warmup: int = 0
+    """ademamix: steps in which weight and decay rate of the slow momentum rise; its authors take all of the run."""
     clip_grad: float = 1.0
     """Maximum global gradient norm; 0: no clipping."""
     loss_scale: float | None = None
@@ -105,9 +112,9 @@ class OptimConfig:
         in_range(self, "clip_grad", 0, 1e38)
         # Scaled gradients stay far below the largest fp32 number.
         in_range(self, "loss_scale initial_loss_scale min_loss_scale", 0, 2.0**65, above=True)
-        in_range(self, "warmup_steps", 0, 10**10)
+        in_range(self, "warmup_steps ademamix_warmup ademamix_alpha", 0, 10**10)
         in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis muon_ns_steps", 1, 10**10)
-        in_range(self, "beta1 beta2 muon_momentum", 0, 1)
+        in_range(self, "beta1 beta2 muon_momentum ademamix_beta3", 0, 1)
         in_range(self, "base_batch_size", 1, 10**7)
         require(
             0 <= self.min_lr <= self.lr,

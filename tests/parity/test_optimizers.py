@@ -1,4 +1,4 @@
-"""LAMB, LARS and SGD: the same over layouts, and equal to a plain computation on whole tensors."""
+"""LAMB, LARS, SGD, Lion and AdEMAMix: the same over layouts, and equal to a plain computation on whole tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None) -> Config:
     cfg = jobs.make_config(model, parallel, micro_batch_size=2)
-    lr = {"lamb": 1e-3, "lars": 0.5, "sgd": 1e-2}[optimizer]
-    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, optimizer=optimizer, lr=lr))
+    lr = {"lamb": 1e-3, "lars": 0.5, "sgd": 1e-2, "lion": 1e-4, "ademamix": 3e-4}[optimizer]
+    slow = {"ademamix_beta3": 0.99, "ademamix_warmup": 3}
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, optimizer=optimizer, lr=lr, **slow))
 
 
 @cache
@@ -36,7 +37,9 @@ def one_process(optimizer: str, model: ModelConfig) -> list[tuple[float, float]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", ["lamb", "lars", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", ["lamb", "lars", "sgd", *(pytest.param(name, marks=pytest.mark.full) for name in ("lion", "ademamix"))]
+)
 def test_same_in_every_layout(pool: WorkerPool, optimizer: str, layout: str) -> None:
     world, parallel = LAYOUTS[layout]
     for model in (jobs.llama(), jobs.gpt2()):
@@ -59,15 +62,26 @@ def plain_step(kind: str, w: torch.Tensor, g: torch.Tensor, state: list[torch.Te
         state[0].mul_(o.beta1).add_(lr * ratio * (g + decay * w))
         w.sub_(state[0])
         return
+    if kind == "lion":
+        w.mul_(1 - lr * decay).sub_(lr * torch.sign(o.beta1 * state[0] + (1 - o.beta1) * g))
+        state[0].mul_(o.beta2).add_((1 - o.beta2) * g)
+        return
     state[0].mul_(o.beta1).add_((1 - o.beta1) * g)
     state[1].mul_(o.beta2).add_((1 - o.beta2) * g * g)
     m, v = state[0] / (1 - o.beta1**step), state[1] / (1 - o.beta2**step)
+    if kind == "ademamix":
+        # In three steps alpha rises from 0 to 5, and the half-life from that of 0.9 to that of 0.99, in steps.
+        x = min(1.0, step / 3)
+        beta3 = 0.5 ** (1 / (6.578813 * (1 - x) + 68.967563 * x))
+        state[2].mul_(beta3).add_((1 - beta3) * g)
+        w.sub_(lr * ((m + 5 * x * state[2]) / (v.sqrt() + o.eps) + decay * w))
+        return
     r = m / (v.sqrt() + o.eps) + decay * w
     ratio = w.norm() / r.norm() if decay else 1.0
     w.sub_(lr * ratio * r)
 
 
-@pytest.mark.parametrize("optimizer", ["lamb", "lars", "sgd"])
+@pytest.mark.parametrize("optimizer", ["lamb", "lars", "sgd", "lion", "ademamix"])
 def test_same_as_a_plain_computation(optimizer: str) -> None:
     model = dataclasses.replace(jobs.llama())
     cfg = config(optimizer, model)
@@ -75,7 +89,7 @@ def test_same_as_a_plain_computation(optimizer: str) -> None:
     params = dict(hf.named_parameters())
     # megalite's logical parameters are the packed ones: q|k|v and gate|up share a trust ratio.
     groups = pack(list(params))
-    states = {names: [torch.zeros(()), torch.zeros(())] for names in groups}
+    states = {names: [torch.zeros(()) for _ in range(3)] for names in groups}
     expected = []
     for step, batch in enumerate(jobs.batches(), 1):
         tokens = torch.from_numpy(batch)

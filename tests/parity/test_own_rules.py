@@ -21,16 +21,15 @@ from tests.parity.test_zero import Gradients, assert_close, put_together
 from tests.workers import WorkerPool
 
 
-class Lion(UpdateRule):
-    """Descent by the sign of a momentum (Chen et al. 2023, algorithm 2)."""
+class Signum(UpdateRule):
+    """Descent by the sign of a momentum (Bernstein et al. 2018, algorithm 2)."""
 
-    states = ("lion_momentum",)
+    states = ("sign_momentum",)
 
     def update(self, share: Share, cfg: Any) -> None:
         grad, (momentum,) = share.scaled_grad(), share.states
         share.master.mul_(1 - share.lr * share.weight_decay)
-        share.master.add_(torch.lerp(grad, momentum, cfg.beta1).sign_(), alpha=-share.lr)
-        momentum.lerp_(grad, 1 - cfg.beta2)
+        share.master.sub_(momentum.lerp_(grad, 1 - cfg.beta1).sign(), alpha=share.lr)
         share.round_weights()
 
 
@@ -55,8 +54,8 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
     return 1.5 * x - 0.5 * x @ x.T @ x
 
 
-RULES |= {"lion": Lion(), "orthogonal": Orthogonal()}
-FIRST_MOMENTS = ("lion_momentum", "matrix_momentum", "exp_avg")
+RULES |= {"signum": Signum(), "orthogonal": Orthogonal()}
+FIRST_MOMENTS = ("sign_momentum", "matrix_momentum", "exp_avg")
 
 CUT = {"zero_whole_below": 500}
 # (tp, pp) -> layouts that share the start of their ranks, all on four ranks.
@@ -94,7 +93,7 @@ def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.nd
     return steps, put_together([boxes])
 
 
-@pytest.mark.parametrize("rule", ["lion", "orthogonal"])
+@pytest.mark.parametrize("rule", ["signum", "orthogonal"])
 @pytest.mark.parametrize(("tp", "pp"), GRID)
 def test_same_in_every_layout(pool: WorkerPool, tp: int, pp: int, rule: str) -> None:
     layouts = GRID[tp, pp]
@@ -139,7 +138,7 @@ def run(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
     return test_resume.train(rank, arguments, world)  # in a process that knows the rules
 
 
-@pytest.mark.parametrize("rule", ["lion", "orthogonal"])
+@pytest.mark.parametrize("rule", ["signum", "orthogonal"])
 def test_states_are_saved_and_resumed(pool: WorkerPool, tmp_path: Any, rule: str) -> None:
     flags = [*test_resume.MODEL, "--hidden-dropout", "0", "--optimizer", rule]
     layout, other = ["--tp", "2", "--zero-whole-below", "500", "--zero", "3"], ["--pp", "2"]

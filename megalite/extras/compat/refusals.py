@@ -153,7 +153,7 @@ wandb reads it from its environment -> set WANDB_ENTITY
     fp8* fp4* first-last-layers-bf16 num-layers-at-*-in-bf16 *kitchen* quant-recipe
 matrices are orthogonalized whole, q, k, v, gate and up apart, at the size of AdamW's updates -> drop it
     muon-tp-mode=duplicated|distributed muon-no-split-qkv muon-scale-mode=spectral muon-extra-scale-factor=0.2 muon-*
-this optimizer is not there -> see --optimizer in --help
+lion reads --beta1 and --beta2 -> use these
     lion-*
 megalite trains on plain text only -> drop it
     rl-* grpo-* retro-*
