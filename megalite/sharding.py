@@ -47,6 +47,7 @@ class ParamSpec:
         weight_decay: whether decoupled weight decay applies.
         decoupled_lr: whether `--decoupled-lr` sets the learning rate (embedding and output layer).
         matrix: whether each part is a matrix of a block, which matrix-wise update rules apply to.
+        width: muP's multiplier of the width, for matrices of blocks; 1 otherwise.
         tied_to: name of the parameter that this one is a copy of (same values, gradients summed).
         partial: axes over which the parameter is replicated but its gradient is partial; "sequence" stands for the axes
             that shard the sequence.
@@ -62,6 +63,7 @@ class ParamSpec:
     weight_decay: bool = True
     decoupled_lr: bool = False
     matrix: bool = False
+    width: float = 1.0
     tied_to: str | None = None
     partial: tuple[str, ...] = ()
 

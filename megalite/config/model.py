@@ -115,6 +115,10 @@ class ModelConfig:
     """Share the weights of the input embedding with the output layer."""
     init_std: float = 0.02
     """Standard deviation of initial weights; that of output projections is divided by sqrt(2 * num_layers)."""
+    mup_base_width: int | None = None
+    """muP: --hidden-size at which learning rate, weight decay and --init-std were chosen; they hold for this model."""
+    mup_base_head_dim: int | None = None
+    """muP: --head-dim of that model. Default: the same."""
     hidden_dropout: float = 0.0
     """Dropout on embeddings and sub-layer outputs."""
     attention_dropout: float = 0.0
@@ -123,7 +127,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_names(self)
         in_range(self, "num_layers", 1, _MAX_LAYERS + 1)
-        in_range(self, "hidden_size num_heads num_kv_heads head_dim", 1, 2**20 + 1)
+        in_range(self, "hidden_size num_heads num_kv_heads head_dim mup_base_width mup_base_head_dim", 1, 2**20 + 1)
         in_range(self, "ffn_hidden_size", 1, 2**24)
         in_range(self, "seq_len", 1, _MAX_SEQ_LEN + 1)
         in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
@@ -142,7 +146,7 @@ class ModelConfig:
                 "change one of the two, or give --head-dim",
             )
             self._default("head_dim", self.hidden_size // self.num_heads)
-        self._default("query_pre_attn_scalar", self.head_dim)
+        self._default("query_pre_attn_scalar", self._mup_attention_scalar())
         gated = -(-8 * self.hidden_size // (3 * 64)) * 64
         self._default("ffn_hidden_size", gated if self.gated else 4 * self.hidden_size)
         self._default("max_position_embeddings", self.seq_len)
@@ -164,6 +168,22 @@ class ModelConfig:
             f"rotates {self.rotary_dim} head dimensions, not an even number from 2 to {self.head_dim}",
             "change --head-dim or --rope-fraction",
         )
+
+    def _mup_attention_scalar(self) -> int:
+        """Return what makes attention's scale sqrt(base head size) / head size: 1 / sqrt(head size) at the base."""
+        base = self.mup_base_head_dim or self.head_size
+        require(
+            self.head_size**2 % base == 0 and (self.mup_base_head_dim is None or self.mup_base_width is not None),
+            f"--mup-base-head-dim {self.mup_base_head_dim}",
+            f"must divide {self.head_size} x {self.head_size}, and needs --mup-base-width",
+            "change it, or give --mup-base-width",
+        )
+        return self.head_size**2 // base
+
+    @property
+    def width_multiplier(self) -> float:
+        """Width over muP's base width; 1 without muP."""
+        return self.hidden_size / (self.mup_base_width or self.hidden_size)
 
     def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:

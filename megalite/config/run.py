@@ -17,6 +17,7 @@ from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
 from megalite.schedules.lr import learning_rate, weight_decay
+from megalite.update_rules import RULES
 
 _MAX_MICROBATCHES = 100_000
 
@@ -160,6 +161,13 @@ class Config:
             f"--offload optimizer+params with --zero {p.zero}",
             "weights can be offloaded only if they are gathered before use",
             "give --zero 3, or --offload optimizer",
+        )
+        rule = self.optim.optimizer
+        require(
+            m.mup_base_width is None or (RULES[rule].width_power is not None and self.optim.decoupled_lr is None),
+            f"--mup-base-width {m.mup_base_width} with --optimizer {rule} --decoupled-lr {self.optim.decoupled_lr}",
+            f"muP sets the rates of {', '.join(name for name in RULES if RULES[name].width_power is not None)} only",
+            "choose one of these, without --decoupled-lr",
         )
         require(
             self.train.compress == "none" or p.zero < 2,

@@ -36,6 +36,7 @@ COMMANDS = {
     "plan": Command("predict memory and time of every layout on a cluster, without a GPU", "plan.command:main"),
     "estimate": Command("run the real step of one rank of any world, without a GPU", "estimate.command:main"),
     "schedule": Command("time and draw pipeline schedules", "view.schedule:main"),
+    "mup": Command("check that activations and learning rates carry over from width to width", "mup.command:main"),
     "check": Command("check that a cluster is ready for a run (under torchrun)", "diagnose.command:main"),
     "scaling": Command("measure a run on 1, 2, 4, ... ranks", "diagnose.scaling:main"),
     "plot": Command("draw the loss curves of runs", "view.command:plot"),

@@ -190,10 +190,11 @@ class LMHead(ColumnParallelLinear):
     def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float) -> None:
         super().__init__(**layers.linear("lm_head"))
         self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
-        self.softcap = layers.cfg.logit_softcap
+        self.softcap, self.scale = layers.cfg.logit_softcap, 1 / layers.cfg.width_multiplier
 
     def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:  # type: ignore[override]
         """Map x_SBH (x_sBH) to weighted token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
+        x = x if self.scale == 1.0 else x * self.scale
         if batch.targets_SB is None:
             return softcap_(super().forward(x), self.softcap)
         if self.loss_chunk:

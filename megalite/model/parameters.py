@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -42,7 +44,12 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm"))
     vocabulary("lm_head.weight", tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
-    return MappingProxyType({spec.name: spec for spec in specs})
+    return MappingProxyType({spec.name: _of_width(spec, cfg.width_multiplier) for spec in specs})
+
+
+def _of_width(spec: ParamSpec, width: float) -> ParamSpec:
+    """Return the declaration under muP (Yang et al. 2022, table 8)."""
+    return replace(spec, std=spec.std / math.sqrt(width), width=width) if spec.matrix else spec
 
 
 def _block(cfg: ModelConfig, index: int) -> list[ParamSpec]:

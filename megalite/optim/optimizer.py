@@ -221,14 +221,16 @@ class DistributedOptimizer:
         weights: torch.Tensor | None = None,
     ) -> Share:
         kind = state.bucket.kind
+        # Their product does not depend on the width: neither does what weight decay leads to.
+        width = kind.width ** (state.bucket.rule.width_power or 0.0)
         return Share(
             master=flats[0],
             states=flats[1:],
             grad=grad,
             weights=weights,
             grad_multiplier=rates.grad_multiplier,
-            lr=rates.decoupled_lr if kind.decoupled_lr else rates.lr,
-            weight_decay=rates.weight_decay if kind.weight_decay else 0.0,
+            lr=(rates.decoupled_lr if kind.decoupled_lr else rates.lr) / width,
+            weight_decay=rates.weight_decay * width if kind.weight_decay else 0.0,
             step=self.num_steps,
             ops=self._update_ops,
             trust_ratios=state.trust_ratios,

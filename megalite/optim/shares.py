@@ -55,6 +55,7 @@ class GradKind:
         is_owner: whether this rank owns the parameters, or its share of them.
         decoupled_lr: whether the learning rate is that of `--decoupled-lr`.
         rule: name of the update rule.
+        width: muP's multiplier of the width, 1 without muP.
     """
 
     weight_decay: bool
@@ -62,6 +63,7 @@ class GradKind:
     is_owner: bool
     decoupled_lr: bool = False
     rule: str = "adamw"
+    width: float = 1.0
 
     @classmethod
     def of(cls, param: ShardedParameter, sharded: Sharding, cfg: OptimConfig = OptimConfig()) -> GradKind:
@@ -69,7 +71,7 @@ class GradKind:
         shard, spec = param.shard, param.shard.spec
         is_owner = shard.is_owner(shared=shard.layout.batch if sharded.state else ())
         decoupled_lr = spec.decoupled_lr and cfg.decoupled_lr is not None
-        return cls(spec.weight_decay, shard.reduce, is_owner, decoupled_lr, cfg.rule_of(spec.matrix))
+        return cls(spec.weight_decay, shard.reduce, is_owner, decoupled_lr, cfg.rule_of(spec.matrix), spec.width)
 
 
 class ParamShare(NamedTuple):

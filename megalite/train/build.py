@@ -180,7 +180,9 @@ def _build_optimizer(
         whole_below=p.zero_whole_below,
         cfg=cfg.optim,
     )
-    optimizer = DistributedOptimizer(buckets, cfg.optim, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
+    # Gradients shrink with the width under muP.
+    options = replace(cfg.optim, eps=cfg.optim.eps / cfg.model.width_multiplier)
+    optimizer = DistributedOptimizer(buckets, options, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
     # Not inside compiled blocks, whose graph a hook would break.
     linear = [m for unit in modules for m in unit.modules() if isinstance(m, ParallelLinear) and not cfg.train.compile]
     optimizer.wait_before(dict.fromkeys([*modules, *linear]))

@@ -11,6 +11,7 @@ class AdamW(UpdateRule):
     """AdamW with two moments."""
 
     states = ("exp_avg", "exp_avg_sq")
+    width_power = 1.0
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share; for the kernel's contract see `megalite.ops.adamw`."""

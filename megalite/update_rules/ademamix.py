@@ -15,6 +15,7 @@ class AdEMAMix(UpdateRule):
     """
 
     states = ("exp_avg", "exp_avg_sq", "exp_avg_slow")
+    width_power = 1.0
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share."""

@@ -14,6 +14,7 @@ class Lion(UpdateRule):
     """
 
     states = ("exp_avg",)
+    width_power = 1.0
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share."""

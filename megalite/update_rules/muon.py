@@ -28,6 +28,7 @@ class Muon(MatrixRule):
     """
 
     states = ("exp_avg",)
+    width_power = 0.5  # an update grows with the square root of the width already
 
     def direction(self, share: Share, cfg: Any) -> None:
         """Update the momentum, an average of gradients; look ahead by one step (Nesterov)."""

@@ -71,9 +71,12 @@ class UpdateRule(ABC):
     Attributes:
         states: names of the fp32 states, one value per weight, initially 0. Checkpoints store them under these names:
             a run that changes its optimizer keeps the states that both have ("exp_avg").
+        width_power: power of muP's width multiplier by which the learning rate of the blocks' matrices is divided, and
+            their weight decay multiplied; None: unknown, muP is refused.
     """
 
     states: ClassVar[tuple[str, ...]] = ()
+    width_power: ClassVar[float | None] = None
 
     @abstractmethod
     def update(self, share: Share, cfg: Any) -> None:

@@ -50,6 +50,7 @@ USES = [
     ("launch --emit slurm --nodes 1 --slots 1 -- -m pretrain_gpt --mock-data --vocab-size 64", "srun "),
     ("train --nproc 1 -m megalite check --device cpu --size-mb 0.1", "all is well"),
     (f"scaling --ranks 1 --mode strong --steps 5 --warmup 0 -- {ON_CPU} --mock-data --vocab-size 64", "runs/scaling/"),
+    ("mup check --widths 16 32 --png widths.png", "without: slopes of log size"),
     (f"estimate --world 2 --vocab-size 64 {SIZES} --json", '{"rank"'),
 ]
 

@@ -99,7 +99,7 @@ the model does not support this variant -> drop it, or see --help all for the mo
     squared-relu quick-geglu apply-residual-connection-post-layernorm embed-layernorm
     use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope no-rope-freq qk-l2-norm
     qk-clip* softmax-type=vanilla softmax-scale glu-linear-offset=0 activation-func-* multi-latent-attention mtp-*=0
-    use-mup mup-* relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
+    relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-* attention-output-gate
     experimental-attention-variant
 this gives windows of positions; layers without one follow --window-pattern -> give --window
@@ -153,6 +153,8 @@ wandb reads it from its environment -> set WANDB_ENTITY
     fp8* fp4* first-last-layers-bf16 num-layers-at-*-in-bf16 *kitchen* quant-recipe
 matrices are orthogonalized whole, q, k, v, gate and up apart, at the size of AdamW's updates -> drop it
     muon-tp-mode=duplicated|distributed muon-no-split-qkv muon-scale-mode=spectral muon-extra-scale-factor=0.2 muon-*
+muP has one recipe, the table in docs/mup.md; its base width is that of the tuned model -> use --mup-base-width
+    use-mup mup-* scaling-recipe scaling-base-hidden-size
 lion reads --beta1 and --beta2 -> use these
     lion-*
 megalite trains on plain text only -> drop it

@@ -105,7 +105,7 @@ def export_hf(
                 special.update(export_tokenizer(tokenizer, folder, cfg, sha256, template))
             else:
                 logger.warning("unknown tokenizer: the export has none (pass --tokenizer)")
-            config = write_config(cfg, torch_name(weight_dtype), special)
+            config = write_config(_without_mup(cfg), torch_name(weight_dtype), special)
             _write_weights(reader, cfg, weight_dtype, folder, shard_bytes)
             _write_json(folder / "config.json", config)
             ids = {k: v for k, v in config.items() if k.endswith("_token_id") and v is not None}
@@ -141,6 +141,8 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
         def make() -> list[torch.Tensor]:
             full = torch.empty(spec.shape, dtype=torch.float32)
             reader.read(tensors[spec.name], Slice((0,) * len(spec.shape), spec.shape), full)
+            if spec.name == "lm_head.weight":
+                full /= cfg.width_multiplier
             return split(packing, full.to(dtype), spec, cfg.num_heads)
 
         return TensorGroup(
@@ -158,6 +160,18 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _without_mup(cfg: ModelConfig) -> ModelConfig:
+    """Return the model whose output layer holds muP's multiplier.
+
+    Raises:
+        UserError: the output layer is the embedding, which has no multiplier.
+    """
+    if cfg.width_multiplier != 1.0 and cfg.tie_embeddings:
+        rule = "tied embeddings cannot hold the multiplier of muP's logits, and the format has none"
+        raise UserError(f"--mup-base-width {cfg.mup_base_width}", rule, "train with --no-tie-embeddings")
+    return dataclasses.replace(cfg, mup_base_width=None, mup_base_head_dim=None)
 
 
 def _check_names(path: Path, specs: Mapping[str, ParamSpec], tensors: dict[str, TensorEntry]) -> None:

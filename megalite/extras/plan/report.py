@@ -25,6 +25,7 @@ from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.schedule import Costs, Placement
 from megalite.pipeline.simulate import simulate
 from megalite.sharding import count_parameters
+from megalite.update_rules import RULES
 
 
 def mfu(layout: Candidate, cluster: Cluster) -> float:
@@ -249,8 +250,10 @@ def update_rows(cfg: Config) -> list[tuple[str, str]]:
             rule, parts = cfg.optim.rule_of(spec.matrix), len(spec.parts)
             numel[rule] += spec.numel
             apart = f" ({parts} matrices)" if spec.matrix and parts > 1 else ""
+            width = spec.width ** (RULES[rule].width_power or 0.0)
+            apart += f" (learning rate / {width:g}, weight decay x {width:g})" if width != 1.0 else ""
             names.setdefault(rule, {})[re.sub(r"\.\d+\.", ".*.", spec.name) + apart] = None
-    if len(names) == 1:
+    if len(names) == 1 and cfg.model.mup_base_width is None:
         return []
     return [(rule, f"{numel[rule]:,} parameters: {', '.join(listed)}") for rule, listed in names.items()]
 

@@ -1,0 +1,167 @@
+"""muP: plain torch with its table, the same in every layout, and activations that do not grow with the width."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.base.errors import UserError
+from megalite.config.cli import parse
+from megalite.config.run import Config
+from megalite.data.samples import MockDataset
+from megalite.extras.convert.hf import export_hf
+from megalite.extras.mup.command import by_layer
+from megalite.extras.mup.coordinates import measure, slopes
+from megalite.model.parameters import param_map
+from megalite.schedules.lr import learning_rate
+from megalite.sharding import Shard
+from tests.parity import jobs, test_resume
+from tests.parity.test_muon import CUT, assert_same, trained
+from tests.parity.test_oracle import hf_llama, initial_weights
+from tests.workers import WorkerPool
+
+M = 4  # width 32 over a base width of 8
+
+
+def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
+    cfg = jobs.make_config(model, parallel, **train)
+    return replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, muon_ns="fp32", lr=3e-3))
+
+
+def plain_steps(cfg: Config) -> list[tuple[float, float]]:
+    """The table, on Hugging Face's Llama: logits / m; AdamW lr / m, wd m; Muon lr / sqrt(m), wd sqrt(m); eps / m."""
+    o = cfg.optim
+    hf = hf_llama(cfg.model, initial_weights(cfg.model, cfg.train.seed))
+    named = dict(hf.named_parameters())
+    matrices = [p for name, p in named.items() if ".layers." in name and p.dim() == 2]
+    ends = [named["model.embed_tokens.weight"], named["lm_head.weight"]]
+    vectors = [p for p in named.values() if p.dim() == 1]
+    by_lr: list[tuple[Any, float]] = []
+
+    def group(params: list[Any], divisor: float, decay: float) -> dict[str, Any]:
+        by_lr.append((made := {"params": params, "weight_decay": decay}, divisor))
+        return made
+
+    groups = [group(ends, 1, o.weight_decay), group(vectors, 1, 0.0)]
+    width = math.sqrt(M) if o.optimizer == "muon" else M
+    own = [group(matrices, width, o.weight_decay * width)]
+    optimizers: list[Any] = [torch.optim.AdamW([*groups, *(own if o.optimizer == "adamw" else [])],
+                                               betas=(o.beta1, o.beta2), eps=o.eps / M)]  # fmt: skip
+    if o.optimizer == "muon":
+        optimizers.append(torch.optim.Muon(own, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
+    out = []
+    for step, batch in enumerate(jobs.batches(), 1):
+        tokens = torch.from_numpy(batch)
+        logits = hf(input_ids=tokens[:, :-1]).logits / M
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        hf.zero_grad()
+        loss.backward()
+        out.append((loss.item(), torch.nn.utils.clip_grad_norm_(named.values(), o.clip_grad).item()))
+        lr = learning_rate(step, o, jobs.STEPS)
+        for made, divisor in by_lr:
+            made["lr"] = lr / divisor
+        for optimizer in optimizers:
+            optimizer.step()
+    return out
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_same_as_plain_torch_with_the_table(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(optimizer, jobs.llama(mup_base_width=8))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+        expected = plain_steps(cfg)
+    np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-5)
+    assert not np.allclose(jobs.train(0, config(optimizer, jobs.llama()), 1), expected, rtol=1e-3)
+
+
+def test_initial_values_and_attention() -> None:
+    model = jobs.llama(hidden_size=256, head_dim=32, mup_base_width=64, mup_base_head_dim=8)
+    assert model.attention_scale == pytest.approx(math.sqrt(8) / 32)
+    first, last = ("self_attn.qkv_proj", "mlp.gate_up_proj"), ("self_attn.o_proj", "mlp.down_proj")
+    expected = {"embed_tokens": 0.02, "lm_head": 0.02}
+    expected |= {f"layers.0.{name}": 0.02 / 2 for name in first}
+    expected |= {f"layers.0.{name}": 0.02 / 2 / math.sqrt(8) for name in last}
+    specs = param_map(model)
+    for name, std in expected.items():
+        assert Shard(specs[f"{name}.weight"]).initial(1).std().item() == pytest.approx(std, rel=0.05), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_at_the_base_width_nothing_changes(optimizer: str) -> None:
+    same = [jobs.train(0, config(optimizer, jobs.llama(2, **mup)), 1, 3) for mup in ({}, {"mup_base_width": 32})]
+    assert same[0] == same[1]
+
+
+ROWS: list[tuple[int, str, Any, dict[str, Any], dict[str, Any]]] = [
+    (4, "muon", jobs.gpt2, {"tp": 2, "zero": 3, **CUT}, {}),
+    (4, "adamw", jobs.llama, {"pp": 2, "zero": 2, **CUT}, {"loss_chunk": 5}),
+    (8, "adamw", jobs.gpt2, {"tp": 2, "pp": 2, "schedule": "zb-v", "vp": 2}, {}),
+    (8, "muon", jobs.llama, {"tp": 2, "pp": 2}, {"offload": "optimizer"}),
+]
+
+
+@pytest.mark.parametrize("row", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3))])
+def test_same_in_every_layout(pool: WorkerPool, row: int) -> None:
+    world, optimizer, family, layout, train = ROWS[row]
+    model = family(mup_base_width=8)
+    ranks = pool.run(world, trained, [config(optimizer, model, layout, **train)], world)
+    assert_same([rank[0] for rank in ranks], config(optimizer, model), f"row {row}")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "widths"),
+    [
+        ("adamw", (64, 128, 256, 512)),
+        pytest.param("muon", (64, 128, 256, 512), marks=pytest.mark.full),
+    ],
+)
+def test_coordinates(optimizer: str, widths: tuple[int, ...]) -> None:
+    """After four steps, the blocks' activations do not grow with the width; without muP they do."""
+    with_mup, without = (
+        slopes(by_layer({width: measure(width, optimizer, base) for width in widths})) for base in (64, None)
+    )
+    blocks = [name for name in with_mup if name.startswith("layers.")]
+    assert len(blocks) == 6
+    assert max(abs(with_mup[name]) for name in blocks) < 0.15, with_mup
+    assert max(without[name] for name in blocks) > 0.7, without
+
+
+def test_export_gives_the_same_logits(tmp_path: Path) -> None:
+    """transformers computes W x where training computes W x / m."""
+    transformers = pytest.importorskip("transformers")
+    flags = "--num-layers 2 --hidden-size 32 --num-heads 4 --vocab-size 90 --seq-len 16 --global-batch-size 8 --lr 1e-2"
+    arguments = [*flags.split(), "--mock-data", "--device", "cpu", "--mup-base-width", "8", "--train-steps", "2"]
+    arguments += ["--eval-every", "2", "--eval-steps", "1", "--run-dir", str(tmp_path / "run")]
+    test_resume.train(0, arguments, 1)
+    export_hf(tmp_path / "run", tmp_path / "hf")
+    cfg = parse(arguments).config
+    assert cfg.model.width_multiplier == M
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").float()
+    valid = MockDataset(90, 16, cfg.train.seed + 1)
+    tokens = torch.stack([torch.from_numpy(valid.sample(i)) for i in range(8)])
+    logits = hf(input_ids=tokens[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (evaluated,) = [line["loss"] for line in map(json.loads, lines) if line.get("event") == "eval"]
+    assert loss == pytest.approx(evaluated, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--mup-base-width 64 --optimizer lamb", "muP sets the rates of adamw, ademamix, lion, muon only"),
+        ("--mup-base-width 64 --decoupled-lr 1e-3", "without --decoupled-lr"),
+        ("--mup-base-head-dim 64", "needs --mup-base-width"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        parse(["--vocab-size", "90", "--mock-data", *flags.split()])
