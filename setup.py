@@ -18,6 +18,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -25,6 +26,10 @@ try:
     import pybind11
 except ImportError:  # not in a build environment that pip made
     pybind11 = None
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    # pip brings its own; images with torch 2.11 have 70, which fails over the license in pyproject.toml.
+    sys.exit(f"error: setuptools {setuptools.__version__} is too old; pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).parent.resolve()
 # Never -ffast-math: gcc < 13 would set flush-to-zero for the whole process. No contraction: the same bits on every CPU.

@@ -74,7 +74,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
             exit_stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             only_deterministic_kernels()
         grid = Grid.from_config(cfg.parallel, world_size())
-        device = pick_device(cfg.parallel.device, cfg.parallel.tp, cfg.parallel.zero)
+        device = pick_device(cfg.parallel.device, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)
         timeout = group_timeout(cfg.run.watchdog_timeout)
         init_process_group(device, timeout)
         rank = dist.get_rank() if grid.world > 1 else env_rank()

@@ -12,11 +12,11 @@ from megalite.base.errors import LocalUserError
 from megalite.base.log import env_int
 
 
-def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
+def pick_device(name: str, tp: int = 1, zero: int = 1, offload: str = "none") -> torch.device:
     """Choose this rank's device: `auto` takes CUDA where available, one GPU per local rank."""
     local_rank = env_int("LOCAL_RANK", 0)
     if name != "cpu":
-        _set_up_cuda(tp, zero)
+        _set_up_cuda(tp, zero, offload)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -36,9 +36,9 @@ def pick_device(name: str, tp: int = 1, zero: int = 1) -> torch.device:
     return device
 
 
-def _set_up_cuda(tp: int, zero: int) -> None:
+def _set_up_cuda(tp: int, zero: int, offload: str) -> None:
     """Set the environment variables that CUDA reads when it starts; those that the user has set stay."""
-    if wants_one_queue(tp, zero):
+    if wants_one_queue(tp, zero, offload):
         # Up to Hopper. One hardware queue: a collective that was launched first also starts before the matrix product
         # it overlaps with.
         if (gpu_capability() or 0) < 10:
@@ -51,10 +51,11 @@ def _set_up_cuda(tp: int, zero: int) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def wants_one_queue(tp: int, zero: int) -> bool:
+def wants_one_queue(tp: int, zero: int, offload: str = "none") -> bool:
     """Whether a GPU up to Hopper is to have one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)."""
-    # It would delay the gathers of ZeRO-3 until the computation before them is done.
-    return tp > 1 and zero < 3
+    # It would delay the gathers of ZeRO-3 until the computation before them is done; and where activations are copied to
+    # and from the host, a copy that waits for the one before it would delay the computation after it.
+    return tp > 1 and zero < 3 and offload != "activations"
 
 
 def gpu_capability() -> int | None:
