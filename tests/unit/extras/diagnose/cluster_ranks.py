@@ -58,20 +58,23 @@ def copy_with_version(folder: Path, version: str) -> Path:
     return folder / "tools/cluster_check.py"
 
 
-SLOW = """
+PRODUCTS = """
+import time
+from types import SimpleNamespace
 from megalite.extras.diagnose import measure
 
-fast, product = measure.compute_time, measure.torch.mm
+measured, product = measure.compute_time, measure.torch.mm
 
-def slow(device):
-    # More work, not less of a core: whatever else the machine does falls on all ranks alike.
-    measure.torch.mm = lambda a, b: [product(a, b) for _ in range(20)][-1]
+def times_as_many(device):
+    # More work, by its processor time: what else the machine does makes no rank slow, nor hides one that is.
+    measure.torch.mm = lambda a, b: [product(a[:256], b) for _ in range(COUNT)][-1]
+    measure.time = SimpleNamespace(perf_counter=time.process_time)
     try:
-        return fast(device)
+        return measured(device)
     finally:
-        measure.torch.mm = product
+        measure.torch.mm, measure.time = product, time
 
-measure.compute_time = slow
+measure.compute_time = times_as_many
 """
 
 STOPS = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import ROOT, finish
-from tests.unit.extras.diagnose.cluster_ranks import SLOW, STOPS, check_in_pool, copy_with_version, start, tampered
+from tests.unit.extras.diagnose.cluster_ranks import PRODUCTS, STOPS, check_in_pool, copy_with_version, start, tampered
 from tests.workers import WorkerPool
 
 SHIFTED_CLOCK = r"""
@@ -97,8 +97,9 @@ def test_a_slow_rank_and_a_wrong_clock_are_named(tmp_path: Path) -> None:
     shim = tmp_path / "clock.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", shim, tmp_path / "clock.c", "-ldl"], check=True)
     flags = ["--json", str(tmp_path / "check.json"), "--size-mb", "0.1"]
-    script = tampered(tmp_path / "slow.py", SLOW)
-    left = finish(start(flags, 3, {2: {"LD_PRELOAD": str(shim)}}, {1: script}), 80)
+    counts = {0: 1, 1: 20, 2: 1}
+    scripts = {r: tampered(tmp_path / f"{r}.py", f"COUNT = {count}\n{PRODUCTS}") for r, count in counts.items()}
+    left = finish(start(flags, 3, {2: {"LD_PRELOAD": str(shim)}}, scripts), 200)
     assert [rank.code for rank in left] == [1, 1, 1], left
     found = json.loads((tmp_path / "check.json").read_text())
     assert blamed(found, "speed") == {(1,)}
