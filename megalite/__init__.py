@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megalite.train.loop import fit, steps
     from megalite.train.run import save
 
+# It notes this process's parent: a launcher may die while torch is being imported, which takes seconds.
+import_module("megalite.base.child")
+
 __version__ = "0.1.0"
 __all__ = [
     "Rows",

@@ -27,6 +27,16 @@ FLUSHING = "flushing"
 # The run decides when its children end: what a terminal or a launcher sends to a whole group is not meant for them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+_parent = os.getppid()
+
+
+def _note_parent() -> None:
+    global _parent
+    _parent = os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_parent)
+
 
 def start_child(
     module: str, settings: Mapping[str, Any], descriptors: Sequence[int], isolated: bool = False
@@ -72,11 +82,14 @@ def allow_many_files() -> None:
 def signal_when_parent_dies(number: int) -> None:
     """Have the kernel send this process a signal when its parent dies, however that happens (Linux only).
 
-    More exactly, when the thread that started it dies, so the signal must do no harm if that thread ends early.
+    More exactly, when the thread that started it dies, so the signal must do no harm if that thread ends early. If the
+    parent has died since megalite was imported, the signal comes at once.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+        if os.getppid() != _parent:
+            os.kill(os.getpid(), number)
 
 
 def _serve(module: str, settings: str) -> None:

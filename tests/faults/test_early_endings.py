@@ -1,0 +1,81 @@
+"""What happens to a rank before it trains: its launcher is killed while it imports, or it is asked for its stacks while
+it waits for the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, reserve_port
+
+# torchrun, as far as a rank knows it: it dies while its rank is between two imports.
+LAUNCHER = """
+import os, signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+rank.stdout.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+ORPHAN = """
+import os
+launcher = os.getppid()
+import megalite
+print(flush=True)
+while os.getppid() == launcher:
+    pass
+from megalite.dist.rendezvous import init_process_group
+from megalite.train.exit import leaving_together
+import torch
+with leaving_together():
+    init_process_group(torch.device("cpu"))
+"""
+MEETS = """
+import torch
+from megalite.dist.rendezvous import init_process_group
+from megalite.train.exit import leaving_together
+with leaving_together():
+    print(flush=True)
+    init_process_group(torch.device("cpu"))
+"""
+
+
+def environment(rank: int, port: int) -> dict[str, str]:
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+    return {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def test_a_rank_whose_launcher_was_killed_while_it_imported_ends() -> None:
+    """Nobody is left to meet: it used to wait in the rendezvous for ten minutes."""
+    launched = {**environment(1, reserve_port()), "TORCHELASTIC_RUN_ID": "1"}
+    command = [sys.executable, "-c", LAUNCHER, ORPHAN]
+    # Its output is read until its rank, which has inherited it, has ended too.
+    done = subprocess.run(command, env=launched, stderr=subprocess.PIPE, text=True, timeout=90)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("early", [0, 1])
+def test_stacks_can_be_asked_for_in_the_rendezvous(tmp_path: Path, early: int) -> None:
+    """Sockets that wait are interrupted by the handler, and must wait on."""
+    port, said = reserve_port(), tmp_path / "err"
+    command = [sys.executable, "-c", MEETS]
+    with said.open("w") as err:
+        waiting = subprocess.Popen(command, env=environment(early, port), stderr=err, stdout=subprocess.PIPE)
+    with waiting:
+        assert waiting.stdout is not None
+        waiting.stdout.readline()
+        deadline = time.monotonic() + 90
+        while said.read_text().count(" in init_process_group") < 20 and waiting.poll() is None:
+            assert time.monotonic() < deadline, said.read_text()
+            waiting.send_signal(signal.SIGUSR1)
+            time.sleep(0.05)
+        assert waiting.poll() is None, said.read_text()
+        late = subprocess.run(command, env=environment(1 - early, port), timeout=90, capture_output=True, text=True)
+        assert late.returncode == 0, late.stderr
+        assert waiting.wait(60) == 0, said.read_text()
