@@ -15,7 +15,7 @@ class ShardedParameter(torch.nn.Parameter):
 
     Attributes:
         shard: the global parameter and this rank's shard of it.
-        main_grad: fp32 gradient, a view into a bucket, which may allocate its memory on access.
+        main_grad: gradient, fp32 or as `--grad-dtype`, a view into a bucket, which may allocate its memory on access.
         has_grad: whether `main_grad` holds contributions. If not, its content is undefined, and the next contribution
             overwrites it.
         before_grad, after_grad: callbacks of the bucket, before each access to `main_grad` and after each contribution.

@@ -111,19 +111,15 @@ class Config:
         check_context_parallel(self.model, self.parallel, self.data.within_documents, self.train.compile)
         self._check_features()
         self._check_steps()
-        m, p = self.model, self.parallel
+        m, p, counts = self.model, self.parallel, self.parallel.stage_layers
         require(
-            p.stage_layers is not None or p.pp * p.vp <= m.num_layers,
+            counts is not None or p.pp * p.vp <= m.num_layers,
             f"--pp {p.pp} --vp {p.vp}",
             f"makes {p.pp * p.vp} stages of {m.num_layers} layers, and each stage needs at least one layer",
             "lower --pp or --vp, raise --num-layers, or say with --pipeline-layout which have none",
         )
-        require(
-            p.stage_layers is None or sum(p.stage_layers) == m.num_layers,
-            f"--pipeline-layout {p.pipeline_layout}",
-            f"has {sum(p.stage_layers or ())} layers, but --num-layers is {m.num_layers}",
-            "change one of the two",
-        )
+        given, rule = f"--pipeline-layout {p.pipeline_layout}", f"must have the {m.num_layers} layers of --num-layers"
+        require(counts is None or sum(counts) == m.num_layers, given, rule, f"it has {sum(counts or ())}: change one")
 
     def _check_tensor_parallel(self) -> None:
         m, p = self.model, self.parallel
@@ -168,6 +164,12 @@ class Config:
             f"--mup-base-width {m.mup_base_width} with --optimizer {rule} --decoupled-lr {self.optim.decoupled_lr}",
             f"muP sets the rates of {', '.join(name for name in RULES if RULES[name].width_power is not None)} only",
             "choose one of these, without --decoupled-lr",
+        )
+        require(
+            self.train.grad_dtype == "fp32" or p.zero > 0,
+            f"--grad-dtype {self.train.grad_dtype} with --zero {p.zero}",
+            "saves nothing: the update requires an fp32 gradient of all that a rank owns, here everything",
+            "give --zero 1, or drop --grad-dtype",
         )
         require(
             self.train.compress == "none" or p.zero < 2,

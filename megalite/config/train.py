@@ -44,6 +44,9 @@ class TrainConfig:
     """Label smoothing: weight of the uniform distribution in the targets."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent over dp; with ZeRO they are summed in fp32."""
+    grad_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type in which gradients are accumulated over micro-batches; bf16 (also reduced in bf16) saves 2 bytes per
+    parameter and loses digits."""
     compress: str = "none"
     """Compress gradients over dp: int8 (recommended), topk:F (keep a fraction F) or powersgd:R (rank R)."""
 
@@ -84,6 +87,18 @@ class TrainConfig:
             f"--offload activations with --recompute {self.recompute}",
             "offloading pays off only for the inputs of recomputed blocks",
             "give --recompute full, or drop --offload",
+        )
+        require(
+            self.grad_dtype == "fp32" or self.precision == "bf16",
+            f"--grad-dtype {self.grad_dtype} with --precision {self.precision}",
+            "gradients are at least as precise as the weights",
+            "give --precision bf16, or drop --grad-dtype",
+        )
+        require(
+            self.compress == "none" or self.grad_dtype == "fp32",
+            f"--compress {self.compress} with --grad-dtype {self.grad_dtype}",
+            "compression works on fp32 gradients",
+            "drop one of the two",
         )
         require(
             self.compress == "none" or self.grad_reduce_dtype == "fp32",

@@ -27,11 +27,14 @@ class SumOfSlices:
     def wait(self) -> None:
         self._work.wait()
         flat = self._out.view(-1)
-        if self._out.dtype == torch.float32:
-            torch.sum(self._parts, 0, dtype=torch.float32, out=flat)
-        else:
-            # One rounding, at the end.
-            flat.copy_(torch.sum(self._parts, 0, dtype=torch.promote_types(self._out.dtype, torch.float32)))
+        if self._parts.dtype == flat.dtype == torch.float32:
+            torch.sum(self._parts, 0, out=flat)
+            return
+        # One rounding, at the end. torch.sum would first copy all parts to fp32.
+        total = self._parts[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+        for part in self._parts[1:]:
+            total += part
+        flat.copy_(total)
 
 
 class AllGather:

@@ -28,7 +28,7 @@ _IN_FLIGHT = {"cpu": 0}
 
 
 class Bucket:
-    """Flat weights and fp32 gradients of some parameters, and this rank's share of both.
+    """Flat weights and gradients of some parameters, and this rank's share of both; a share of gradients is fp32.
 
     Parameters are views of `weights`, and their `main_grad` views of `grad`. `gather` makes the weights full on every
     rank, `release` frees all but this rank's share, `reduce` sums the gradients. A sharded gradient has memory from its
@@ -40,6 +40,7 @@ class Bucket:
         kind: what the parameters have in common.
         ctx: this rank's axes.
         sharded: what is sharded over the batch axes.
+        grad_dtype: dtype in which gradients are accumulated over micro-batches.
         reduce_dtype: dtype in which gradients are reduced over the batch axes.
         overlap: start the reduction with the last contribution, not at the end of the backward pass.
         compress: gradient compression over the batch axes, as in `--compress`.
@@ -63,14 +64,14 @@ class Bucket:
         ctx: ParallelContext,
         *,
         sharded: Sharding,
+        grad_dtype: torch.dtype = torch.float32,
         reduce_dtype: torch.dtype = torch.float32,
         overlap: bool = True,
         compress: str = "none",
         in_flight: list[Bucket] | None = None,
     ) -> None:
         self.params, self.kind, self.sharded = params, kind, sharded
-        self.rule = RULES[kind.rule]
-        self.reduce_dtype, self.overlap = reduce_dtype, overlap
+        self.rule, self.reduce_dtype, self.overlap = RULES[kind.rule], reduce_dtype, overlap
         batch = params[0].shard.layout.batch
         self.batch = ctx.axis(*batch)
         self.share_axis, self.replica_axis = ctx.split(*batch, size=sharded.group)
@@ -84,17 +85,17 @@ class Bucket:
         self.owned = slice(first, first + share)
         like = params[0]
         self.weights = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
-        self.grad = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
+        self.grad = torch.zeros(self.numel, dtype=grad_dtype, device=like.device)
         for param, start in zip(params, self.starts):
             self._adopt(param, start)
         self._padding = self._gaps()
         copy = on_host if sharded.host else torch.clone
         self._weight_share = copy(self.weights[self.owned]) if sharded.weights else None
-        self._grad_share = torch.zeros(share, dtype=torch.float32, device=like.device) if sharded.grad else None
-        self._grad_share_filled = False
+        apart = sharded.grad or grad_dtype != torch.float32
+        self._grad_share = torch.zeros(share, dtype=torch.float32, device=like.device) if apart else None
+        self._grad_share_filled = self._accumulating = False
         self._missing: Counter[str] = Counter()
         self._contributions = self._outstanding = 0
-        self._accumulating = False
         self._in_flight = [] if in_flight is None else in_flight
         self._sent = self.grad
         entries = [BucketParam(p.shard.spec.name, p.shape, start) for p, start in zip(params, self.starts)]
@@ -220,9 +221,10 @@ class Bucket:
             self._reducing = self.codec
             return
         self._wait_older_reductions()
-        self._sent = self.grad if self.reduce_dtype == torch.float32 else self.grad.to(self.reduce_dtype)
+        self._sent = self.grad.to(self.reduce_dtype)
         if self.sharded.state:
-            self._reducing = collectives.reduce_scatter(self.grad[self.owned], self._sent, self.share_axis)
+            target = self.grad[self.owned] if self.sharded.grad else self.grad_share
+            self._reducing = collectives.reduce_scatter(target, self._sent, self.share_axis)
         else:
             self._reducing = collectives.all_reduce(self._sent, self.share_axis)
         if self.sharded.grad:

@@ -22,6 +22,7 @@ def make_buckets(
     *,
     sharded: Sharding,
     bucket_size: int | None,
+    grad_dtype: torch.dtype = torch.float32,
     reduce_dtype: torch.dtype = torch.float32,
     overlap: bool = True,
     compress: str = "none",
@@ -33,10 +34,9 @@ def make_buckets(
     Args:
         units: parameters of each unit, in forward order.
         ctx: this rank's axes.
-        sharded: what is sharded over the batch axes. With sharded weights, a unit has a bucket of its own for each
-            kind.
+        sharded: what is sharded over the batch axes. With sharded weights, no units share a bucket.
         bucket_size: number of elements at which a bucket is closed; None: no limit.
-        reduce_dtype, overlap, compress: as in `Bucket`.
+        grad_dtype, reduce_dtype, overlap, compress: as in `Bucket`.
         whole_below: number of elements below which a unit is treated as in ZeRO stage 1, because gathering it would be
             pure latency. With sharded gradients, units from this size on do not share a bucket: only one of them is in
             memory at a time.
@@ -51,7 +51,8 @@ def make_buckets(
             by_unit = by_kind.setdefault(GradKind.of(param, sharded, cfg), [[] for _ in units])
             by_unit[number].append(param)
     buckets: list[Bucket] = []
-    options: dict[str, Any] = {"reduce_dtype": reduce_dtype, "overlap": overlap, "compress": compress, "in_flight": []}
+    options: dict[str, Any] = {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype, "overlap": overlap}
+    options |= {"compress": compress, "in_flight": []}
 
     def make(params: list[ShardedParameter], kind: GradKind, sharded: Sharding) -> None:
         buckets.append(Bucket(params, kind, ctx, sharded=sharded, **options))

@@ -31,9 +31,20 @@ class _Lookup(torch.autograd.Function):
         grad = ctx.weight.main_grad
         if not ctx.weight.has_grad:
             grad.zero_()  # most rows receive no gradient
-        grad.index_add_(0, local.reshape(-1), rows)
+        at = local.reshape(-1)
+        if grad.dtype != rows.dtype:
+            at, rows = _sum_by_row(at, rows)
+        grad.index_add_(0, at, rows.to(grad.dtype))
         ctx.weight.grad_added()
         return None, None, None
+
+
+def _sum_by_row(at: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum the rows of equal index in fp32, so that each row of a bf16 table is rounded once; zeros fill up the rest."""
+    at, order = at.sort(stable=True)
+    run = torch.zeros_like(at)
+    run[1:] = (at[1:] != at[:-1]).cumsum(0)
+    return torch.zeros_like(at).scatter_(0, run, at), torch.zeros_like(rows).index_add_(0, run, rows[order])
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -106,6 +106,10 @@ def muon(cfg: Config) -> Config:
     return replace(cfg, optim=replace(cfg.optim, optimizer="muon"))
 
 
+def in_bf16(cfg: Config) -> Config:
+    return jobs.with_train(cfg, grad_dtype="bf16")
+
+
 CONFIGS = {
     "0": config(0),
     "0-powersgd": config(0, compress="powersgd:64"),
@@ -119,6 +123,9 @@ CONFIGS = {
     "3-hybrid": config(3, zero_group="2"),
     "1-muon": muon(config(1)),
     "3-muon": muon(config(3)),
+    "1-bf16": in_bf16(config(1)),
+    "2-bf16": in_bf16(config(2)),
+    "3-bf16": in_bf16(config(3)),
 }
 
 
@@ -132,6 +139,8 @@ def results(pool: WorkerPool) -> dict[str, Measured]:
 
 def test_bytes_per_parameter_between_steps(results: dict[str, Measured]) -> None:
     expected = {"0": 18, "1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4, "3-hybrid": 18 / 2}
+    # Gradients of bf16, and their sum in fp32 on the rank that updates.
+    expected |= {"1-bf16": 4 + 16 / 4, "2-bf16": 2 + 16 / 4, "3-bf16": 18 / 4}
     assert {zero: results[zero][0] / PARAMETERS for zero in expected} == pytest.approx(expected, rel=0.01)
 
 

@@ -42,7 +42,7 @@ class RankMemory:
     Attributes:
         parameters: number of local elements, vocabulary padding included.
         weights: parameters in the precision of the run.
-        main_grad: fp32 gradients, the copy that is sent if they are reduced in bf16, and the residual of compression.
+        main_grad: gradients, fp32 shares apart from them, a copy sent in bf16, and the residual of compression.
         optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments; 0 if they are offloaded.
         activations: tensors kept for backward at the peak, the layer being recomputed, and on a GPU the workspace of
             the backward pass.

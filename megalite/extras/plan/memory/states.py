@@ -65,15 +65,15 @@ def states_of(
     total = sum(sum(unit) for units in stages for unit in units)
     cut = [[sum(n for n in unit if zero == 3 and n >= p.zero_whole_below) for unit in units] for units in stages]
     gathered = sum(map(sum, cut))
-    # Bytes per element of the bf16 copy that is sent, and of what a reduce-scatter between CPUs receives.
-    sent = 2 if t.grad_reduce_dtype == "bf16" else 0
-    arriving = (sent or 4) if p.device == "cpu" and zero and dp > 1 and t.compress == "none" else 0
+    grad, sent, arriving = _gradient_bytes(cfg, dp)
     left, compressing = _compression(cfg, stages, sides) if dp > 1 and t.compress != "none" else (0, 0)
     shared = total if zero == 2 else gathered
     share = element * -(-gathered // group)
     weights = element * (total - gathered) + (0 if params_away else share)
-    main_grad = (4 + sent) * (total - shared) + left + 4 * -(-shared // group)
     ranks = group if zero else 1
+    # Shares are fp32, and separate where the gradients are sharded or bf16.
+    apart = -(-total // ranks) if grad == 2 else -(-shared // group)
+    main_grad = (grad + sent) * (total - shared) + left + 4 * apart
     optimizer, host = -(-_state_bytes(cfg, total, matrices) // ranks), 0
     if t.offload.startswith("optimizer"):
         optimizer, host = 0, optimizer
@@ -90,6 +90,15 @@ def states_of(
     if zero == 3:
         temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
     return States(weights, main_grad, optimizer, host, temporary)
+
+
+def _gradient_bytes(cfg: Config, dp: int) -> tuple[int, int, int]:
+    """Return the bytes per element of gradients, of a bf16 copy that is sent, and of what CPUs receive in a sum."""
+    t = cfg.train
+    grad = 2 if t.grad_dtype == "bf16" else 4
+    sent = 2 if t.grad_reduce_dtype == "bf16" and grad > 2 else 0
+    receives = cfg.parallel.device == "cpu" and cfg.zero_stage(dp) and dp > 1 and t.compress == "none"
+    return grad, sent, (sent or grad) if receives else 0
 
 
 def _state_bytes(cfg: Config, total: int, matrices: int) -> int:
@@ -124,10 +133,11 @@ def _compression(cfg: Config, stages: Sequence[Sequence[UnitSizes]], sides: Side
 
 def _gradient(cfg: Config, largest: int, total: int, copies: int) -> int:
     """Compute the bytes of gradients that are not reduced yet, `largest` elements at a time."""
+    each = 2 if cfg.train.grad_dtype == "bf16" else 4
     if cfg.parallel.zero_reduce == "step":
-        return 4 * total + copies * largest
+        return each * total + copies * largest
     # On a GPU one is reduced while the next one fills.
-    return (4 + copies + (4 if cfg.parallel.device != "cpu" else 0)) * largest
+    return (each + copies + (each if cfg.parallel.device != "cpu" else 0)) * largest
 
 
 def _of_units(cfg: Config, units: Sequence[int], total: int, element: int, copies: int, split: bool) -> int:

@@ -48,7 +48,7 @@ class Engine:
 
 def engine_of(cfg: Config) -> Engine:
     """Describe this project's software under the options of a run."""
-    p = cfg.parallel
+    p, t = cfg.parallel, cfg.train
     beside = p.device != "cpu"  # gloo copies and adds on the cores that compute
     # Column-parallel layers reduce input gradients beside their weight gradients. With sequence parallelism they gather
     # their inputs again beside the input gradient, and row-parallel layers wait for their gradient.
@@ -62,7 +62,7 @@ def engine_of(cfg: Config) -> Engine:
         overlap_pp=beside,
         overlap_dp=p.overlap_grad_reduce and beside,
         overlap_gather=p.overlap_param_gather and beside,
-        grad_bytes={"none": 4 if cfg.train.grad_reduce_dtype == "fp32" else 2, "int8": 1}.get(cfg.train.compress, 1),
+        grad_bytes=1 if t.compress != "none" else 2 if "bf16" in (t.grad_dtype, t.grad_reduce_dtype) else 4,
     )
 
 
