@@ -58,7 +58,7 @@ def dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-def suggest(word: str, known: Iterable[str], dashes: str = "") -> str:
+def suggest(word: str, known: Iterable[str], dashes: str = "", otherwise: str = "see --help") -> str:
     """Return the remedy for a word that is not among those known."""
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f"did you mean {dashes}{close[0]}?" if close else "see --help"
+    return f"did you mean {dashes}{close[0]}?" if close else otherwise

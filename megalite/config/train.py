@@ -42,6 +42,9 @@ class TrainConfig:
     """Compute output layer and loss for this many tokens at a time, which saves memory for logits; 0: all at once."""
     label_smoothing: float = 0.0
     """Label smoothing: weight of the uniform distribution in the targets."""
+    z_loss: float = 0.0
+    """Weight of the squared log-sum-exp of the logits in the gradients (z-loss; 1e-4 is usual). `loss` in the metrics
+    stays the cross-entropy."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent over dp; with ZeRO they are summed in fp32."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -63,6 +66,7 @@ class TrainConfig:
         in_range(self, "train_steps", 1, 10**10)
         in_range(self, "seed", 0, 2**63)
         in_range(self, "label_smoothing", 0, 1)
+        in_range(self, "z_loss", 0, 10)
         in_range(self, "loss_chunk", 0, 10**9)
         require(
             not (self.loss_chunk and self.label_smoothing),

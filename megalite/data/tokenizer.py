@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.data.controls import Span, char_spans, consecutive_spans, encode_with_controls
 from megalite.data.tiktoken_ranks import KNOWN_RANKS, RANK_LINE, is_description, read_ranks
 from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, protobuf_fields, read_json, read_regular
@@ -292,6 +293,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return ByteTokenizer()
     if file.is_dir():
         file = file_in(file)
+        logger.info(f"tokenizer: {file}")
     head = read_regular(file)[:4096]
     if RANK_LINE.match(head):
         return TiktokenTokenizer(file)

@@ -10,7 +10,6 @@ from typing import Any
 
 from megalite.base import untrusted
 from megalite.base.errors import UserError
-from megalite.base.log import logger
 
 # Key in an export's tokenizer_config.json: SHA-256 of the tokenizer that it came from, and of its tokenizer.json.
 EXPORTED_FROM = "megalite_exported_from"
@@ -33,7 +32,6 @@ def file_in(folder: Path) -> Path:
     """Choose the tokenizer file of a folder; raises `UserError` if there is none, or several."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).exists():
-            logger.info(f"tokenizer: {folder / name}")
             return folder / name
     candidates = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
     if len(candidates) != 1:

@@ -90,7 +90,8 @@ class Grid:
             raise UserError(
                 given,
                 f"the number of ranks must be a multiple of {' x '.join(named)} = {size}",
-                f"start {fits} ranks (torchrun --nproc-per-node), or change {' or '.join(flags)}",
+                f"start {fits} ranks (--nproc of megalite train, --nproc-per-node of torchrun), or change "
+                + " or ".join(flags),
             )
         sizes["dp"] = world // size
         batch = tuple(axis.name for axis in AXES if axis.cuts_batch)

@@ -22,6 +22,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
         if latest is not None:
             return latest
     refuse_megatron(path, f"checkpoint {path}")
+    if not path.exists():
+        raise BadCheckpoint(f"checkpoint {path}", "does not exist", "pass the folder of a run or a checkpoint")
     raise BadCheckpoint(
         f"checkpoint {path}", "holds no manifest.json and no step_* folders", "pass the folder of a checkpoint"
     )

@@ -6,12 +6,14 @@ import argparse
 import errno
 import faulthandler
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from megalite.base.child import allow_many_files
 from megalite.base.errors import UserError, printable
+from megalite.config.names import suggest
 
 # Disk errors that the user of a tool can fix.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -25,7 +27,10 @@ class ToolParser(argparse.ArgumentParser):
     """A parser of flags whose mistakes are `UserError`s: one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(self.prog, message, f"see {self.prog} --help")
+        remedy = f"see {self.prog} --help"
+        if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            remedy = suggest(unknown[1], self._option_string_actions, otherwise=remedy)
+        raise UserError(self.prog, message, remedy)
 
 
 def run_tool(main: Callable[[], int | None]) -> None:

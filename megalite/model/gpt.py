@@ -84,7 +84,7 @@ class GPTStage(nn.Module):
         first, last: whether it holds the embedding, and the output layer with the loss.
         recompute: "none", "selective" (attention core) or "full" (whole blocks).
         loss_chunk: tokens per chunk in output layer and loss; 0 = all at once.
-        label_smoothing: label smoothing of the training loss, see `vocab_parallel_cross_entropy`.
+        label_smoothing, z_loss: of the training loss, see `vocab_parallel_cross_entropy`.
         shared_embedding: weight of the tied embedding if it lives on this rank; used as the output weight.
         compiled: whether blocks go through torch.compile; they must have no dropout.
         offload: holds the inputs of recomputed blocks on the host; None: the device keeps them.
@@ -100,6 +100,7 @@ class GPTStage(nn.Module):
         recompute: str = "none",
         loss_chunk: int = 0,
         label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         shared_embedding: ShardedParameter | None = None,
         compiled: bool = False,
         offload: ActivationOffload | None = None,
@@ -123,7 +124,7 @@ class GPTStage(nn.Module):
                 compile_block(block)
         if last:
             self.norm = layers.norm("norm")
-            self.lm_head = LMHead(layers, loss_chunk, label_smoothing)
+            self.lm_head = LMHead(layers, loss_chunk, label_smoothing, z_loss)
             if cfg.tie_embeddings and first:
                 shared_embedding = self.embed_tokens.weight
             if shared_embedding is not None:
@@ -184,13 +185,14 @@ class LMHead(ColumnParallelLinear):
     Args:
         layers: makes the layers of this stage.
         loss_chunk: tokens per chunk, so that the logits of all tokens never exist at once; 0 = all at once.
-        label_smoothing: label smoothing of the training loss; an evaluation reports the cross-entropy itself.
+        label_smoothing, z_loss: of the training loss; an evaluation reports the cross-entropy itself.
     """
 
-    def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float) -> None:
+    def __init__(self, layers: Layers, loss_chunk: int, label_smoothing: float, z_loss: float) -> None:
         super().__init__(**layers.linear("lm_head"))
         self.vocab_size, self.loss_chunk, self.label_smoothing = layers.cfg.vocab, loss_chunk, label_smoothing
-        self.softcap, self.scale = layers.cfg.logit_softcap, 1 / layers.cfg.width_multiplier
+        self.softcap, self.z_loss = layers.cfg.logit_softcap, z_loss
+        self.scale = 1 / layers.cfg.width_multiplier
 
     def forward(self, x: torch.Tensor, batch: MicroBatch, fwd: ForwardPass) -> torch.Tensor:  # type: ignore[override]
         """Map x_SBH (x_sBH) to weighted token losses [S, B], or without targets to this rank's logits [S, B, V/T]."""
@@ -201,7 +203,7 @@ class LMHead(ColumnParallelLinear):
             weights = 1.0 if batch.weights_SB is None else batch.weights_SB
             dloss = weights * fwd.grad_scale if fwd.training else None
             loss = linear_cross_entropy(
-                x, self, batch.targets_SB, self.vocab_size, self.loss_chunk, self.softcap, dloss
+                x, self, batch.targets_SB, self.vocab_size, self.loss_chunk, self.softcap, self.z_loss, dloss
             )
         else:
             logits = super().forward(x)
@@ -212,6 +214,7 @@ class LMHead(ColumnParallelLinear):
                 self.vocab_size,
                 self.ops,
                 self.label_smoothing if fwd.training else 0.0,
+                self.z_loss,
                 self.softcap,
             ).view(batch.targets_SB.shape)
         return loss if batch.weights_SB is None else loss * batch.weights_SB

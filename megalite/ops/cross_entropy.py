@@ -84,6 +84,14 @@ def cross_entropy_grad_(
     return logits
 
 
+def add_at_targets_(dlogits: Tensor, target: Tensor, vocab_start: int, valid: int, amount: Tensor) -> Tensor:
+    """Add amount [N] to the gradient [N, V] at each row's target, where this rank's shard has it; in place."""
+    if valid:
+        local, ours = _local_target(target, vocab_start, valid)
+        dlogits.scatter_add_(1, local.unsqueeze(1), amount.where(ours, 0.0).to(dlogits.dtype).unsqueeze(1))
+    return dlogits
+
+
 def softcap_(logits: Tensor, cap: float | None) -> Tensor:
     """Soft-cap logits in place: cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118, section 2); None: no cap."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

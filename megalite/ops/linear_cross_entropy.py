@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.choose import Ops
-from megalite.ops.cross_entropy import combine_stats, softcap_, softcap_grad_
+from megalite.ops.cross_entropy import add_at_targets_, combine_stats, softcap_, softcap_grad_
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class LinearCrossEntropy:
         target_N, vocab_start, valid: as in `cross_entropy_stats`.
         chunk: number of tokens per chunk.
         softcap: soft cap of the logits, see `softcap_`; None: no cap.
+        z_loss: weight of the squared log-sum-exp in the gradients.
     """
 
     ops: Ops
@@ -39,6 +40,7 @@ class LinearCrossEntropy:
     valid: int
     chunk: int
     softcap: float | None = None
+    z_loss: float = 0.0
 
     def _chunks(self, x_NH: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (rows, x, logits) of each chunk; the next chunk reuses the memory of the logits."""
@@ -92,9 +94,11 @@ class LinearCrossEntropy:
 
         def differentiate(rows: slice, x: Tensor, logits: Tensor, lse: Tensor) -> None:
             tanh = None if self.softcap is None else logits / self.softcap
-            dlogits = self.ops.cross_entropy_grad_(
-                logits, self.target_N[rows], self.vocab_start, lse, scale_N[rows], self.valid
-            )
+            target, scale = self.target_N[rows], scale_N[rows]
+            of_softmax = scale * (1.0 + 2.0 * self.z_loss * lse) if self.z_loss else scale
+            dlogits = self.ops.cross_entropy_grad_(logits, target, self.vocab_start, lse, of_softmax, self.valid)
+            if self.z_loss:
+                add_at_targets_(dlogits, target, self.vocab_start, self.valid, of_softmax - scale)
             softcap_grad_(dlogits, tanh)
             self.ops.linear_dgrad(dlogits, self.weight_VH, out=dx[rows])
             self.ops.linear_wgrad(main_grad_VH, dlogits, x, accumulate or rows.start > 0)

@@ -14,7 +14,7 @@ import torch
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
-from megalite.ops.cross_entropy import combine_stats, softcap_, softcap_grad_
+from megalite.ops.cross_entropy import add_at_targets_, combine_stats, softcap_, softcap_grad_
 from megalite.ops.linear_cross_entropy import LinearCrossEntropy
 from megalite.tensor_parallel.linear import ParallelLinear
 
@@ -34,6 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
         tp: Axis,
         vocab_size: int,
         smoothing: float,
+        z_loss: float,
         softcap: float | None,
         ops: Ops,
     ) -> torch.Tensor:
@@ -50,27 +51,24 @@ class _CrossEntropy(torch.autograd.Function):
         ignored = targets < 0
         ctx.save_for_backward(logits, targets, lse, ignored)
         ctx.first, ctx.real, ctx.smoothing, ctx.vocab_size, ctx.ops = first, real, smoothing, vocab_size, ops
-        ctx.softcap = softcap
+        ctx.softcap, ctx.z_loss = softcap, z_loss
         return loss.masked_fill_(ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, targets, lse, ignored = ctx.saved_tensors
         # The gradient overwrites the logits, which nothing needs any more.
         grad = logits.detach()
         scale = dloss.masked_fill(ignored, 0.0)
         tanh = None if ctx.softcap is None else logits / ctx.softcap
-        ctx.ops.cross_entropy_grad_(grad, targets, ctx.first, lse, scale, ctx.real)
-        if ctx.smoothing:
+        # The gradient of the z-loss is 2 z lse softmax: the part of the softmax weighs more, that of the targets not.
+        of_softmax = scale * (1.0 + 2.0 * ctx.z_loss * lse) if ctx.z_loss else scale
+        ctx.ops.cross_entropy_grad_(grad, targets, ctx.first, lse, of_softmax, ctx.real)
+        if ctx.smoothing or ctx.z_loss:
             # Smoothing mixes the uniform distribution into the one-hot targets.
-            local = targets - ctx.first
-            ours = (local >= 0) & (local < ctx.real)
-            real = grad[:, : ctx.real]
-            real.sub_((scale * (ctx.smoothing / ctx.vocab_size)).to(grad.dtype).unsqueeze(1))
-            onehot_change = torch.where(ours, scale * ctx.smoothing, 0.0).to(grad.dtype)
-            if ctx.real:
-                real.scatter_add_(1, torch.where(ours, local, 0).unsqueeze(1), onehot_change.unsqueeze(1))
-        return softcap_grad_(grad, tanh), None, None, None, None, None, None
+            grad[:, : ctx.real].sub_((scale * (ctx.smoothing / ctx.vocab_size)).to(grad.dtype).unsqueeze(1))
+            add_at_targets_(grad, targets, ctx.first, ctx.real, of_softmax - (1.0 - ctx.smoothing) * scale)
+        return (softcap_grad_(grad, tanh), *(None,) * 7)
 
 
 def vocab_parallel_cross_entropy(
@@ -80,6 +78,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ops: Ops,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> torch.Tensor:
     """Compute the cross-entropy of each row, the same on every tensor-parallel rank.
@@ -92,12 +91,14 @@ def vocab_parallel_cross_entropy(
         vocab_size: vocabulary size without padding.
         ops: the kernels in use.
         label_smoothing: weight of the uniform distribution over the global vocabulary.
+        z_loss: weight of the squared log-sum-exp of a row (PaLM, arXiv:2204.02311, section 5): it is in the gradient,
+            not in the loss that is returned.
         softcap: soft cap of the logits, see `softcap_`; None: no cap.
 
     Returns:
         loss_N, fp32.
     """
-    return _CrossEntropy.apply(logits_NV, targets_N, tp, vocab_size, label_smoothing, softcap, ops)
+    return _CrossEntropy.apply(logits_NV, targets_N, tp, vocab_size, label_smoothing, z_loss, softcap, ops)
 
 
 def vocab_parallel_argmax(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:
@@ -131,12 +132,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         chunk: int,
         softcap: float | None,
+        z_loss: float,
         dloss: torch.Tensor | float | None,
     ) -> torch.Tensor:
         flat = targets.reshape(-1)
         ignored = flat < 0
         first, real = _columns(len(weight), layer.tp, vocab_size)
-        output = LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap)
+        output = LinearCrossEntropy(layer.ops, layer.weight, flat, first, real, chunk, softcap, z_loss)
         full_x, work = layer.gather(x)
         work.wait()
         rows, gather = full_x.flatten(0, -2), partial(_gather_stats, tp=layer.tp)
@@ -154,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (*ctx.saved_tensors, *(None,) * 7)
+        return (*ctx.saved_tensors, *(None,) * 8)
 
 
 def _gather_stats(stats_N3: torch.Tensor, tp: Axis) -> torch.Tensor:
@@ -170,6 +172,7 @@ def linear_cross_entropy(
     vocab_size: int,
     chunk: int,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     dloss: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """Run output layer and cross-entropy by chunks of tokens: the logits of all tokens never exist at once.
@@ -183,9 +186,10 @@ def linear_cross_entropy(
         vocab_size: vocabulary size without padding.
         chunk: number of tokens per chunk.
         softcap: soft cap of the logits, see `softcap_`; None: no cap.
+        z_loss: as in `vocab_parallel_cross_entropy`.
         dloss: gradient of the losses in the backward pass, fp32 [S, B] or a number for all; None: no backward pass.
 
     Returns:
         Token losses [S, B], fp32, the same on every tensor-parallel rank.
     """
-    return _LinearCrossEntropy.apply(x, layer.weight, layer, targets_SB, vocab_size, chunk, softcap, dloss)
+    return _LinearCrossEntropy.apply(x, layer.weight, layer, targets_SB, vocab_size, chunk, softcap, z_loss, dloss)

@@ -137,6 +137,7 @@ def build_stages(
             recompute=cfg.train.recompute,
             loss_chunk=cfg.train.loss_chunk,
             label_smoothing=cfg.train.label_smoothing,
+            z_loss=cfg.train.z_loss,
             shared_embedding=stages[0].embed_tokens.weight if shared else None,
             compiled=cfg.train.compile,
             offload=offload,

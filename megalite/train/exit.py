@@ -88,7 +88,7 @@ def leaving_together() -> Iterator[None]:
     setup_logging(rank)
     # A crash in native code, or while reading a mapped file, prints the stack.
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
     if under_torchrun():
         # A killed torchrun leaves its ranks running, and nobody could restart them: they save and exit.
         signal_when_parent_dies(signal.SIGTERM)

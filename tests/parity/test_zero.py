@@ -138,10 +138,10 @@ GRID: dict[tuple[int, int], list[tuple[ModelConfig, dict[str, Any], dict[str, An
     ],
     (2, 1): [
         (LLAMA, {}, {}),
-        (GPT2, {"sequence_parallel": False}, {}),
+        (GPT2, {"sequence_parallel": False}, {"z_loss": 0.1}),
     ],
     (2, 2): [
-        (LLAMA, {"schedule": "zb-h1", "pipeline_layout": "Et|tttL"}, {}),
+        (LLAMA, {"schedule": "zb-h1", "pipeline_layout": "Et|tttL"}, {"z_loss": 0.1, "loss_chunk": 5}),
         (GPT2, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"}),
         (GPT2, {}, {"offload": "optimizer"}),
     ],
@@ -179,7 +179,8 @@ def test_same_gradients_in_every_layout(pool: WorkerPool, zero: int, grid: tuple
     world = max(4, 2 * tp * pp)
     ranks = pool.run(world, trained, cfgs, world)
     for i, (model, parallel, train) in enumerate(rows):
-        single = scaled(jobs.make_config(model, precision=train.get("precision", "fp32")))
+        loss = {name: train[name] for name in ("precision", "z_loss") if name in train}
+        single = scaled(jobs.make_config(model, **loss))
         assert_same([rank[i] for rank in ranks], single, f"zero {zero} {parallel} {train}")
 
 

@@ -54,7 +54,7 @@ def losses(run_dir: str) -> list[float]:
 def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
-    notebook, from_hf, stopped, own_data, answers, several, by_hand, text = blocks("api.md")
+    notebook, from_hf, stopped, own_data, answers, several, hooked, by_hand, text = blocks("api.md")
     printed = run_block(notebook, names, capsys)
     # One micro-batch per step; the hook is removed after the first.
     assert printed[0] == "layers.0 returns [128, 8, 128]"
@@ -76,6 +76,8 @@ def test_the_python_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     (line,) = run_block(several, names, capsys)
     on_two, on_one = np.array(re.findall(r"\d+\.\d+", line), float).reshape(2, 2)
     np.testing.assert_allclose(on_two, on_one, rtol=1e-5)
+    # Micro-batches of one sample of 128 tokens, whole on one rank.
+    assert run_block(hooked, names, capsys) == ["[128, 1, 128]"]
     assert len(run_block(by_hand, names, capsys)) == 2
     assert len(re.findall(r"\d+", run_block(text, names, capsys)[0])) == 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     notebook = read(path)
     for number, (cell, outputs) in enumerate(zip(code_cells(notebook), execute.run(notebook), strict=True), start=1):
         assert kinds({"outputs": outputs}) == kinds(cell), f"cell {number}: run docs/tutorials/execute.py"
+    # Run where they are, they leave a checkout clean.
+    ignored = [Path(line).name for line in (execute.FOLDER.parents[1] / ".gitignore").read_text().splitlines()]
+    left = [file.name for file in tmp_path.iterdir()]
+    assert [file for file in left if not any(fnmatch(file, pattern) for pattern in ignored if pattern)] == []
 
 
 @pytest.mark.parametrize("path", ENGLISH, ids=name)

@@ -75,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     """Parse, then emit, print or run. Raises UserError."""
     words = list(argv)
     flags, script = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    named = next((word for word in words if word.endswith(".py")), "pretrain_gpt.py")
+    require("--" in words or named not in words, named, "no -- before it", f"write -- {named} ...: the rest is its own")
     args = _parser().parse_args(flags)
     setup_logging(rank=0)
     usage = "megalite launch [flags] -- pretrain_gpt.py [its flags]"

@@ -55,7 +55,9 @@ class BatchJob:
 
     def variables(self) -> dict[str, str]:
         """Return the environment of the job."""
-        return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env}
+        # To a scheduler, 0 means that all steps are done.
+        unfinished = {"MEGALITE_UNFINISHED_EXIT_CODE": str(_UNFINISHED)}
+        return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env, **unfinished}
 
     def gpus(self) -> list[int]:
         """Return the number of GPUs per node; an empty list on CPU."""
@@ -156,6 +158,7 @@ def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
         "workdir": shlex.quote(job.workdir),
         "env": [f"{k}={shlex.quote(v)}" for k, v in job.variables().items()],
         "max_restarts": job.max_restarts,
+        "unfinished": _UNFINISHED,
         "container": "".join(f"{shlex.quote(word)} " for word in _pyxis(job, options.mounts)),
         "command": shlex.quote(_slurm_task(job)),
     }
@@ -169,10 +172,11 @@ def _extra_directive(text: str) -> str:
 
 
 def _slurm_task(job: BatchJob) -> str:
-    """Write the shell line of one node, which records a user error: srun's exit code is that of the tasks it kills."""
+    """Write the shell line of one node, which records how it ended: srun's exit code is that of the tasks it kills."""
     train = _train(job, "$SLURM_NNODES", "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
     # scancel also signals this shell, which must outlive the ranks.
-    return f'trap : TERM; ({train}); code=$?; [ "$code" -ne 2 ] || : > "$MISTAKE"; exit "$code"'
+    record = f'[ "$code" -ne 2 ] || : > "$MISTAKE"; [ "$code" -ne {_UNFINISHED} ] || : > "$UNFINISHED"'
+    return f'trap : TERM; ({train}); code=$?; {record}; exit "$code"'
 
 
 def _pyxis(job: BatchJob, mounts: Sequence[str]) -> list[str]:
@@ -202,8 +206,6 @@ def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None)
     limits: dict[str, object] = dict.fromkeys([] if job.cpu else ["nvidia.com/gpu"], job.slots)
     limits |= {k: v for k, v in (("cpu", job.cpus), ("memory", job.memory)) if v is not None}
     claims = _line_if_set(options.claim)
-    # A pod that exits with 0 is never restarted, even if it had to stop because its node is drained.
-    variables = job.variables() | {"MEGALITE_UNFINISHED_EXIT_CODE": str(_UNFINISHED)}
     values = {
         "name": _yaml(job.name),
         "port": port,
@@ -213,7 +215,7 @@ def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None)
         "image": _yaml(job.image),
         "workdir": _yaml(job.workdir),
         "command": _yaml(_unexpanded(command)),
-        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in variables.items()],
+        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in job.variables().items()],
         "unfinished": _UNFINISHED,
         "secret": [_yaml(name) for name in _line_if_set(options.secret)],
         "limits": [_yaml(every)] if (every := {**limits, **options.resources}) else [],

@@ -103,6 +103,8 @@ def _names_script(word: str) -> bool:
 def _script(words: Sequence[str]) -> list[str]:
     """Return the training script (or -m and its module) and its flags."""
     if words and _names_script(words[0]):
+        found = words[0] == "-m" or Path(words[0]).is_file()
+        require(found, words[0], "no such file", "name the training script, or omit it for pretrain_gpt.py")
         return list(words)
     return [trainer_script(), *words]
 

@@ -30,6 +30,16 @@ def test_user_error_is_one_line_and_2() -> None:
     assert (done.returncode, done.stderr) == (2, "error: --x 3: must be even; use 4\n")
 
 
+def test_a_rank_whose_errors_are_captured_begins_and_ends() -> None:
+    """In a notebook or a test, sys.stderr is no file; stacks and errors go to the process's own."""
+    body = "import io, sys; sys.stderr = io.StringIO()\n"
+    body += "from megalite.train.exit import leaving_together\n"
+    body += "import os, signal\nwith leaving_together():\n    os.kill(os.getpid(), signal.SIGUSR1)\n    print('done')\n"
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert "Current thread" in done.stderr
+
+
 HOSTILE = "a\x1b[2J\x07\x7f\x9b31m\nb\u202ec\ud800é\U0001f642"
 SAFE = r"a\x1b[2J\x07\x7f\x9b31m\nb\u202ec\ud800é🙂"
 

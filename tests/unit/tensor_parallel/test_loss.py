@@ -116,6 +116,52 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+def z_loss_of(rank: int, world: int, softcap: float | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(loss, gradient of the hidden states) with and without chunks, in a vocabulary with padding."""
+    tp = ParallelContext.create(Grid.of(world, tp=world), CPU).tp
+    rows, hidden, vocab = 12, 8, 128
+    g = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(rows, 1, hidden, generator=g), torch.randn(vocab, hidden, generator=g)
+    targets, dloss = torch.randint(0, 120, (rows, 1), generator=g), torch.rand(rows, 1, generator=g)
+    targets[4] = -100
+    width = vocab // world
+    ops, out = kernels.resolve(None, CPU, torch.float32), []
+    for chunk in (0, 5):
+        param = ShardedParameter.empty(Shard(ParamSpec("w", (width, hidden)), Layout()), torch.float32, CPU, True)
+        param.data.copy_(weight[rank * width : (rank + 1) * width])
+        param.main_grad = torch.zeros(width, hidden)
+        layer = ColumnParallelLinear(param, None, tp, False, WgradQueue(), ops)
+        mine = x.clone().requires_grad_()
+        if chunk:
+            loss = linear_cross_entropy(mine, layer, targets, 120, chunk, softcap, 0.3, dloss)
+        else:
+            logits = layer(mine).flatten(0, 1)
+            loss = vocab_parallel_cross_entropy(logits, targets.flatten(), tp, 120, ops, 0.0, 0.3, softcap)
+        loss.backward(dloss if chunk else dloss.flatten())
+        out.append((loss.detach().flatten(), mine.grad, param.main_grad))
+    return out
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_gradient_of_z_loss_is_that_of_torch(pool: WorkerPool, softcap: float | None) -> None:
+    """The value stays the cross-entropy; the gradient is that of cross-entropy + 0.3 * log-sum-exp squared."""
+    g = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(12, 1, 8, generator=g).requires_grad_(), torch.randn(128, 8, generator=g).requires_grad_()
+    targets, dloss = torch.randint(0, 120, (12, 1), generator=g).flatten(), torch.rand(12, 1, generator=g).flatten()
+    targets[4] = -100
+    logits = (x.flatten(0, 1) @ weight.t())[:, :120]
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    loss = F.cross_entropy(logits, targets, reduction="none")
+    (loss + 0.3 * logits.logsumexp(1).square().masked_fill(targets < 0, 0.0)).backward(dloss)
+    ranks = pool.run(4, z_loss_of, 4, softcap)
+    for chunked in (0, 1):
+        weights = torch.cat([rank[chunked][2] for rank in ranks])
+        torch.testing.assert_close(weights, weight.grad, rtol=1e-5, atol=1e-5)
+        for rank in ranks:
+            torch.testing.assert_close(rank[chunked][0], loss.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(rank[chunked][1], x.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_all_rows_ignored_and_no_rows() -> None:
     ops = kernels.resolve(None, CPU, torch.float32)
     for rows in (0, 3):

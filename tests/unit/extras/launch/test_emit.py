@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -148,14 +149,20 @@ SLURM = {
 }
 
 
-def run_slurm(text: str, place: Path, code: int) -> tuple[int, list[str]]:
-    """Run a batch script as a node would: (exit code, the words of its Python)."""
-    for name, body in SLURM.items():
+def slurm_place(place: Path, code: int, programs: dict[str, str]) -> tuple[Path, dict[str, str]]:
+    """Make the stand-ins: (where the script may be written, its environment)."""
+    for name, body in programs.items():
         (place / name).write_text(f"#!/bin/bash\n{body}\n")
         (place / name).chmod(0o755)
     (place / "attempts").write_text("")
     env = {"PATH": f"{place}:/usr/bin:/bin", "PLACE": str(place), "CODE": str(code)}
     env |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    return place / "job.sbatch", env
+
+
+def run_slurm(text: str, place: Path, code: int) -> tuple[int, list[str]]:
+    """Run a batch script as a node would: (exit code, the words of its Python)."""
+    _, env = slurm_place(place, code, SLURM)
     ran = subprocess.run(["bash"], input=text.encode(), env=env, capture_output=True)
     return ran.returncode, (place / "words").read_bytes().decode().split("\0")[:-1]
 
@@ -207,6 +214,36 @@ def test_slurm_repeats_failures_but_no_mistakes(tmp_path: Path, code: int, attem
     assert run_slurm(text, tmp_path, code)[0] == code
     assert len((tmp_path / "attempts").read_text().split()) == attempts
     assert not list(tmp_path.glob(".mistake*"))
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "requeued"), [(75, True, True), (75, False, False), (0, True, False), (143, True, False)]
+)
+def test_a_slurm_job_that_saved_before_its_last_step_queues_again(
+    tmp_path: Path, code: int, told: bool, requeued: bool
+) -> None:
+    """Where it was told to stop (the time limit), its ranks ended with the code of an unfinished run; else never."""
+    wait = 'touch "$PLACE/running"; while [ ! -e "$PLACE/told" ]; do sleep 0.05; done; ' if told else ""
+    programs = {
+        **SLURM,
+        "python": wait + 'exit "$([ "$MEGALITE_UNFINISHED_EXIT_CODE" = 75 ] && echo "$CODE")"',
+        "scancel": 'touch "$PLACE/told"',
+        "scontrol": SLURM["scontrol"] + '; echo "$@" >> "$PLACE/scontrol_words"',
+    }
+    text = slurm_script(job(max_restarts=2, workdir=str(tmp_path)))
+    script, env = slurm_place(tmp_path, code, programs)
+    script.write_text(text)
+    with subprocess.Popen(["bash", script], env=env, stderr=subprocess.PIPE, text=True) as ran:
+        if told:
+            while not (tmp_path / "running").exists():
+                assert ran.poll() is None
+            ran.send_signal(signal.SIGTERM)
+        _, said = ran.communicate(timeout=60)
+    assert ran.returncode == code
+    assert ("requeue 7" in (tmp_path / "scontrol_words").read_text().splitlines()) == requeued
+    assert ("queued again" in said) == requeued
+    assert len((tmp_path / "attempts").read_text().split()) == 1
+    assert not list(tmp_path.glob(".unfinished*"))
 
 
 def test_the_slurm_script(tmp_path: Path) -> None:
