@@ -44,6 +44,8 @@ GRID: dict[tuple[int, int], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"zero": 2, **CUT}, {"offload": "optimizer"}),
         ({"zero": 3, **CUT, "zero_group": "2"}, {}),
         ({"zero": 3, **CUT}, {"offload": "optimizer+params", "recompute": "full"}),
+        ({"zero": 2, **CUT, "cp": 2}, {}),
+        ({"zero": 1, **SMALL, "cp": 2}, {"offload": "optimizer"}),
     ],
     (2, 1): [
         ({"zero": 3, **CUT}, {}),

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes, base width first"
     )
-    parser.add_argument("--steps", type=int, default=60, help="sweep: steps of each run (60)")
+    parser.add_argument("--steps", type=int, default=200, help="sweep: steps of each run (200)")
     parser.add_argument("--rates", type=int, nargs=2, default=(-13, -5), metavar="K", help="sweep: from 2^K to 2^K")
     parser.add_argument("--png", type=Path, help="picture to write (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -15,7 +15,7 @@ from megalite.extras.mup.models import make, train
 def sweep(
     widths: Sequence[int], rates: Sequence[float], optimizer: str, base: int | None, steps: int
 ) -> dict[int, dict[float, float]]:
-    """Train every width at every rate on the same text; return the mean loss of the last tenth of the steps.
+    """Train every width at every rate on the same text; return the mean loss of the last quarter of the steps.
 
     The learning rate warms up for a tenth of the steps, then falls to zero as a cosine. A run that diverges has NaN.
     """
@@ -26,7 +26,7 @@ def sweep(
 def _loss(width: int, rate: float, optimizer: str, base: int | None, data: Sequence[np.ndarray]) -> float:
     steps = len(data)
     losses = train(make(width, optimizer, base, rate, steps, "--warmup-steps", str(max(1, steps // 10))), data)
-    return float(np.mean(losses[-max(1, steps // 10) :]))
+    return float(np.mean(losses[-max(1, steps // 4) :]))
 
 
 def text(steps: int, samples: int = 8, length: int = 33) -> list[np.ndarray]:
