@@ -175,7 +175,8 @@ def command(layout: Candidate, cluster: Cluster, asked: Sequence[str]) -> str:
 def to_yaml(layout: Candidate) -> str:
     """Write the options of a layout as YAML for --config."""
     tree: dict[str, dict[str, Any]] = {}
-    for name, value in layout.options.items():
+    by_hand = layout.cfg.parallel.pipeline_layout
+    for name, value in {**layout.options, **({} if by_hand is None else {"pipeline_layout": by_hand})}.items():
         tree.setdefault(GROUP_OF[name], {})[name] = value
     return yaml.safe_dump(tree, sort_keys=False)
 

@@ -248,3 +248,10 @@ def test_a_batch_that_divides_badly_is_noted(capsys: pytest.CaptureFixture[str])
     text = _printed(capsys, f"{flags} --global-batch-size 500")
     assert re.search(r"# note: 500 samples divide badly over 64 GPUs: with 512, \d+% more tokens/s", text)
     assert "divide badly" not in _printed(capsys, f"{flags} --global-batch-size 512")
+
+
+def test_a_pipeline_layout_by_hand_is_in_both_forms_of_the_pick(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--preset llama-3.2-1b --global-batch-size 64 --cluster h100:8 --pp 2 --vp 1 --pipeline-layout 9,7 --zero 1"
+    text = _printed(capsys, flags)
+    assert "--pipeline-layout 9,7 " in text
+    assert "\n  pipeline_layout: 9,7\n" in text
