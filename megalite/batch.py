@@ -1,13 +1,14 @@
 """What passes through the stages together: the micro-batch with its positions and documents, and the pass it is on.
 
-Made once per step (`train.step.to_microbatches`); every stage reads the same description, and nothing of it is sent.
+Made once per step (`train.step.to_microbatches`); every stage reads the same description, and nothing of it is sent:
+only tensors of the shape of `Message` are.
 Shapes: S tokens of a sample, B samples, F features.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -188,6 +189,13 @@ class MicroBatch:
         )
         assert tokens is not None
         return MicroBatch(tokens, targets, positions, self.documents, weights)
+
+
+class Message(NamedTuple):
+    """Shape and dtype of the tensors sent between stages, the same for every micro-batch of a run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

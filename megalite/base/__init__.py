@@ -1,1 +1,1 @@
-"""What every room stands on: errors, log lines, child processes, data sheets. Nothing here imports torch."""
+"""What every room stands on: errors, log lines, child processes, data sheets. Only `dtypes` imports torch."""

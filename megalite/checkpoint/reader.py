@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megalite.base.dtypes import STORED
 from megalite.base.slices import Slice, box_index, contiguous_runs
 from megalite.checkpoint.manifest import Manifest, TensorEntry, box_key
 from megalite.checkpoint.safetensors_io import (
@@ -24,7 +25,6 @@ from megalite.checkpoint.safetensors_io import (
     parse_header,
     read_exactly,
 )
-from megalite.dist.dtypes import STORED
 
 # Reads go through a buffer of at most this many bytes.
 _STAGE = 16 << 20

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from megalite.base.child import readable, scratch_file, shared_memory, start_child
+from megalite.base.dtypes import STORED
 from megalite.base.log import logger
 from megalite.base.slices import Slice
 from megalite.checkpoint import writer
 from megalite.checkpoint.writer import SavedBox, receive, send
-from megalite.dist.dtypes import STORED
 from megalite.sharding import StateTensor
 
 # Elements that are copied and then summed at a time, so that they stay in the processor's cache.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.batch import Documents, ForwardPass, MicroBatch, Positions
+from megalite.batch import Documents, ForwardPass, Message, MicroBatch, Positions
 from megalite.model.attention import QKNorm
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.layers import Layers, NoNorm, Rope
@@ -20,8 +20,7 @@ from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import NORM_NAMES
 from megalite.ops.attention import prepare_to_compile
 from megalite.ops.cross_entropy import softcap_
-from megalite.parameter import ShardedParameter
-from megalite.pipeline.p2p import Message
+from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 

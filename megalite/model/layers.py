@@ -18,8 +18,8 @@ from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.families.parts import Function
 from megalite.ops import Ops
-from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
 

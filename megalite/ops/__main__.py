@@ -6,8 +6,8 @@ import argparse
 
 import torch
 
+from megalite.base.dtypes import DTYPES
 from megalite.base.errors import UserError
-from megalite.dist.dtypes import DTYPES
 from megalite.ops.choose import OPS, resolve
 
 

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 
 from megalite.ops import cpp, cuda, native
 from megalite.ops.op import Backend, Missing, Op
-from megalite.parameter import ShardedParameter
+from megalite.sharding.parameter import ShardedParameter
 
 # Numbers of activations in the kernels' schemas.
 KINDS = {"silu": 0, "none": 1, "tanh": 2}

@@ -19,7 +19,7 @@ from megalite.dist.context import ParallelContext
 from megalite.optim.compress import BucketParam, Codec, make_codec
 from megalite.optim.host_share import HostGather, on_host
 from megalite.optim.shares import GradKind, ParamShare, Sharding, bucket_layout
-from megalite.parameter import ShardedParameter
+from megalite.sharding.parameter import ShardedParameter
 from megalite.update_rules import RULES
 
 # Reductions in flight while the next gradient accumulates, where gradients are sharded. On a GPU each takes the memory

@@ -13,7 +13,7 @@ from megalite.config.optim import OptimConfig
 from megalite.dist.context import ParallelContext
 from megalite.optim.bucket import Bucket
 from megalite.optim.shares import GradKind, Sharding, plan_buckets
-from megalite.parameter import ShardedParameter
+from megalite.sharding.parameter import ShardedParameter
 
 
 def make_buckets(

@@ -19,7 +19,7 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis, ParallelContext
 from megalite.optim.bucket import Bucket
 from megalite.optim.shares import matrix_work, spread
-from megalite.parameter import ShardedParameter
+from megalite.sharding.parameter import ShardedParameter
 from megalite.update_rules.rule import MatrixRule
 
 # Flat tensors to or from each rank of an axis.

@@ -12,7 +12,7 @@ from megalite.base.hardware import pinned_bytes
 from megalite.config.optim import OptimConfig
 
 if TYPE_CHECKING:
-    from megalite.parameter import ShardedParameter
+    from megalite.sharding.parameter import ShardedParameter
 
 INT8_BLOCK = 256
 """Elements per scale of gradients sent in 8 bits."""

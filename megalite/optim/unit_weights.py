@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megalite.optim.bucket import Bucket
-from megalite.parameter import ShardedParameter
+from megalite.sharding.parameter import ShardedParameter
 
 Keep = Literal["none", "backward", "step"]
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 
+from megalite.batch import Message
 from megalite.dist.collectives import PendingWork
 from megalite.dist.context import Axis
-
-
-class Message(NamedTuple):
-    """Shape and dtype of the tensors sent between stages, the same for every micro-batch of a run."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Channel:

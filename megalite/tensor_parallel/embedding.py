@@ -9,7 +9,7 @@ from torch import nn
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis
-from megalite.parameter import ShardedParameter
+from megalite.sharding.parameter import ShardedParameter
 
 
 class _Lookup(torch.autograd.Function):

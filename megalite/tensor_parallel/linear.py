@@ -21,7 +21,7 @@ from torch import nn
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
-from megalite.parameter import ShardedParameter
+from megalite.sharding.parameter import ShardedParameter
 
 # Starts the collective that a weight gradient needs, and returns the function that waits for it and adds the gradient.
 WgradWork: TypeAlias = Callable[[], Callable[[], None]]

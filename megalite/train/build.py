@@ -8,18 +8,17 @@ from pathlib import Path
 import torch
 
 from megalite import ops as kernels
+from megalite.base.dtypes import DTYPES
 from megalite.base.log import logger
 from megalite.config.context_parallel import choose_comm, head_ranks
 from megalite.config.run import Config
 from megalite.context_parallel import share_attention
 from megalite.dist.context import ParallelContext
-from megalite.dist.dtypes import DTYPES
 from megalite.dist.rendezvous import local_world_size
 from megalite.dist.seeding import RngStreams
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload
-from megalite.model.offload_memory import offloaded_bytes
 from megalite.model.parameters import param_map
 from megalite.model.partition import stage_layers
 from megalite.ops import Ops
@@ -32,14 +31,15 @@ from megalite.optim.offload import Offload, check_host_memory
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import Sharding
 from megalite.optim.unit_weights import UnitWeights
-from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Placement
 from megalite.sharding import Layout
+from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.linear import ParallelLinear, WgradQueue
 from megalite.train.engine import Engine
+from megalite.train.offload_memory import offloaded_bytes
 
 
 def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megalite.base.dtypes import DTYPES
 from megalite.base.errors import UserError, step_range
 from megalite.base.log import logger, setup_logging
 from megalite.checkpoint.folder import step_folders
@@ -23,7 +24,6 @@ from megalite.config.run import Config
 from megalite.data import BatchLoader, Datasets, Samples, Tokenizer, chat_template_of, mask_path, prefixes_of
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.context import ParallelContext
-from megalite.dist.dtypes import DTYPES
 from megalite.model.parameters import param_map
 from megalite.ops.attention import why_masked
 from megalite.pipeline.record import Recorder

@@ -216,8 +216,8 @@ def install(fault: dict[str, Any]) -> None:
 
     from megalite.checkpoint.snapshot import Snapshot
     from megalite.data import BatchLoader
-    from megalite.parameter import ShardedParameter
     from megalite.pipeline import executor
+    from megalite.sharding.parameter import ShardedParameter
     from megalite.train import loop, step
 
     place, at, armed = fault["place"], fault.get("at"), []

@@ -17,9 +17,9 @@ from megalite.dist.context import Axis
 from megalite.dist.grid import Grid
 from megalite.model import layers
 from megalite.optim import bucket
-from megalite.parameter import ShardedParameter
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op
+from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel import linear
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine

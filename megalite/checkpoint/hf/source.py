@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megalite.base.dtypes import DTYPES, STORED, torch_name
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
 from megalite.checkpoint.hf.packing import file_shapes, row_runs
 from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, parse_header
 from megalite.config.model import ModelConfig
-from megalite.dist.dtypes import DTYPES, STORED, torch_name
 from megalite.families.common import Family, Packing
 from megalite.model.parameters import param_map
 from megalite.sharding import ParamSpec

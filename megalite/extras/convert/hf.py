@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megalite.base.dtypes import DTYPES, stored_name, torch_name
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.base.slices import Slice
@@ -21,7 +22,6 @@ from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
 from megalite.config.model import ModelConfig
-from megalite.dist.dtypes import DTYPES, stored_name, torch_name
 from megalite.extras.convert.stream import (
     SHARD_BYTES,
     ImportedTensor,

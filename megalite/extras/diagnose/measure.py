@@ -19,11 +19,12 @@ import torch
 
 import megalite
 from megalite.base.hardware import nvlink_speed
+from megalite.batch import Message
 from megalite.dist import collectives
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import Axis, ParallelContext
 from megalite.extras.launch import probe
-from megalite.pipeline.p2p import Channel, Message
+from megalite.pipeline.p2p import Channel
 
 _CLOCK_ROUNDS = 7
 _VISIBLE_WITHIN_S = 5.0

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from megalite import ops as kernels
+from megalite.base.dtypes import DTYPES
 from megalite.base.errors import UserError
 from megalite.config.run import Config
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.dist.device import wants_one_queue
-from megalite.dist.dtypes import DTYPES
 from megalite.dist.grid import Grid
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda

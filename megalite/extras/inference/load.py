@@ -23,9 +23,9 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.dist.context import ParallelContext
 from megalite.extras.saved_model import holds_tokenizer, recorded_tokenizer, resolve_checkpoint
 from megalite.model.gpt import GPTStage
-from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.sharding import StateTensor
+from megalite.sharding.parameter import ShardedParameter
 from megalite.train.build import build_stages
 
 _HF_WINDOW = 2048

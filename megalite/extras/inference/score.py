@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from megalite import ops as kernels
+from megalite.base.dtypes import DTYPES
 from megalite.base.errors import UserError, require
 from megalite.batch import ForwardPass, MicroBatch
 from megalite.config.parallel import ParallelConfig
@@ -19,7 +20,6 @@ from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
-from megalite.dist.dtypes import DTYPES
 from megalite.extras.inference.load import Weights
 from megalite.model.gpt import GPTStage
 from megalite.pipeline.choose import schedule_of

@@ -22,9 +22,9 @@ from megalite.model.parameters import param_map
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import Sharding
-from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.sharding import Shard
+from megalite.sharding.parameter import ShardedParameter
 from megalite.train.build import build_stages
 from tests.parity import jobs
 from tests.shards import tp_shard

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.ops import Ops, cpp, cuda, resolve
 from megalite.ops.cross_entropy import combine_stats
 from megalite.ops.linear_cross_entropy import LinearCrossEntropy
-from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.sharding.parameter import ShardedParameter
 from tests.ops_contract import check
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

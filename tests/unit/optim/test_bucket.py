@@ -17,8 +17,8 @@ from megalite.optim.bucket import Bucket
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import GradKind, Sharding, bucket_layout, plan_buckets
-from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.sharding.parameter import ShardedParameter
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

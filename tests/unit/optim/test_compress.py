@@ -20,8 +20,8 @@ from megalite.optim.compress import TopK, dequantize, largest, orthonormalize, q
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import INT8_BLOCK, Sharding
-from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.sharding.parameter import ShardedParameter
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from megalite.dist.grid import Grid
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import Sharding
-from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
+from megalite.sharding.parameter import ShardedParameter
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from megalite.batch import Documents, ForwardPass, MicroBatch
+from megalite.batch import Documents, ForwardPass, Message, MicroBatch
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.pipeline.executor import Executor, _Run, forward_program
-from megalite.pipeline.p2p import Channel, Message
+from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import build_schedule
 from megalite.tensor_parallel.linear import WgradQueue
 from tests.workers import WorkerPool

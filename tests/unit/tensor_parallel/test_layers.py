@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from megalite import ops as kernels
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
-from megalite.parameter import ShardedParameter
 from megalite.sharding import ParamSpec
+from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
 from tests.shards import tp_shard

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalite import ops as kernels
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
-from megalite.parameter import ShardedParameter
 from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.linear import ColumnParallelLinear, WgradQueue
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from tests.workers import WorkerPool

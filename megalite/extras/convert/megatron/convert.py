@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from megalite.base.dtypes import torch_name
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside
 from megalite.config.model import ModelConfig
-from megalite.dist.dtypes import torch_name
 from megalite.extras.convert.megatron.archive import TensorRef
 from megalite.extras.convert.megatron.config import arguments, model_of
 from megalite.extras.convert.megatron.legacy import LegacySource

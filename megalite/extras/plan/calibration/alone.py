@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megalite import ops as kernels
+from megalite.base.dtypes import DTYPES
 from megalite.base.hardware import Device
 from megalite.base.log import logger
 from megalite.batch import Mask
 from megalite.config.run import Config
 from megalite.dist import collectives
 from megalite.dist.context import Axis
-from megalite.dist.dtypes import DTYPES
 from megalite.extras.plan.calibration.machine import Machine, least_squares
 from megalite.extras.plan.cluster import Constants
 from megalite.extras.plan.memory.ranks import vocab_rows

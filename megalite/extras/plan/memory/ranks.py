@@ -22,7 +22,6 @@ from megalite.extras.plan.memory.matrices import matrices_of, update_bytes
 from megalite.extras.plan.memory.states import sides_of, states_of, units_of
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.offload_memory import offloaded_bytes, sent_blocks
 from megalite.model.parameters import param_map
 from megalite.model.partition import blocks_by_kind, layer_split, stage_layers
 from megalite.model.saved import element_size, residual_bytes, tokens
@@ -30,6 +29,7 @@ from megalite.pipeline.choose import name_of, names_of
 from megalite.pipeline.schedule import MAX_SENDS, Placement, placement_of
 from megalite.pipeline.steady import extend, sample_sizes
 from megalite.sharding import Layout, Shard
+from megalite.train.offload_memory import offloaded_bytes, sent_blocks
 
 # Bytes per logit of temporary fp32 copies in the torch reference of the loss; kernels work in place.
 _LOSS_WORK = 8

@@ -93,7 +93,7 @@ def test_a_measured_step_leaves_no_engine_behind() -> None:
     from megalite.dist.context import Axis, ParallelContext
     from megalite.extras.plan.calibration.machine import Machine
     from megalite.extras.plan.calibration.steps import _step, single
-    from megalite.parameter import ShardedParameter
+    from megalite.sharding.parameter import ShardedParameter
 
     alone = Axis("world")
     machine = Machine(torch.device("cpu"), alone, alone, alone)

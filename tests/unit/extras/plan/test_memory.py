@@ -26,9 +26,9 @@ from megalite.families.parts import BlockKind
 from megalite.model.gpt import GPTStage
 from megalite.model.partition import layer_split, stage_layers
 from megalite.optim.optimizer import DistributedOptimizer
-from megalite.parameter import ShardedParameter
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.schedule import Placement
+from megalite.sharding.parameter import ShardedParameter
 from megalite.train.build import build_engine, build_stages
 from tests.parity import jobs
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from megalite.sharding import Shard
+from megalite.sharding.shard import Shard
 
 
 class ShardedParameter(torch.nn.Parameter):
