@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from megalite.config.context_parallel import choose_comm, head_ranks
 from megalite.config.run import Config
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.mixers import MIXERS
-from megalite.model.saved import SavedTensor, element_size, residual_bytes, residual_rows, tokens
+from megalite.model.saved import SavedTensor, element_size, inside, residual_bytes, residual_rows, tokens
 
 
 def block_activations(cfg: Config, kind: BlockKind, recompute: str | None = None) -> int:
@@ -55,6 +56,16 @@ def deferred_bytes(cfg: Config, kind: BlockKind) -> int:
             inputs |= set() if 1 in dims else {matrix.shape[1]}
         residual += sum(inputs)  # layers that read the same input keep it once
     return element_size(cfg) * (residual * residual_rows(cfg) + tokens(cfg) * inner // cfg.parallel.tp)
+
+
+def gathered_bytes(cfg: Config) -> int:
+    """Compute the bytes of gathered keys and values in backward, with their gradients in fp32 in two orders."""
+    m, p = cfg.model, cfg.parallel
+    comm, _ = choose_comm(m, p, cfg.data.within_documents)
+    if p.cp == 1 or "gather" not in comm:
+        return 0
+    neighbors = head_ranks(m, p) if "a2a" in comm else 1
+    return inside(cfg, "", (element_size(cfg) + 8) * 2 * m.kv_heads * m.head_size).bytes * p.cp // neighbors
 
 
 def mask_bytes(cfg: Config) -> int:

@@ -16,7 +16,13 @@ from operator import mul
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.extras.plan.memory.activations import block_activations, deferred_bytes, mask_bytes, recomputed_bytes
+from megalite.extras.plan.memory.activations import (
+    block_activations,
+    deferred_bytes,
+    gathered_bytes,
+    mask_bytes,
+    recomputed_bytes,
+)
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
 from megalite.extras.plan.memory.matrices import matrices_of, update_bytes
 from megalite.extras.plan.memory.states import sides_of, states_of, units_of
@@ -297,7 +303,8 @@ def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
         loss += _LOSS_WORK * rows * vocab
     if m.logit_softcap is not None:
         loss += e * rows * vocab  # its slope, in backward
-    return _HeadBytes(0 if chunked else e * held * vocab, loss, _gpu_workspace(cfg, num_microbatches))
+    work = max(_gpu_workspace(cfg, num_microbatches), gathered_bytes(cfg))
+    return _HeadBytes(0 if chunked else e * held * vocab, loss, work)
 
 
 @lru_cache(maxsize=16)
