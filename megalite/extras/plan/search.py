@@ -220,7 +220,8 @@ def _shapes(cfg: Config, cluster: Cluster, fixed: frozenset[str]) -> Iterator[Co
     for tp in _held(fixed, "tp", p.tp, [n for n in range(1, cluster.domain + 1) if world % n == 0]):
         deepest = min(world // tp, layers, _MOST_PP)
         for pp in _held(fixed, "pp", p.pp, [n for n in range(1, deepest + 1) if world % (tp * n) == 0]):
-            for vp in _held(fixed, "vp", p.vp, _chunks(layers, pp)):
+            # A --pp that is kept may not go with every tp.
+            for vp in () if world % (tp * pp) else _held(fixed, "vp", p.vp, _chunks(layers, pp)):
                 for schedule in _held(fixed, "schedule", p.schedule, _schedules(pp, vp)):
                     sp = p.sequence_parallel and ("sequence_parallel" in fixed or cfg.model.seq_len % tp == 0)
                     asked = {"tp": tp, "pp": pp, "vp": vp, "schedule": schedule, "sequence_parallel": sp}
