@@ -48,6 +48,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offload-params": ({**CUT, **ZERO_3}, {"offload": "optimizer+params", **BF16}),
     "offload-activations": (CUT, ACTIVATIONS),
     "offload-activations-zero3": ({**CUT, **ZERO_3}, ACTIVATIONS),
+    "zero2-groups": ({"tp": 2, "zero": 2, "zero_group": "2"}, {}),
+    "zero2-step-gpt2": ({**CUT, "zero": 2, "zero_reduce": "step"}, {}),
+    "zero3-zb-v": ({**CUT, **ZERO_3, "vp": 2, "schedule": "zb-v"}, {}),
+    "zero3-keep-step": ({**CUT, **ZERO_3, "zero_keep": "step"}, {}),
+    "no-sp-zb-h1": ({**CUT, "sequence_parallel": False, "schedule": "zb-h1"}, {}),
+    "recompute-selective": ({**CUT, "schedule": "zb-h1"}, {"recompute": "selective"}),
+    "gpipe-gpt2": ({**CUT, "schedule": "gpipe"}, {}),
+    "eager": ({"pp": 4, "schedule": "1f1b-eager"}, {}),
+    "int8": (CUT, {"compress": "int8"}),
+    "topk": (CUT, {"compress": "topk:0.1"}),
     "interrupted": ({"tp": 2, "zero": 2}, {}),
 }
 
