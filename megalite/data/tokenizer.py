@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from megalite.base.errors import UserError
-from megalite.base.log import logger
 from megalite.data.controls import Span, char_spans, consecutive_spans, encode_with_controls
 from megalite.data.tiktoken_ranks import KNOWN_RANKS, RANK_LINE, is_description, read_ranks
 from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, protobuf_fields, read_json, read_regular
@@ -292,8 +291,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if str(path) == "bytes" and not file.exists():
         return ByteTokenizer()
     if file.is_dir():
-        file = file_in(file)
-        logger.info(f"tokenizer: {file}")
+        file = file_in(file, log=True)
     head = read_regular(file)[:4096]
     if RANK_LINE.match(head):
         return TiktokenTokenizer(file)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megalite.base import untrusted
 from megalite.base.errors import UserError
+from megalite.base.log import logger
 
 # Key in an export's tokenizer_config.json: SHA-256 of the tokenizer that it came from, and of its tokenizer.json.
 EXPORTED_FROM = "megalite_exported_from"
@@ -28,10 +29,12 @@ def exported_from(config: dict[str, Any], file_sha: str) -> str | None:
     return str(exported["sha256"])
 
 
-def file_in(folder: Path) -> Path:
-    """Choose the tokenizer file of a folder; raises `UserError` if there is none, or several."""
+def file_in(folder: Path, log: bool = False) -> Path:
+    """Choose the tokenizer file of a folder, and log which; raises `UserError` if there is none, or several."""
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).exists():
+            if log:
+                logger.info(f"tokenizer: {folder / name}")
             return folder / name
     candidates = sorted([*folder.glob("*.model"), *folder.glob("*.tiktoken")])
     if len(candidates) != 1:
