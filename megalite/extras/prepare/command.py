@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from megalite.base.errors import in_range
+from megalite.base.errors import in_range, require
 from megalite.base.log import setup_logging
+from megalite.extras.prepare.merge import merge
 from megalite.extras.prepare.named_templates import NAMED
-from megalite.extras.prepare.preprocess import default_workers
+from megalite.extras.prepare.preprocess import check_output, default_workers
 from megalite.extras.prepare.preprocess import preprocess as preprocess_files
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
 from megalite.extras.tool import ToolParser
 
 _PREPROCESS = """Convert text to Megatron-format token files: PREFIX.bin, PREFIX.idx, and PREFIX.json, which names the
-tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers."""
+tokenizer. With --chat, conversations instead, and PREFIX.mask.bin, which marks the answers. Several hosts prepare
+a share each with --share 1/8 to 8/8; --merge joins them, byte for byte as one run would have written them."""
 
 
 def preprocess(argv: Sequence[str]) -> None:
@@ -22,13 +27,11 @@ def preprocess(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--input",
         nargs="+",
-        required=True,
         metavar="PATH",
         help="files, folders, quoted globs: .jsonl, .json, .parquet, other text (a file is a document); also .gz, .zst",
     )
     parser.add_argument(
         "--tokenizer",
-        required=True,
         metavar="T",
         help="folder or file: sentencepiece *.model, tokenizer.json, a tiktoken rank file, or the word bytes",
     )
@@ -50,11 +53,35 @@ def preprocess(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--skip-bad", action="store_true", help="skip and count records that do not parse")
     parser.add_argument("--overwrite", action="store_true", help="replace data that exist under the prefix")
+    parser.add_argument("--share", default="1/1", metavar="I/N", help="prepare the I-th of N parts of the inputs")
+    parser.add_argument("--merge", nargs="+", metavar="PREFIX", help="join prepared data, in this order; no --input")
     args = parser.parse_args(argv)
     setup_logging()
-    options = {key: value for key, value in vars(args).items() if key not in ("input", "tokenizer", "out")}
+    if args.merge:
+        _merge(args)
+        return
+    if not (args.input and args.tokenizer):
+        parser.error("--input and --tokenizer are required, or --merge")
+    options = {key: value for key, value in vars(args).items() if key not in ("input", "tokenizer", "out", "merge")}
+    options["share"] = _share(args.share)
     stats = preprocess_files(args.input, args.tokenizer, args.out, **options)
     print(f"{args.out}: {stats}")
+
+
+def _merge(args: argparse.Namespace) -> None:
+    rule = "joins data that are prepared: it takes no text and no tokenizer"
+    given = "--merge with --input or --tokenizer"
+    require(not (args.input or args.tokenizer), given, rule, "drop the others")
+    check_output(args.out, [Path(f"{prefix}.bin") for prefix in args.merge], args.overwrite)
+    documents, tokens = merge(args.merge, args.out)
+    print(f"{args.out}: {documents} documents, {tokens} tokens of {len(args.merge)} prefixes")
+
+
+def _share(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    i, n = (int(match[1]), int(match[2])) if match else (0, 0)
+    require(1 <= i <= n, f"--share {text}", "must be I/N, with I from 1 to N", "use 1/8 to 8/8 on eight hosts")
+    return i, n
 
 
 def tokenizer(argv: Sequence[str]) -> None:

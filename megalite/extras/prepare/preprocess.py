@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +89,7 @@ def preprocess(
     chat_template: str | None = None,
     skip_bad: bool = False,
     overwrite: bool = False,
+    share: tuple[int, int] = (1, 1),
 ) -> PreprocessStats:
     """Write `out_prefix.bin`, `.idx` and `.json` from text files; nothing appears under these names until all is done.
 
@@ -104,12 +106,14 @@ def preprocess(
         chat_template: file of a chat template, or a name of `NAMED`; by default the one in the tokenizer's folder.
         skip_bad: skip and count records that do not parse; otherwise the first one ends the run.
         overwrite: replace data that exist under `out_prefix`.
+        share: (i, n): prepare the i-th of n parts of the inputs, which `merge` joins.
 
     Raises:
         UserError: inputs, tokenizer or output cannot be used, a record is bad, or there is no document.
     """
     paths = expand_inputs(inputs)
-    _check_options(paths, out_prefix, workers, overwrite, chat, chat_template)
+    check_output(out_prefix, paths, overwrite)
+    _check_options(workers, chat, chat_template)
     tokenizer = load_tokenizer(tokenizer_path)
     template = _template(chat_template, tokenizer, paths) if chat else None
     make_encoder, text_key = _encoder_factory(tokenizer, template, key), key or "text"
@@ -117,7 +121,7 @@ def preprocess(
     with (
         IndexedDatasetWriter(out_prefix, token_dtype(tokenizer.vocab_size), masked=chat) as writer,
         Progress(sum(path.stat().st_size for path in paths)) as progress,
-        closing(encode_all(_chunks(paths, text_key), tokenizer, make_encoder, workers)) as all_encoded,
+        closing(encode_all(_chunks(paths, text_key, share), tokenizer, make_encoder, workers)) as all_encoded,
     ):
         for chunk, encoded in all_encoded:
             if encoded.bad and not skip_bad:
@@ -125,15 +129,14 @@ def preprocess(
             writer.add_documents(encoded.tokens, encoded.sizes, encoded.learned)
             stats.add(encoded)
             progress.update(chunk.read, stats.documents, stats.tokens)
-        _check_documents(stats, inputs)
+        _check_documents(stats, inputs, share)
         writer.finalize(_sidecar(tokenizer, stats, template))
     stats.seconds = time.perf_counter() - start
     return stats
 
 
-def _check_options(
-    paths: list[Path], out_prefix: str, workers: int, overwrite: bool, chat: bool, chat_template: str | None
-) -> None:
+def check_output(out_prefix: str, paths: Iterable[Path], overwrite: bool) -> None:
+    """Refuse a prefix without a name, one whose files are inputs, and one that exists unless it may be replaced."""
     if os.path.basename(out_prefix) in ("", ".", ".."):
         rule = "must end in a name, with which the names of the files begin"
         raise UserError(f"--out {out_prefix!r}", rule, f"use {os.path.join(out_prefix, 'train')}, for example")
@@ -144,6 +147,9 @@ def _check_options(
     old = next((file for file in files if os.path.exists(file)), None)
     if old is not None and not overwrite:
         raise UserError(f"--out {out_prefix}", f"{old} exists", "choose another prefix, or give --overwrite")
+
+
+def _check_options(workers: int, chat: bool, chat_template: str | None) -> None:
     if not 1 <= workers <= _MAX_WORKERS:
         raise UserError(f"--workers {workers}", f"must be from 1 to {_MAX_WORKERS}", "omit it for one per core")
     if chat_template is not None and not chat:
@@ -159,10 +165,11 @@ def _encoder_factory(tokenizer: Tokenizer, template: ChatTemplate | None, key: s
     return partial(TextEncoder, key=key or "text")
 
 
-def _check_documents(stats: PreprocessStats, inputs: list[str]) -> None:
+def _check_documents(stats: PreprocessStats, inputs: list[str], share: tuple[int, int]) -> None:
     if stats.documents == 0:
         rule = f"contain no document ({stats.empty} empty, {stats.bad} bad)"
-        raise UserError(f"--input {' '.join(inputs)}", rule, "check the files and --key")
+        of_share, fewer = (f" --share {share[0]}/{share[1]}", ", or use fewer shares") if share[1] > 1 else ("", "")
+        raise UserError(f"--input {' '.join(inputs)}{of_share}", rule, f"check the files and --key{fewer}")
 
 
 def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path]) -> ChatTemplate:
@@ -175,13 +182,20 @@ def _template(option: str | None, tokenizer: Tokenizer, paths: Iterable[Path]) -
     return template
 
 
-def _chunks(paths: Iterable[Path], key: str) -> Iterator[Chunk]:
-    """Yield the chunks of all files; `read` counts from the start of the first."""
+def _chunks(paths: Sequence[Path], key: str, share: tuple[int, int]) -> Iterator[Chunk]:
+    """Yield the chunks that begin in this share of the bytes; `read` counts from the start of the first file."""
+    sizes, (i, n) = [path.stat().st_size for path in paths], share
+    begin, end = sum(sizes) * (i - 1) // n, sum(sizes) * i // n if i < n else math.inf
     before = 0
-    for path in paths:
-        for chunk in read_chunks(path, key):
-            yield dataclasses.replace(chunk, read=before + chunk.read)
-        before += path.stat().st_size
+    for path, size in zip(paths, sizes):
+        last = before + max(size - 1, 0)
+        at = before
+        for chunk in read_chunks(path, key) if before < end and last >= begin else ():
+            if begin <= at < end:
+                yield dataclasses.replace(chunk, read=before + chunk.read)
+            # What was read ahead may be all of the file.
+            at = min(before + chunk.read, last)
+        before += size
 
 
 def _sidecar(tokenizer: Tokenizer, stats: PreprocessStats, template: ChatTemplate | None) -> dict[str, Any]:
