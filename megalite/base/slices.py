@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
@@ -44,6 +45,33 @@ class Slice:
     def to_json(self) -> list[object]:
         """The form it takes in manifests: [at, offset, shape]."""
         return [self.at, self.offset, self.shape]
+
+
+def are_disjoint(slices: Iterable[Slice]) -> bool:
+    """Whether boxes of a tensor share no element: a sweep along the first dimension.
+
+    In two dimensions the boxes that cover a row are intervals, kept in order; in more they are compared one by one.
+    """
+    boxes = [tuple(zip(box.offset, box.shape)) for box in slices]
+    if boxes and len(boxes[0]) == 1:
+        boxes = [((0, 1), *box) for box in boxes]
+    # In one row, ends sort before starts.
+    events = sorted(
+        event
+        for (start, length), *section in boxes
+        for event in ((start, 1, tuple(section)), (start + length, 0, tuple(section)))
+    )
+    active: list[tuple[tuple[int, int], ...]] = []
+    for _, starts, section in events:
+        at = bisect.bisect_left(active, section)
+        if not starts:
+            active.pop(at)
+            continue
+        near = active[max(0, at - 1) : at + 1] if len(section) == 1 else active
+        if any(all(a < b + m and b < a + n for (a, n), (b, m) in zip(section, other)) for other in near):
+            return False
+        active.insert(at, section)
+    return True
 
 
 def box_index(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

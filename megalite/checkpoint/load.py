@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ import torch.distributed as dist
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.base.slices import Slice
+from megalite.checkpoint.entries import Part, TensorEntry
 from megalite.checkpoint.folder import step_folders
-from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from megalite.checkpoint.manifest import Manifest, manifest_text, read_manifest
 from megalite.checkpoint.reader import ReadStats, ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig
@@ -40,19 +41,36 @@ def find_latest(root: str | Path) -> Path | None:
     return None
 
 
-def find_good(root: str | Path, ctx: ParallelContext, fallback: bool = False) -> Path | None:
+class Verified(NamedTuple):
+    """A checkpoint that all ranks have verified.
+
+    Attributes:
+        path: its folder.
+        manifest: this rank's part of the manifest, without checksums.
+        stats: bytes that this rank read.
+    """
+
+    path: Path
+    manifest: Manifest
+    stats: ReadStats
+
+
+def find_good(
+    root: str | Path, ctx: ParallelContext, fallback: bool = False, states: Sequence[StateTensor] | None = None
+) -> Verified | None:
     """As `find_latest`, all ranks together, and verify every checksum.
 
     Args:
+        root, ctx: the checkpoints folder, and this rank's axes.
         fallback: use the previous checkpoint, with a warning, if one is damaged.
+        states: see `verify_together`.
     """
     listed = "\n".join(p.name for p in _committed(Path(root))) if ctx.rank == 0 else ""
     names = gather_texts(listed, ctx.world, ctx.device)[0].split()
     for name in names:
         path = Path(root) / name
         try:
-            verify_together(path, ctx)
-            return path
+            return verify_together(path, ctx, states)
         except UserError as e:
             if not fallback and name != names[-1]:
                 raise UserError.from_message(f"{e}, or resume from the previous one with --resume-fallback") from None
@@ -97,34 +115,53 @@ def model_config(meta: dict[str, Any], path: Path) -> ModelConfig:
         raise BadCheckpoint(str(path), f"its manifest does not describe the model ({e!r:.100})") from None
 
 
-def verify_together(path: Path, ctx: ParallelContext) -> ReadStats:
-    """Verify a checkpoint, each rank a share of the blocks; raise `UserError` on every rank if one finds damage."""
+def verify_together(path: Path, ctx: ParallelContext, states: Sequence[StateTensor] | None = None) -> Verified:
+    """Verify a checkpoint, each rank a share of it; raise `UserError` on every rank if one finds damage.
 
-    def verify_share() -> ReadStats:
-        reader = ShardReader(path, read_manifest(path))
+    The manifest is parsed once on every rank, and only rank 0 asks for the sizes of all shards.
+
+    Args:
+        path: the checkpoint's folder.
+        ctx: this rank's axes.
+        states: what this rank will load: nothing else is kept of the manifest. Default: keep all.
+    """
+    text = agree(ctx, lambda: manifest_text(path) if ctx.rank == 0 else b"")
+    size = int(gather_texts(str(len(text)), ctx.world, ctx.device)[0])
+
+    def verify_share() -> Verified:
+        data, part = text or manifest_text(path, size), Part(ctx.rank, ctx.world.size, _wanted(states))
+        reader = ShardReader(path, Manifest.from_json(data, str(path / "manifest.json"), part))
         try:
             reader.verify(ctx.rank, ctx.world.size)
             if ctx.rank == 0 and (extra := reader.extra_files()):
                 logger.warning(f"{path} holds files that are not part of it and are ignored: {', '.join(extra)}")
         finally:
             reader.close()
-        return reader.stats
+        return Verified(path, reader.manifest.verified(), reader.stats)
 
     return agree(ctx, verify_share)
 
 
+def _wanted(states: Sequence[StateTensor] | None) -> dict[tuple[str, str], list[Slice]] | None:
+    if states is None:
+        return None
+    wanted: dict[tuple[str, str], list[Slice]] = {}
+    for state in states:
+        wanted.setdefault((state.role, state.name), []).extend(state.slices)
+    return wanted
+
+
 def load_checkpoint(
-    path: str | Path, states: Sequence[StateTensor], ctx: ParallelContext, verify: bool = True, moments: bool = True
+    checkpoint: str | Path | Verified, states: Sequence[StateTensor], ctx: ParallelContext, moments: bool = True
 ) -> tuple[dict[str, Any], ReadStats]:
     """Fill the states of all ranks from a checkpoint of any layout; every rank calls this.
 
     Moments that the checkpoint does not hold (it has weights alone) become zero, with a warning.
 
     Args:
-        path: the checkpoint's folder.
+        checkpoint: its folder, to be verified first, or what `find_good` found for these states.
         states: what this rank holds; filled in place.
         ctx: this rank's axes.
-        verify: verify all checksums first; not needed after `find_good`.
         moments: load moments and residuals of compression; otherwise they become zero.
 
     Returns:
@@ -133,9 +170,9 @@ def load_checkpoint(
     Raises:
         UserError: the checkpoint is damaged or of another model; raised on every rank, before any state changes.
     """
-    path = Path(path)
-    stats = verify_together(path, ctx) if verify else ReadStats()
-    manifest = agree(ctx, lambda: read_manifest(path))
+    if not isinstance(checkpoint, Verified):
+        checkpoint = verify_together(Path(checkpoint), ctx, states)
+    path, manifest, stats = checkpoint
     sources = agree(ctx, lambda: _sources(path, manifest, states, moments))
     _check_all_used(path, manifest, states, ctx)
     reader = ShardReader(path, manifest, stats)
@@ -173,9 +210,13 @@ def _fill(reader: ShardReader, source: list[TensorEntry], box: Slice, state: Sta
 
 def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
     """Return a checkpoint's weights: masters, or bf16 weights saved alone."""
+    return manifest.tensors[_kind_of_weights(manifest, path)]
+
+
+def _kind_of_weights(manifest: Manifest, path: Path) -> str:
     for kind in ("master", "model"):
         if kind in manifest.tensors:
-            return manifest.tensors[kind]
+            return kind
     raise BadCheckpoint(str(path), "holds no weights")
 
 
@@ -220,7 +261,7 @@ def _summands(manifest: Manifest, state: StateTensor) -> list[TensorEntry]:
 
 def _check_all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
     """Refuse a checkpoint with tensors that no rank needs: it holds a larger model."""
-    names = sorted(weights_of(manifest, path))
+    names = sorted(manifest.names(_kind_of_weights(manifest, path)))
     own_names = {state.name for state in states}
     used = torch.tensor([float(name in own_names) for name in names], device=ctx.device)
     all_reduce(used, ctx.world, dist.ReduceOp.MAX).wait()

@@ -5,54 +5,48 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megalite.base.slices import Slice
 from megalite.base.untrusted import BadFile, parse_json
+from megalite.checkpoint.entries import (
+    SHARD_NAME,
+    BrokenRule,
+    FileEntry,
+    Part,
+    TensorEntry,
+    block_shares,
+    check_tiling,
+    integer,
+    name_of,
+    parse_file,
+    parse_tensor,
+    require_rule,
+    tensor_to_json,
+)
 from megalite.checkpoint.meta import MAX_COUNT, BadMeta, check_meta
-from megalite.checkpoint.safetensors_io import BLOCK, MAX_BYTES, BadCheckpoint, num_bytes, open_inside, read_exactly
+from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, num_bytes, open_inside, read_exactly
 
-_MAX_DIMS = 8
 FORMAT, VERSION = "megalite-checkpoint", 1
 # Real manifests stay far below this per shard; a larger one is refused before it is parsed.
 _MAX_PER_FILE = 4 << 20
-_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors")
 _QUOTED_FILE = re.compile(rb'"([A-Za-z0-9_.-]+\.safetensors)"')
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,1000}")
-# Types that states may be stored in.
-_TYPES = ("F32", "BF16", "F16")
 
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A logical tensor, and the boxes that tile it exactly: (number of the file, box at a byte of it) pairs."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[int, Slice], ...]
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A shard: size and header length in bytes, CRC32 of every block of `BLOCK` bytes (the last may be shorter)."""
-
-    name: str
-    size: int
-    header: int
-    crc32: tuple[int, ...]
+# A box of a shard: kind, name and type of its tensor, and the box at its byte there.
+ShardBox = tuple[str, str, str, Slice]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents.
+    """A checkpoint's table of contents, or a rank's part of it.
 
     Attributes:
         run_id: ID of the run that wrote it.
@@ -61,6 +55,8 @@ class Manifest:
         meta: what the run needs to continue: consumed_samples, scalars, config, hashes.
         files: shards; boxes refer to them by index.
         tensors: kind ("master", "exp_avg", "exp_avg_sq"; "model" for weights alone) -> global name -> tensor.
+        all_names: names of all tensors of each kind, one a line, compressed; where `tensors` is a rank's part only.
+        in_shards: boxes of the shards whose headers this rank checks: (kind, name, type, box) by number; None: all.
     """
 
     run_id: str
@@ -69,6 +65,37 @@ class Manifest:
     meta: dict[str, Any]
     files: tuple[FileEntry, ...]
     tensors: dict[str, dict[str, TensorEntry]]
+    all_names: dict[str, bytes] | None = None
+    in_shards: dict[int, list[ShardBox]] | None = None
+
+    def names(self, kind: str) -> Collection[str]:
+        """Return the names of all tensors of a kind."""
+        if self.all_names is None:
+            return self.tensors.get(kind, {})
+        return set(zlib.decompress(self.all_names[kind]).decode().split()) if kind in self.all_names else ()
+
+    def boxes_in(self, numbers: Collection[int]) -> dict[int, list[ShardBox]]:
+        """Return the boxes of each of some shards; of a rank's part, those that it checks."""
+        if self.in_shards is not None:
+            return {number: self.in_shards[number] for number in numbers}
+        found: dict[int, list[ShardBox]] = {number: [] for number in numbers}
+        for kind, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                for file, box in tensor.boxes:
+                    if file in found:
+                        found[file].append((kind, name, tensor.dtype, box))
+        return found
+
+    def verified(self) -> Manifest:
+        """Return what loading needs of a rank's part: no checksums, and no shard without a box in `tensors`."""
+        used = sorted({file for tensors in self.tensors.values() for t in tensors.values() for file, _ in t.boxes})
+        number = {file: i for i, file in enumerate(used)}
+        tensors = {
+            kind: {n: replace(t, boxes=tuple((number[f], box) for f, box in t.boxes)) for n, t in entries.items()}
+            for kind, entries in self.tensors.items()
+        }
+        files = tuple(replace(self.files[file], crc32=()) for file in used)
+        return replace(self, files=files, tensors=tensors, in_shards=None)
 
     def to_json(self) -> bytes:
         """Return the content of the file."""
@@ -88,8 +115,13 @@ class Manifest:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
     @classmethod
-    def from_json(cls, data: bytes, where: str) -> Manifest:
+    def from_json(cls, data: bytes, where: str, part: Part | None = None) -> Manifest:
         """Parse and check everything that can be checked without the shards.
+
+        Args:
+            data: content of the file.
+            where: its name, for messages.
+            part: check and keep this part; the parts of all ranks are checked as the whole is. Default: the whole.
 
         Raises:
             BadCheckpoint: an entry breaks a rule; both are named.
@@ -99,49 +131,34 @@ class Manifest:
         except BadFile as e:
             raise BadCheckpoint(where, str(e)) from None
         try:
-            return cls._parse(content)
-        except (_BrokenRule, BadMeta) as e:
+            return cls._parse(content, part)
+        except (BrokenRule, BadMeta) as e:
             raise BadCheckpoint(where, str(e)) from None
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise BadCheckpoint(where, f"an entry is missing or of the wrong type ({e!r:.200})") from None
 
     @classmethod
-    def _parse(cls, content: Any) -> Manifest:
-        _require(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
-        _require(content["version"] == VERSION, f"has format version {content['version']!r:.20}, not {VERSION}")
-        step = _integer(content["step"], "step", high=MAX_COUNT)
+    def _parse(cls, content: Any, part: Part | None) -> Manifest:
+        require_rule(content["format"] == FORMAT and content["block"] == BLOCK, "is not a manifest of this format")
+        require_rule(content["version"] == VERSION, f"has format version {content['version']!r:.20}, not {VERSION}")
+        step = integer(content["step"], "step", high=MAX_COUNT)
+        share = part or Part()
+        files = tuple(parse_file(f, i % share.world == share.rank) for i, f in enumerate(content["files"]))
+        require_rule(len({f.name for f in files}) == len(files), "lists a file twice")
+        tensors, in_shards = _parse_tensors(content["tensors"], files, share)
+        _check_shards(files, in_shards)
         manifest = cls(
-            _name(content["run_id"]),
+            name_of(content["run_id"]),
             step,
-            {_name(k): _integer(v, "topology") for k, v in content["topology"].items()},
+            {name_of(k): integer(v, "topology") for k, v in content["topology"].items()},
             check_meta(content["meta"], step),
-            tuple(_parse_file(f) for f in content["files"]),
-            {
-                _name(kind): {_name(name): _parse_tensor(name, t) for name, t in tensors.items()}
-                for kind, tensors in content["tensors"].items()
-            },
+            files,
+            tensors,
         )
-        manifest.check()
-        return manifest
-
-    def check(self) -> None:
-        """Check that boxes tile every tensor and fill every file, without gap or overlap."""
-        names = [f.name for f in self.files]
-        _require(len(set(names)) == len(names), "lists a file twice")
-        spans: list[list[tuple[int, int]]] = [[] for _ in self.files]
-        for kind, tensors in self.tensors.items():
-            for name, tensor in tensors.items():
-                what = f"tensor {kind} {name}"
-                _check_tiling(tensor, what)
-                for file, box in tensor.boxes:
-                    _require(file < len(self.files), f"{what}: file number {file} does not exist")
-                    spans[file].append((box.at, box.at + num_bytes(tensor.dtype, box.shape)))
-        for entry, span in zip(self.files, spans):
-            at = entry.header
-            for begin, end in sorted(span):
-                _require(begin == at, f"file {entry.name}: boxes overlap or leave a gap at byte {at}")
-                at = end
-            _require(at == entry.size, f"file {entry.name}: boxes end at byte {at} of {entry.size}")
+        if part is None:
+            return manifest
+        names = {kind: zlib.compress("\n".join(entries).encode()) for kind, entries in content["tensors"].items()}
+        return replace(manifest, all_names=names, in_shards=in_shards)
 
 
 def box_key(kind: str, name: str, offset: Sequence[int]) -> str:
@@ -149,99 +166,48 @@ def box_key(kind: str, name: str, offset: Sequence[int]) -> str:
     return f"{kind}.{name}.{'_'.join(map(str, offset))}"
 
 
-def tensor_to_json(tensor: TensorEntry) -> dict[str, Any]:
-    """Convert a tensor's entry to JSON; a box is [file, begin, offset, shape]."""
-    boxes = [[file, *box.to_json()] for file, box in tensor.boxes]
-    return {"dtype": tensor.dtype, "shape": tensor.shape, "boxes": boxes}
+def _parse_tensors(
+    content: Mapping[str, Any], files: Sequence[FileEntry], part: Part
+) -> tuple[dict[str, dict[str, TensorEntry]], dict[int, list[ShardBox]]]:
+    """Return the tensors that a rank keeps, and the boxes of the shards that it checks; check its share of tilings.
 
-
-class _BrokenRule(Exception):
-    """A manifest breaks a rule."""
-
-
-def _require(ok: bool, rule: str) -> None:
-    if not ok:
-        raise _BrokenRule(rule)
-
-
-def _integer(value: Any, what: str, low: int = 0, high: int = MAX_BYTES) -> int:
-    _require(
-        type(value) is int and low <= value <= high, f"{what}: {value!r:.40} is not an integer from {low} to {high}"
-    )
-    return value
-
-
-def _name(value: Any) -> str:
-    _require(isinstance(value, str) and bool(_NAME.fullmatch(value)), f"{value!r:.80} is not a name")
-    return value
-
-
-def _extents(value: Any, what: str, low: int) -> tuple[int, ...]:
-    _require(
-        isinstance(value, list) and 1 <= len(value) <= _MAX_DIMS, f"{what}: 1 to {_MAX_DIMS} dimensions are allowed"
-    )
-    return tuple(_integer(n, what, low) for n in value)
-
-
-def _parse_file(entry: Mapping[str, Any]) -> FileEntry:
-    name = entry["name"]
-    _require(isinstance(name, str) and bool(_FILE.fullmatch(name)), f"file name {name!r:.80} is not NAME.safetensors")
-    size = _integer(entry["size"], f"file {name}: size", 8)
-    header = _integer(entry["header"], f"file {name}: header", 8, size)
-    crcs = entry["crc32"]
-    _require(isinstance(crcs, list) and len(crcs) == -(-size // BLOCK), f"file {name}: wrong number of checksums")
-    return FileEntry(name, size, header, tuple(_integer(c, f"file {name}: crc32", 0, 2**32 - 1) for c in crcs))
-
-
-def _parse_tensor(name: str, entry: Mapping[str, Any]) -> TensorEntry:
-    what = f"tensor {name}"
-    dtype = entry["dtype"]
-    _require(isinstance(dtype, str) and dtype in _TYPES, f"{what}: type {dtype!r:.20} is not {', '.join(_TYPES)}")
-    shape = _extents(entry["shape"], what, 1)
-    _require(num_bytes(dtype, shape) <= MAX_BYTES, f"{what}: is too large")
-    boxes = []
-    for file, begin, offset, extent in entry["boxes"]:
-        box = Slice(_extents(offset, what, 0), _extents(extent, what, 1), _integer(begin, what))
-        inside = len(box.offset) == len(box.shape) == len(shape) and all(
-            o + n <= m for o, n, m in zip(box.offset, box.shape, shape)
-        )
-        _require(inside, f"{what}: box {box.offset} + {box.shape} is outside {shape}")
-        boxes.append((_integer(file, what), box))
-    return TensorEntry(dtype, shape, tuple(boxes))
-
-
-def _check_tiling(tensor: TensorEntry, what: str) -> None:
-    """Check that the sizes of the boxes add up and that no two overlap."""
-    boxes = [box for _, box in tensor.boxes]
-    area = sum(box.numel for box in boxes)
-    _require(area == num_bytes("U8", tensor.shape), f"{what}: boxes hold {area} elements, shape {tensor.shape}")
-    _require(_disjoint([tuple(zip(b.offset, b.shape)) for b in boxes]), f"{what}: boxes overlap")
-
-
-def _disjoint(boxes: Sequence[tuple[tuple[int, int], ...]]) -> bool:
-    """Whether boxes, (start, length) of each dimension, share no element: a sweep along the first dimension.
-
-    In two dimensions the boxes that cover a row are intervals, kept in order; in more they are compared one by one.
+    Boxes that are neither are not looked at but for the number of their shard: they are the most by far.
     """
-    if boxes and len(boxes[0]) == 1:
-        boxes = [((0, 1), *box) for box in boxes]
-    # In one row, ends sort before starts.
-    events = sorted(
-        event
-        for (start, length), *section in boxes
-        for event in ((start, 1, tuple(section)), (start + length, 0, tuple(section)))
-    )
-    active: list[tuple[tuple[int, int], ...]] = []
-    for _, starts, section in events:
-        at = bisect.bisect_left(active, section)
-        if not starts:
-            active.pop(at)
-            continue
-        near = active[max(0, at - 1) : at + 1] if len(section) == 1 else active
-        if any(all(a < b + m and b < a + n for (a, n), (b, m) in zip(section, other)) for other in near):
-            return False
-        active.insert(at, section)
-    return True
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    in_shards: dict[int, list[ShardBox]] = {
+        number: [] for number, blocks in block_shares(files, part.rank, part.world) if 0 in blocks
+    }
+    number = 0
+    for kind, entries in content.items():
+        kept = tensors.setdefault(name_of(kind), {})
+        for name, entry in entries.items():
+            what, checks, wants = f"tensor {kind} {name}", number % part.world == part.rank, part.wants(kind, name)
+            number += 1
+            boxes = entry["boxes"]
+            if not (checks or wants):
+                boxes = [box for box in boxes if box[0] in in_shards]
+            tensor = parse_tensor(name_of(name), entry, boxes)
+            if checks:
+                check_tiling(tensor, what)
+                for file, _ in tensor.boxes:
+                    require_rule(file < len(files), f"{what}: file number {file} does not exist")
+            for file, box in tensor.boxes:
+                if file in in_shards:
+                    in_shards[file].append((kind, name, tensor.dtype, box))
+            if wants:
+                kept[name] = part.keep(kind, name, tensor)
+    return tensors, in_shards
+
+
+def _check_shards(files: Sequence[FileEntry], in_shards: Mapping[int, Sequence[ShardBox]]) -> None:
+    """Check that boxes fill shards, without gap or overlap."""
+    for number, boxes in in_shards.items():
+        entry = files[number]
+        at = entry.header
+        for begin, end in sorted((box.at, box.at + num_bytes(dtype, box.shape)) for _, _, dtype, box in boxes):
+            require_rule(begin == at, f"file {entry.name}: boxes overlap or leave a gap at byte {at}")
+            at = end
+        require_rule(at == entry.size, f"file {entry.name}: boxes end at byte {at} of {entry.size}")
 
 
 def commit_text(manifest: bytes) -> bytes:
@@ -255,23 +221,37 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         BadCheckpoint: no COMMIT, another manifest than the committed one, or one that breaks a rule.
     """
+    return Manifest.from_json(manifest_text(folder), str(folder / "manifest.json"))
+
+
+def manifest_text(folder: Path, size: int | None = None) -> bytes:
+    """Read the manifest of a committed checkpoint, unparsed.
+
+    Args:
+        folder: the checkpoint.
+        size: most bytes that it may have. Default: what the sizes of its shards allow.
+
+    Raises:
+        BadCheckpoint: no COMMIT, another manifest than the committed one, or one that is too large.
+    """
     # Sizes first, so that no oversized file is read into memory, nor parsed, which takes ten times as much.
-    allowances = {e.name.encode(): _allowance(e) for e in os.scandir(folder)} if folder.is_dir() else {}
+    scan = size is None and folder.is_dir()
+    allowances = {e.name.encode(): _allowance(e) for e in os.scandir(folder)} if scan else {}
     commit = _read_small(folder, "COMMIT", 1024)
-    data = _read_small(folder, "manifest.json", _MAX_PER_FILE + sum(allowances.values()))
-    named = set(_QUOTED_FILE.findall(data))
+    data = _read_small(folder, "manifest.json", size or _MAX_PER_FILE + sum(allowances.values()))
+    named = set(_QUOTED_FILE.findall(data)) if scan else set()
     limit = _MAX_PER_FILE + sum(allowance for name, allowance in allowances.items() if name in named)
-    if len(data) > limit:
+    if scan and len(data) > limit:
         raise _too_large(folder / "manifest.json", len(data), limit)
     if commit != commit_text(data):
         rule = "its SHA-256 differs from the one in COMMIT: one of the two was changed"
         raise BadCheckpoint(str(folder / "manifest.json"), rule)
-    return Manifest.from_json(data, str(folder / "manifest.json"))
+    return data
 
 
 def _allowance(entry: os.DirEntry[str]) -> int:
     """Return the bytes that a shard adds to the limit of the manifest: its entries are about as long as its header."""
-    if not (_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
+    if not (SHARD_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
         return 0
     return min(entry.stat(follow_symlinks=False).st_size, _MAX_PER_FILE)
 

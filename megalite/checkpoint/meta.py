@@ -113,10 +113,20 @@ def _are_losses(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= 1000 and all(type(loss) in (int, float) for loss in value)
 
 
+def _is_blend(value: Any) -> bool:
+    """Whether a value is empty, or counts samples taken from each set, all of them before a position."""
+    if not isinstance(value, dict) or not value:
+        return value == {}
+    taken = value.get("taken")
+    return isinstance(taken, list) and all(map(_is_count, taken)) and value.get("position") == sum(taken)
+
+
 _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("step", "consumed_samples", "skipped_steps"), (_is_count, f"an integer from 0 to {MAX_COUNT}")),
     **dict.fromkeys(("data_hash", "valid_data_hash", "tokenizer_sha256"), (_is_text, "text or null")),
     "chat_template": (_is_template, f"text of at most {MAX_TEMPLATE} bytes, or null"),
+    "data_version": (lambda value: type(value) is int and value in (1, 2), "1 or 2"),
+    "blend": (_is_blend, "samples taken of each set, which sum to a position"),
     "loss_history": (_are_losses, "a list of at most 1000 numbers"),
     "scalars": (_are_scalars, "numbers of the optimizer and the loss scale"),
     "config": (_are_sections, "sections of options"),

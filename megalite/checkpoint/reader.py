@@ -6,16 +6,16 @@ import math
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megalite.base.dtypes import STORED
 from megalite.base.slices import Slice, box_index, contiguous_runs
-from megalite.checkpoint.manifest import Manifest, TensorEntry, box_key
+from megalite.checkpoint.entries import TensorEntry, block_shares
+from megalite.checkpoint.manifest import Manifest, box_key
 from megalite.checkpoint.safetensors_io import (
     BLOCK,
     ITEM_SIZE,
@@ -115,24 +115,18 @@ class ShardReader:
         return self._open[number]
 
     def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Check this rank's share of all blocks, and that the headers agree with the manifest.
-
-        The share is contiguous, so that a rank opens few shards however many there are.
+        """Check this rank's share of all blocks (`block_shares`), and that the headers agree with the manifest.
 
         Raises:
             BadCheckpoint: damage; names the file and the bytes.
         """
         buffer = bytearray(min(BLOCK, max((f.size for f in self.manifest.files), default=1)))
-        total = sum(len(entry.crc32) for entry in self.manifest.files)
-        begin, end = total * rank // world, total * (rank + 1) // world
-        first, headers = 0, []
-        for number, entry in enumerate(self.manifest.files):
-            blocks = range(max(begin - first, 0), min(end - first, len(entry.crc32)))
+        headers = []
+        for number, blocks in block_shares(self.manifest.files, rank, world):
             for block in blocks:
                 self._verify_block(number, block, buffer)
             if 0 in blocks:
                 headers.append(number)
-            first += len(entry.crc32)
         self._check_headers(headers)
 
     def _verify_block(self, number: int, block: int, buffer: bytearray) -> None:
@@ -145,20 +139,18 @@ class ShardReader:
             where = f"bytes {begin} to {begin + len(view)}"
             raise BadCheckpoint(str(self.path / entry.name), f"{where} differ from what was written (CRC32)")
 
-    def _check_headers(self, numbers: Sequence[int]) -> None:
-        expected: dict[int, dict[str, Any]] = {number: {} for number in numbers}
-        for kind, tensors in self.manifest.tensors.items():
-            for name, t in tensors.items():
-                for file, box in t.boxes:
-                    if file in expected:
-                        entry = header_entry(t.dtype, box.shape, box.at - self.manifest.files[file].header)
-                        expected[file][box_key(kind, name, box.offset)] = entry
-        for number in numbers:
-            path = self.path / self.manifest.files[number].name
-            data = bytearray(self.manifest.files[number].header)
-            read_exactly(self.descriptor(number), memoryview(data), 0, path)
-            if parse_header(data) != expected[number]:
-                raise BadCheckpoint(str(path), "its header does not list the boxes of the manifest")
+    def _check_headers(self, numbers: Collection[int]) -> None:
+        for number, boxes in self.manifest.boxes_in(numbers).items():
+            file = self.manifest.files[number]
+            data = bytearray(file.header)
+            read_exactly(self.descriptor(number), memoryview(data), 0, self.path / file.name)
+            expected = {
+                box_key(kind, name, box.offset): header_entry(dtype, box.shape, box.at - file.header)
+                for kind, name, dtype, box in boxes
+            }
+            if parse_header(data) != expected:
+                rule = "its header does not list the boxes of the manifest"
+                raise BadCheckpoint(str(self.path / file.name), rule)
 
     def extra_files(self) -> list[str]:
         """List the files in the folder that are not part of the checkpoint."""
@@ -167,12 +159,15 @@ class ShardReader:
 
     def read(self, tensor: TensorEntry, region: Slice, out: torch.Tensor) -> None:
         """Fill `out` (shape of `region`, any type and device) with the elements of a logical tensor in `region`."""
+        missing = region.numel
         for file, box in tensor.boxes:
             if overlap := box.intersect(region):
                 offset, shape = overlap
+                missing -= math.prod(shape)
                 for begin, rows in self._read(file, box, tensor.dtype, offset, shape):
                     target = tuple(o - w for o, w in zip(begin, region.offset))
                     out[box_index(target, rows.shape)].copy_(rows)
+        assert not missing, f"this part of the manifest lacks {missing} elements"
 
     def _read(
         self, file: int, box: Slice, dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]

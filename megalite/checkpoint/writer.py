@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 from megalite.base.child import readable
 from megalite.base.slices import Slice
 from megalite.checkpoint import folder
+from megalite.checkpoint.entries import FileEntry, TensorEntry
 from megalite.checkpoint.lock import taken_by
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
+from megalite.checkpoint.manifest import Manifest, box_key
 from megalite.checkpoint.safetensors_io import make_header, num_bytes, sync_folder, write_file
 
 # The answer of a writer that was asked to abandon its job.

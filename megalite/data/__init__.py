@@ -8,6 +8,7 @@ from megalite.data.build import (
     prefixes_of,
 )
 from megalite.data.loader import BatchLoader
+from megalite.data.order import VERSION_OF_DATA
 from megalite.data.own import OwnDataset, Samples
 from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.rows import Rows
@@ -17,6 +18,7 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDataset, token_dtype
 
 __all__ = [
+    "VERSION_OF_DATA",
     "BatchLoader",
     "BlendedDataset",
     "Dataset",

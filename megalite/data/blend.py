@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -24,7 +25,9 @@ from megalite.data.samples import GPTDataset
 
 _BLOCK = 4096
 _WINDOW = 1 << 16
-_MAX_WINDOWS = 16
+# Numbers looked at when a starting point is searched, at a time and altogether.
+_SLICE, _SEARCHED = 1 << 19, 1 << 26
+_MARKS = 64
 _MANY_POSITIONS = 10_000_000
 
 # (weights, taken, choices [stop - start, 2] or None, start, stop): writes the choices of positions [start, stop) to
@@ -72,6 +75,8 @@ class BlendOrder:
         self._taken = np.zeros(len(weights), dtype=np.int64)
         self._block = -1
         self._choices = np.empty((_BLOCK, 2), dtype=np.int64)
+        # Positions whose counts are known: those of the last blocks, and where a resumed run began.
+        self._marks: deque[tuple[int, Ints]] = deque(maxlen=_MARKS)
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return (set, number of earlier samples of that set) at a position."""
@@ -81,44 +86,60 @@ class BlendOrder:
             if 0 < gap <= _WINDOW and self._block >= 0:
                 self._run(self._weights, self._taken, None, block * _BLOCK - gap, block * _BLOCK)
             elif gap:
-                self._taken = self._taken_before(block * _BLOCK)
+                self._taken = self.taken_before(block * _BLOCK)
+            self._marks.append((block * _BLOCK, self._taken.copy()))
             self._run(self._weights, self._taken, self._choices, block * _BLOCK, (block + 1) * _BLOCK)
             self._block = block
         chosen, before = self._choices[within].tolist()
         return chosen, before
 
-    def _taken_before(self, position: int) -> Ints:
-        """Count the samples taken from each set before a position, following the rule from as near as possible.
+    def mark_before(self, position: int) -> tuple[int, Ints]:
+        """Return the first position of a position's block, and the samples taken of each set before it."""
+        first = position // _BLOCK * _BLOCK
+        return first, self.taken_before(first)
+
+    def start_from(self, position: int, taken: Sequence[int]) -> None:
+        """Begin with what `mark_before` returned."""
+        self._marks.append((position, np.array(taken, np.int64)))
+
+    def taken_before(self, position: int) -> Ints:
+        """Count the samples taken from each set before a position, following the rule from as near as possible."""
+        marks = [(0, np.zeros(len(self._weights), np.int64)), *self._marks]
+        start, taken = max((mark for mark in marks if mark[0] <= position), key=lambda mark: mark[0])
+        taken = taken.copy()
+        if position - start > _WINDOW:
+            start, taken = self._restart(position, start) or (start, taken)
+        if self._run is run_in_python and position - start > _MANY_POSITIONS:
+            logger.info(
+                f"finding sample {position} of a blend of {len(taken)} sets in Python, about 2 s per million; "
+                "megalite installed with a C++ compiler takes about 0.03 s per million"
+            )
+        self._run(self._weights, taken, None, start, position)
+        return taken
+
+    def _restart(self, position: int, first: int) -> tuple[int, Ints] | None:
+        """Find a position in (first, position] before which the samples taken are known, and return both.
 
         The set chosen at step i has the greatest deficit, hence not below 0 (all deficits sum to 0). So after i steps
         taken_j <= floor(w_j * (i - 1)) + 1 for every j. Where these bounds sum to i, each is reached, and the rule can
         start from there. For k sets of general weights that is one position in (k - 1)!; for weights of few decimals,
-        every multiple of their common denominator. If a million positions hold none, the rule starts from 0.
+        every multiple of their common denominator. If `_SEARCHED` numbers hold none, there is no such position.
         """
         w = self._weights
-        stop = position + 1
-        start, taken = 0, np.zeros(len(w), dtype=np.int64)
-        for _ in range(_MAX_WINDOWS):
-            i: Ints = np.arange(max(stop - _WINDOW, 1), stop)
+        rows, stop = max(1, _SLICE // len(w)), position + 1
+        for _ in range(_SEARCHED // _SLICE):
+            i: Ints = np.arange(max(stop - rows, first + 1, 1), stop)
             ideal = np.multiply.outer((i - 1).astype(np.float64), w)
             bound = np.floor(ideal)
             # Near a whole number rounding could decide; such positions are not used as starting points.
             clear = (np.abs(ideal - np.rint(ideal)) > stop * 2.0**-50).all(axis=1)
-            restarts = np.flatnonzero(clear & (bound.sum(axis=1) + len(w) == i))
-            if len(restarts):
-                start = int(i[restarts[-1]])
-                taken = bound[restarts[-1]].astype(np.int64) + 1
+            found = np.flatnonzero(clear & (bound.sum(axis=1) + len(w) == i))
+            if len(found):
+                return int(i[found[-1]]), bound[found[-1]].astype(np.int64) + 1
+            if not len(i):
                 break
-            stop = int(i[0]) if len(i) else 1
-            if stop == 1:
-                break
-        if self._run is run_in_python and position - start > _MANY_POSITIONS:
-            logger.info(
-                f"finding sample {position} of a blend of {len(w)} sets in Python, about 2 s per million; "
-                "megalite installed with a C++ compiler takes about 0.03 s per million"
-            )
-        self._run(w, taken, None, start, position)
-        return taken
+            stop = int(i[0])
+        return None
 
 
 class BlendedDataset:
@@ -140,6 +161,16 @@ class BlendedDataset:
                 raise UserError(f"--data {weight} {dataset.indexed.prefix}", rule, "leave out the sets not to be used")
         self.datasets, self.weights, self.seq_len = list(datasets), list(weights), datasets[0].seq_len
         self.order = BlendOrder(weights)
+        self.has_documents = any(d.has_documents for d in datasets)
+
+    @property
+    def version(self) -> int:
+        return self.datasets[0].version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        for dataset in self.datasets:
+            dataset.version = version
 
     def sample(self, position: int) -> Tokens | Rows:
         """Return the sample at a position."""
@@ -149,4 +180,8 @@ class BlendedDataset:
     def content_hash(self) -> str:
         """Hash the weights and the sets' hashes, in their order."""
         lines = [f"{w!r} {d.content_hash()}" for w, d in zip(self.weights, self.datasets)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def identity(self) -> str:
+        lines = [f"{w!r} {d.identity()}" for w, d in zip(self.weights, self.datasets)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()

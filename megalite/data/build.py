@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger, warn_on_rank_0
+from megalite.data.binary import AT_START
 from megalite.data.blend import BlendedDataset
 from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.samples import Dataset, GPTDataset, split_documents
@@ -27,6 +28,29 @@ class Datasets:
 
     train: Dataset
     valid: Dataset | None
+
+    def use_version(self, version: int) -> None:
+        """Read the samples in the order of a version of the data, and hash the files as it does."""
+        for dataset in (self.train, self.valid):
+            if dataset is not None:
+                dataset.version = version
+
+    def identity(self) -> str:
+        """Return what the ranks compare, see `Dataset.identity`."""
+        return self.train.identity() + (f"; {self.valid.identity()}" if self.valid is not None else "")
+
+    def position_meta(self, consumed_samples: int) -> dict[str, Any]:
+        """Return what a checkpoint records so that a resumed run need not follow a blend from its beginning."""
+        if not isinstance(self.train, BlendedDataset):
+            return {}
+        position, taken = self.train.order.mark_before(consumed_samples)
+        return {"blend": {"position": position, "taken": taken.tolist()}}
+
+    def resume_position(self, meta: Mapping[str, Any]) -> None:
+        """Start where `position_meta` was taken, if a checkpoint has it and it is of this blend."""
+        recorded = meta.get("blend", {})
+        if isinstance(self.train, BlendedDataset) and len(recorded.get("taken", ())) == len(self.train.weights):
+            self.train.order.start_from(recorded["position"], recorded["taken"])
 
     def content_hashes(self) -> dict[str, str | None]:
         """Return what identifies the data in a checkpoint's metadata."""
@@ -115,7 +139,7 @@ def build_datasets(
 def _short(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[tuple[int, int]], seq_len: int) -> bool:
     """Whether a range of documents, one per source, is too short for a sample."""
     for (_, source), (first, stop) in zip(sources, documents):
-        tokens = int(source.starts[stop] - source.starts[first])
+        tokens = source.index.start_of(stop) - source.index.start_of(first)
         if tokens <= (0 if mask_path(source.prefix).exists() else seq_len):
             return True
     return False
@@ -150,10 +174,12 @@ def _dataset(
 
 
 def _open(data: Sequence[str], vocab_size: int | None, share: tuple[int, int]) -> list[tuple[float, IndexedDataset]]:
-    opened = []
-    for weight, prefix in parse_data(data):
-        indexed, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
-        indexed.verify(*share)
+    opened, (rank, world), sources = [], share, parse_data(data)
+    for number, (weight, prefix) in enumerate(sources):
+        indexed, sidecar = IndexedDataset(prefix, check=False), read_sidecar(prefix)
+        # A small source has one block: not all of them on rank 0.
+        turn = (rank + number) % world if indexed.sums else rank
+        indexed.verify(turn, world, AT_START // len(sources))
         if sidecar is not None and vocab_size is not None and sidecar["vocab_size"] > vocab_size:
             raise UserError(
                 f"--vocab-size {vocab_size}",

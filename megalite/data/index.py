@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import struct
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megalite.base.errors import UserError
+from megalite.data.binary import TokenFile, read_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -25,63 +26,121 @@ DTYPE_OF_CODE = {code: np.dtype(name) for code, name in enumerate(_DTYPES, start
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 # How many empty sequences and documents an index may have.
 _MAX_EMPTY = 1_000_000
+# Entries of the tables that are checked at a time.
+_PIECE = 1 << 16
 _REBUILD = "copy or preprocess it again"
 
 
-class Index(NamedTuple):
-    """The content of a `.idx` file.
+class Index:
+    """A `.idx` file, of which entries are read when they are needed: it has 20 bytes for each document.
+
+    Args:
+        prefix: path without `.idx`.
+        check: also check all tables, in pieces; otherwise only sizes.
 
     Attributes:
         dtype: dtype of the ids.
-        starts: int64 [num_documents + 1], position of each document's first token in `.bin`, then the total.
+        num_documents, total: number of documents, and of tokens in `.bin`.
         bin_bytes: size of `.bin` in bytes.
-    """
-
-    dtype: np.dtype
-    starts: npt.NDArray[np.int64]
-    bin_bytes: int
-
-
-def read_index(prefix: str) -> Index:
-    """Read and check `PREFIX.idx`, and that `PREFIX.bin` is as long as it says.
 
     Raises:
         UserError: a file is missing or unreadable, has a wrong magic, version or dtype, or its size or offsets
             disagree with its own header (truncated, or `.bin` and `.idx` of different data).
     """
-    bin_path, idx = Path(prefix + ".bin"), Path(prefix + ".idx")
-    idx_bytes, bin_bytes = (_file_size(path, prefix) for path in (idx, bin_path))
-    try:
-        with idx.open("rb") as f:
-            dtype, num_sequences, num_bounds = _read_header(idx, f.read(HEADER.size), idx_bytes)
-            num_tokens = bin_bytes // dtype.itemsize
-            # A sparse file may have tables of any length in a few bytes of disk.
-            if max(num_sequences, num_bounds) > num_tokens + _MAX_EMPTY:
-                rule = f"its .bin has {num_tokens} tokens, so nearly all would be empty"
-                raise UserError(f"{idx}: {num_sequences} sequences, {num_bounds} document bounds", rule, _REBUILD)
-            lengths = np.fromfile(f, "<i4", num_sequences)
-            offsets = np.fromfile(f, "<i8", num_sequences)
-            bounds = np.fromfile(f, "<i8", num_bounds)
-    except OSError as e:
-        raise read_error(idx, e) from None
-    starts = _check_tables(idx, lengths, offsets, bounds, dtype.itemsize)
-    total = int(starts[-1])
-    if bin_bytes != total * dtype.itemsize:
-        raise UserError(
-            f"{bin_path} has {bin_bytes} bytes",
-            f"its .idx counts {total} tokens of {dtype.itemsize} bytes = {total * dtype.itemsize}",
-            f"the file is truncated or belongs to another .idx: {_REBUILD}",
-        )
-    if total == 0:
-        raise UserError(str(bin_path), "holds no tokens", "preprocess a text that is not empty")
-    # A document may have several sequences (Megatron's sentence splitting); they lie side by side in .bin.
-    return Index(dtype, starts[bounds], bin_bytes)
 
+    def __init__(self, prefix: str, check: bool = True) -> None:
+        self.path, bin_path = Path(prefix + ".idx"), Path(prefix + ".bin")
+        self.num_bytes, self.bin_bytes = (_file_size(path, prefix) for path in (self.path, bin_path))
+        self._file = TokenFile(self.path, self.num_bytes, None)
+        try:
+            with self.path.open("rb") as f:
+                header = f.read(HEADER.size)
+        except OSError as e:
+            raise read_error(self.path, e) from None
+        self.dtype, self._sequences, bounds = _read_header(self.path, header, self.num_bytes)
+        num_tokens = self.bin_bytes // self.dtype.itemsize
+        # A sparse file may have tables of any length in a few bytes of disk.
+        if max(self._sequences, bounds) > num_tokens + _MAX_EMPTY:
+            rule = f"its .bin has {num_tokens} tokens, so nearly all would be empty"
+            raise UserError(f"{self.path}: {self._sequences} sequences, {bounds} document bounds", rule, _REBUILD)
+        self.num_documents = bounds - 1
+        self._offsets_at = HEADER.size + 4 * self._sequences
+        self._bounds_at = self._offsets_at + 8 * self._sequences
+        if check or not bounds:
+            self.check()
+        last = self._sequences - 1
+        ends = (self._offsets(last, 1) // self.dtype.itemsize + self._lengths(last, 1)) if self._sequences else [0]
+        self.total = int(ends[0])
+        if self.bin_bytes != self.total * self.dtype.itemsize:
+            raise UserError(
+                f"{bin_path} has {self.bin_bytes} bytes",
+                f"its .idx counts {self.total} tokens of {self.dtype.itemsize} bytes = "
+                f"{self.total * self.dtype.itemsize}",
+                f"the file is truncated or belongs to another .idx: {_REBUILD}",
+            )
+        if self.total == 0:
+            raise UserError(str(bin_path), "holds no tokens", "preprocess a text that is not empty")
 
-def read_error(path: Path, e: OSError) -> UserError:
-    """Make the error for a file that cannot be read."""
-    remedy = "check the file, its permissions and the disk"
-    return UserError(str(path), f"cannot be read ({e.strerror or e})", remedy)
+    def start_of(self, document: int) -> int:
+        """Return the position of a document's first token in `.bin`; of document `num_documents`, the total."""
+        sequence = int(self._bounds(document, 1)[0])
+        if not 0 <= sequence <= self._sequences:
+            raise self._bad_bounds()
+        return self.total if sequence == self._sequences else int(self._offsets(sequence, 1)[0]) // self.dtype.itemsize
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """int64 [num_documents + 1], position of each document's first token in `.bin`, then the total."""
+        # A document may have several sequences (Megatron's sentence splitting); they lie side by side in .bin.
+        offsets = self._offsets(0, self._sequences) // self.dtype.itemsize
+        return np.append(offsets, self.total)[self._bounds(0, self.num_documents + 1)]
+
+    @property
+    def one_sequence_each(self) -> bool:
+        """Whether every document is one sequence: Megatron's sentence splitting makes several of it."""
+        return self._sequences == self.num_documents
+
+    def check(self) -> None:
+        """Check that the tables agree, a piece of them at a time.
+
+        Raises:
+            UserError: they do not.
+        """
+        at = 0
+        for first in range(0, self._sequences, _PIECE):
+            count = min(_PIECE, self._sequences - first)
+            lengths, offsets = self._lengths(first, count), self._offsets(first, count)
+            if (lengths < 0).any():
+                given = f"sequence {first + int(np.argmax(lengths < 0))}"
+                raise UserError(str(self.path), f"{given} has a negative length", _REBUILD)
+            starts = at + np.cumsum(lengths) - lengths
+            mismatch = offsets != starts * self.dtype.itemsize
+            if mismatch.any():
+                i = int(np.argmax(mismatch))
+                rule = f"sequence {first + i} begins at byte {int(offsets[i])}, but the lengths before it sum to "
+                raise UserError(str(self.path), rule + f"{int(starts[i]) * self.dtype.itemsize}", _REBUILD)
+            at = int(starts[-1] + lengths[-1])
+        before = 0
+        for first in range(0, self.num_documents + 1, _PIECE):
+            bounds = self._bounds(first, min(_PIECE, self.num_documents + 1 - first))
+            if (first == 0 and bounds[0] != 0) or (np.diff(bounds, prepend=before) < 0).any():
+                raise self._bad_bounds()
+            before = int(bounds[-1])
+        if self.num_documents < 0 or before != self._sequences:
+            raise self._bad_bounds()
+
+    def _bad_bounds(self) -> UserError:
+        rule = f"document bounds do not increase from 0 to {self._sequences} sequences"
+        return UserError(str(self.path), rule, _REBUILD)
+
+    def _lengths(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self._file.peek(HEADER.size + 4 * first, 4 * count), "<i4").astype(np.int64)
+
+    def _offsets(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self._file.peek(self._offsets_at + 8 * first, 8 * count), "<i8")
+
+    def _bounds(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        return np.frombuffer(self._file.peek(self._bounds_at + 8 * first, 8 * count), "<i8")
 
 
 def _file_size(path: Path, prefix: str) -> int:
@@ -119,21 +178,3 @@ def _read_header(idx: Path, header: bytes, idx_bytes: int) -> tuple[np.dtype, in
         rule = f"{num_sequences} sequences and {num_bounds} document bounds need {expected}"
         raise UserError(given, rule, f"the file is truncated or damaged: {_REBUILD}")
     return dtype, num_sequences, num_bounds
-
-
-def _check_tables(
-    idx: Path, lengths: npt.NDArray[Any], offsets: npt.NDArray[Any], bounds: npt.NDArray[Any], itemsize: int
-) -> npt.NDArray[np.int64]:
-    """Return int64 [S + 1]: first token of each sequence, then the total; the three tables must agree."""
-    starts = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    if (lengths < 0).any():
-        raise UserError(str(idx), f"sequence {int(np.argmax(lengths < 0))} has a negative length", _REBUILD)
-    mismatch = offsets != starts[:-1] * itemsize
-    if mismatch.any():
-        i = int(np.argmax(mismatch))
-        rule = f"sequence {i} begins at byte {int(offsets[i])}, but the lengths before it sum to "
-        raise UserError(str(idx), rule + f"{int(starts[i]) * itemsize}", _REBUILD)
-    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != len(lengths) or (np.diff(bounds) < 0).any():
-        raise UserError(str(idx), f"document bounds do not increase from 0 to {len(lengths)} sequences", _REBUILD)
-    return starts

@@ -28,6 +28,7 @@ class BatchLoader:
         dp_rank, dp_size: index of this rank, r, and number of ranks, d.
         consumed_samples: samples used before the first batch, N.
         prefetch: batches read ahead, at least 1.
+        reads: read the samples; otherwise, where nothing looks at them (a middle pipeline stage), rows are zeros.
 
     Attributes:
         consumed_samples: samples of all ranks up to the end of the last batch returned; saved in checkpoints.
@@ -44,13 +45,14 @@ class BatchLoader:
         dp_size: int,
         consumed_samples: int = 0,
         prefetch: int = 2,
+        reads: bool = True,
     ) -> None:
         if prefetch < 1:
             raise ValueError(f"prefetch {prefetch} must be at least 1")
         self.dataset = dataset
         self.consumed_samples = consumed_samples
         self._sizes = iter(repeat(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size)
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._dp_rank, self._dp_size, self._reads = dp_rank, dp_size, reads
         self._next_start = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: deque[tuple[int, Future[Rows]]] = deque()
@@ -83,8 +85,10 @@ class BatchLoader:
         except Exception as e:
             if not self._ahead:
                 raise
-            rows = self._ahead[0][0] // self._dp_size
-            return Rows.of(np.zeros((rows, self.dataset.seq_len + 1), np.int64)), e
+            return self._zeros(self._ahead[0][0] // self._dp_size), e
+
+    def _zeros(self, rows: int) -> Rows:
+        return Rows.of(np.zeros((rows, self.dataset.seq_len + 1), np.int64))
 
     def close(self) -> None:
         """Stop reading ahead; the loader cannot be used afterwards."""
@@ -108,6 +112,8 @@ class BatchLoader:
 
     def _read(self, start: int, size: int) -> Rows:
         rows = size // self._dp_size
+        if not self._reads:
+            return self._zeros(rows)
         first = start + self._dp_rank * rows
         return Rows.stack([self._sample(position) for position in range(first, first + rows)])
 

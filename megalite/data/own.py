@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megalite.base.errors import UserError
+from megalite.data.order import VERSION_OF_DATA, EpochOrder
 from megalite.data.rows import Rows, Tokens
-from megalite.data.samples import epoch_order
 
 
 class Samples(Protocol):
@@ -33,7 +33,7 @@ class Samples(Protocol):
 class OwnDataset:
     """Provide a user's samples in an endless order, and check them.
 
-    Position p is sample p % n of epoch p // n: in order without `shuffle`, else by `epoch_order`.
+    Position p is sample p % n of epoch p // n: in order without `shuffle`, else by `EpochOrder`.
 
     Args:
         samples: the user's samples.
@@ -46,13 +46,15 @@ class OwnDataset:
         UserError: there are no samples, or the first one is invalid.
     """
 
+    has_documents = True  # any sample may
+
     def __init__(self, samples: Samples, seq_len: int, vocab_size: int, seed: int = 0, shuffle: bool = True) -> None:
         self.samples, self.seq_len, self.vocab_size = samples, seq_len, vocab_size
         self.seed, self.shuffle = seed, shuffle
         self.name = type(samples).__name__
         if len(samples) == 0:
             raise UserError(f"{self.name} of length 0", "there is nothing to train on", "give at least one sample")
-        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self.version, self._order = VERSION_OF_DATA, EpochOrder(len(samples), seed)
         self._read(0)
 
     def sample(self, position: int) -> Tokens | Rows:
@@ -62,11 +64,7 @@ class OwnDataset:
             UserError: it has another length, ids that are not integers, or an id outside the vocabulary.
         """
         epoch, within = divmod(position, len(self.samples))
-        if not self.shuffle:
-            return self._read(within)
-        if epoch != self._epoch:
-            self._order, self._epoch = epoch_order(len(self.samples), self.seed, epoch), epoch
-        return self._read(int(self._order[within]))
+        return self._read(self._order.sample(epoch, within, self.version) if self.shuffle else within)
 
     def _read(self, i: int) -> Tokens | Rows:
         sample, where = self.samples.sample(i), f"sample {i} of {self.name}"
@@ -111,3 +109,6 @@ class OwnDataset:
             for array in vars(sample).values() if isinstance(sample, Rows) else (sample,):
                 digest.update(b"" if array is None else array.tobytes())
         return digest.hexdigest()
+
+    def identity(self) -> str:
+        return self.content_hash()

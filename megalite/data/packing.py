@@ -14,8 +14,9 @@ import numpy.typing as npt
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.data.binary import TokenFile
+from megalite.data.order import VERSION_OF_DATA, epoch_order
 from megalite.data.rows import IGNORE, Rows, Tokens
-from megalite.data.samples import epoch_order, read_ids
+from megalite.data.samples import read_ids
 from megalite.data.tokens import IndexedDataset
 
 WINDOW = 4096
@@ -123,6 +124,8 @@ class PackedDataset:
         UserError: no usable document.
     """
 
+    has_documents = True
+
     def __init__(
         self,
         indexed: IndexedDataset,
@@ -140,7 +143,7 @@ class PackedDataset:
         self.indexed, self.seq_len, self.mask = indexed, seq_len, mask
         self.documents = documents if documents is not None else (0, indexed.num_documents)
         self.seed, self.shuffle, self.vocab_size, self.split = seed, shuffle, vocab_size, split
-        self.per_sample, self.long_documents = per_sample, long_documents
+        self.per_sample, self.long_documents, self.version = per_sample, long_documents, VERSION_OF_DATA
         self.places = np.minimum(indexed.sizes - 1, seq_len)
         first, stop = self.documents
         sizes = indexed.sizes[first:stop]
@@ -201,10 +204,13 @@ class PackedDataset:
 
     def content_hash(self) -> str:
         """Hash the files, the split's documents, the sample length and the treatment of long documents."""
-        digest = hashlib.sha256(self.indexed.content_hash().encode())
+        digest = hashlib.sha256(self.indexed.content_hash(self.version).encode())
         self.mask.file.hash_into(digest)
         digest.update(struct.pack("<4q", *self.documents, self.seq_len, self.long_documents == "drop"))
         return digest.hexdigest()
+
+    def identity(self) -> str:
+        return f"{self.indexed.identity()} {self.documents} {self.seq_len} {self.long_documents}"
 
     def _load(self, epoch: int) -> None:
         """Pack an epoch, and count its samples if that is new."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger
+from megalite.data.order import VERSION_OF_DATA, EpochOrder
 from megalite.data.rows import IGNORE, Rows, Tokens
 from megalite.data.tokens import IndexedDataset, locate
 
@@ -26,6 +27,8 @@ class Dataset(Protocol):
     """Provide samples by position in the training order, without end: what a `BatchLoader` reads."""
 
     seq_len: int
+    version: int  # of the order of samples and of the hash, see `VERSION_OF_DATA`
+    has_documents: bool  # whether samples may mark documents, which attention on every pipeline stage needs
 
     def sample(self, position: int) -> Tokens | Rows:
         """Return int64 [seq_len + 1], inputs are [:-1], targets [1:]; or `Rows` with targets of their own."""
@@ -33,15 +36,8 @@ class Dataset(Protocol):
     def content_hash(self) -> str:
         """Return a SHA-256 of what the samples are made of, for a checkpoint's manifest."""
 
-
-def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Permute range(num_samples) as a function of (seed, epoch) alone, int64 [num_samples].
-
-    Sorts raw Philox words: NumPy keeps the stream of a bit generator stable over its versions, but not the algorithm of
-    `Generator.permutation`, and an upgrade must not change the data order of a run.
-    """
-    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(num_samples)
-    return np.argsort(words, kind="stable")
+    def identity(self) -> str:
+        """Return what can be compared between ranks without reading the data."""
 
 
 def read_ids(indexed: IndexedDataset, start: int, stop: int, vocab_size: int | None) -> Tokens:
@@ -66,7 +62,7 @@ class GPTDataset:
     """Take samples from a contiguous range of documents.
 
     Sample i is tokens [i*seq_len, i*seq_len + seq_len] of those documents end to end; neighbors share one token.
-    Position p of the order is sample p % n of epoch p // n: in order without `shuffle`, else by `epoch_order`.
+    Position p of the order is sample p % n of epoch p // n: in order without `shuffle`, else by `EpochOrder`.
 
     Args:
         indexed: the token files.
@@ -100,9 +96,9 @@ class GPTDataset:
         first, stop = documents if documents is not None else (0, indexed.num_documents)
         self.indexed, self.seq_len, self.documents = indexed, seq_len, (first, stop)
         self.seed, self.shuffle, self.vocab_size, self.split = seed, shuffle, vocab_size, split
-        self.document_mask = document_mask
-        self.first_token = int(indexed.starts[first])
-        self.num_tokens = int(indexed.starts[stop]) - self.first_token
+        self.document_mask = self.has_documents = document_mask
+        self.first_token = indexed.index.start_of(first)
+        self.num_tokens = indexed.index.start_of(stop) - self.first_token
         self.num_samples = max(self.num_tokens - 1, 0) // seq_len
         if self.num_samples == 0:
             raise UserError(
@@ -111,7 +107,8 @@ class GPTDataset:
                 f"one sample needs seq_len + 1 = {seq_len + 1}",
                 "use more data, a larger part in --split (or 0 for this part), or a shorter --seq-len",
             )
-        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self.version = VERSION_OF_DATA
+        self._order = EpochOrder(self.num_samples, seed)
         self._epochs_reported = False
 
     def __len__(self) -> int:
@@ -123,12 +120,7 @@ class GPTDataset:
             self._epochs_reported = True
             name = f"{self.split} split of {self.indexed.prefix}"
             logger.info(f"{name}: its {self.num_samples} samples are used up, continuing with epoch {epoch + 1}")
-        if not self.shuffle:
-            return within
-        if epoch != self._epoch:
-            self._order = epoch_order(self.num_samples, self.seed, epoch)
-            self._epoch = epoch
-        return int(self._order[within])
+        return self._order.sample(epoch, within, self.version) if self.shuffle else within
 
     def sample(self, position: int) -> Tokens | Rows:
         """Return the sample at a position of the training order (any position >= 0, over all epochs).
@@ -154,9 +146,12 @@ class GPTDataset:
 
     def content_hash(self) -> str:
         """Hash the files (see `IndexedDataset.content_hash`), the split's documents and the sample length."""
-        digest = hashlib.sha256(self.indexed.content_hash().encode())
+        digest = hashlib.sha256(self.indexed.content_hash(self.version).encode())
         digest.update(struct.pack("<3q", *self.documents, self.seq_len))
         return digest.hexdigest()
+
+    def identity(self) -> str:
+        return f"{self.indexed.identity()} {self.documents} {self.seq_len}"
 
 
 class MockDataset:
@@ -171,8 +166,11 @@ class MockDataset:
         seed: seed of all samples; another seed gives other samples of the same pattern.
     """
 
+    has_documents = False
+
     def __init__(self, vocab_size: int, seq_len: int, seed: int = 0) -> None:
         self.seq_len, self.seed, self.alphabet = seq_len, seed, min(vocab_size, 256)
+        self.version = VERSION_OF_DATA
 
     def sample(self, position: int) -> Tokens:
         """Return int64 [seq_len + 1] at a position."""
@@ -187,6 +185,9 @@ class MockDataset:
 
     def content_hash(self) -> str:
         return hashlib.sha256(f"mock {self.alphabet} {self.seq_len} {self.seed}".encode()).hexdigest()
+
+    def identity(self) -> str:
+        return self.content_hash()
 
 
 def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megalite.base.errors import UserError
-from megalite.data.binary import TokenFile
-from megalite.data.index import read_error, read_index
+from megalite.data.binary import AT_START, TokenFile, read_error
+from megalite.data.index import Index
+from megalite.data.order import VERSION_OF_DATA
 from megalite.data.sidecar import read_checksums
 
 
@@ -38,39 +39,41 @@ class IndexedDataset:
 
     Args:
         prefix: path without `.bin` / `.idx`.
+        check: check all tables of `.idx`; otherwise `verify` must follow.
 
     Attributes:
         dtype: dtype of the ids on disk.
-        starts: int64 [num_documents + 1], position of each document's first token in `.bin`, then the total.
-        sizes: int64 [num_documents], tokens of each document.
+        num_documents, num_tokens: number of documents and of tokens.
         sums: checksums in `PREFIX.json`, by file; empty for data made by other tools.
 
     Raises:
         UserError: a file is missing, unreadable or damaged, or they do not belong together.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, check: bool = True) -> None:
         self.prefix = str(prefix)
         self.bin_path, self.idx_path = Path(self.prefix + ".bin"), Path(self.prefix + ".idx")
-        self.dtype, self.starts, size = read_index(self.prefix)
-        self.sizes: npt.NDArray[np.int64] = np.diff(self.starts)
+        self.index = Index(self.prefix, check)
+        self.dtype, self.num_documents, self.num_tokens = self.index.dtype, self.index.num_documents, self.index.total
         self.sums = read_checksums(self.prefix)
-        self.file = TokenFile(self.bin_path, size, self.sums.get("bin"))
+        self.file = TokenFile(self.bin_path, self.index.bin_bytes, self.sums.get("bin"))
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (self.prefix,)
 
     @property
-    def num_documents(self) -> int:
-        return len(self.sizes)
+    def starts(self) -> npt.NDArray[np.int64]:
+        """int64 [num_documents + 1], position of each document's first token in `.bin`, then the total."""
+        return self.index.starts
 
-    @property
-    def num_tokens(self) -> int:
-        return int(self.starts[-1])
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """int64 [num_documents], tokens of each document."""
+        return np.diff(self.starts)
 
     def document(self, i: int) -> npt.NDArray[Any]:
         """Return the ids of document i in the dtype of the file, [sizes[i]]."""
-        return self.tokens(int(self.starts[i]), int(self.starts[i + 1]))
+        return self.tokens(self.index.start_of(i), self.index.start_of(i + 1))
 
     def tokens(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Return ids [start, stop) of the concatenated documents, in the dtype of the file.
@@ -84,26 +87,36 @@ class IndexedDataset:
         item = self.dtype.itemsize
         return np.frombuffer(self.file.read(start * item, (stop - start) * item), self.dtype)
 
-    def verify(self, rank: int = 0, world: int = 1) -> None:
-        """Check `.idx` and this rank's share of `.bin` against the checksums of `PREFIX.json`, if it has any.
+    def verify(self, rank: int = 0, world: int = 1, at_most: int = AT_START) -> None:
+        """Check this rank's share of both files against the checksums of `PREFIX.json`.
 
-        If that share would take seconds, a random sample of it is checked at each start, and every block when it is
-        read.
+        If the share of `.bin` has more than `at_most` bytes, a random sample of it is checked at each start, and every
+        block when it is read. Without checksums, rank 0 checks the tables of `.idx`.
 
         Raises:
             UserError: a file differs from what preprocessing wrote.
         """
-        if "idx" in self.sums and self._idx_digest().hexdigest() != self.sums["idx"].sha256:
-            rule = "differs from what preprocessing wrote, by its SHA-256 in PREFIX.json"
-            raise UserError(str(self.idx_path), rule, "restore the file, or preprocess the text again")
-        self.file.check(rank, world)
+        if "idx" in self.sums:
+            TokenFile(self.idx_path, self.index.num_bytes, self.sums["idx"]).check(rank, world, None)
+        elif rank == 0:
+            self.index.check()
+        self.file.check(rank, world, at_most)
 
-    def content_hash(self) -> str:
-        """Return a SHA-256 that distinguishes this data from other data, cheap enough for every start.
+    def identity(self) -> str:
+        """Return what is compared between ranks without reading the files: recorded hashes, or sizes."""
+        if {"bin", "idx"} <= self.sums.keys():
+            return f"{self.sums['idx'].root} {self.sums['bin'].root}"
+        return f"{self.index.num_bytes} {self.index.bin_bytes}"
 
-        It covers the whole `.idx` (dtype, number, length and order of documents), and of `.bin` what
-        `TokenFile.hash_into` does: every byte, or 64 samples for data made by other tools.
+    def content_hash(self, version: int = VERSION_OF_DATA) -> str:
+        """Return a SHA-256 that distinguishes this data from other data.
+
+        It covers the whole `.idx` (dtype, number, length and order of documents), and every byte of `.bin`, by the
+        hashes that preprocessing recorded. Version 1, and that of data made by other tools, reads `.idx`, and of
+        `.bin` what `TokenFile.hash_into` does.
         """
+        if version > 1 and {"bin", "idx"} <= self.sums.keys():
+            return hashlib.sha256(self.identity().encode()).hexdigest()
         digest = self._idx_digest()
         self.file.hash_into(digest)
         return digest.hexdigest()

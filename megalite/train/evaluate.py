@@ -6,7 +6,6 @@ import math
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger
-from megalite.data import BatchLoader
 from megalite.train.exit import raise_together
 from megalite.train.run import Run
 from megalite.train.step import eval_step
@@ -23,7 +22,7 @@ def evaluate(run: Run) -> float | None:
     if run.datasets.valid is None:
         return None
     run.engine.optimizer.wait_weights()
-    with BatchLoader(run.datasets.valid, cfg.train.global_batch_size, ctx.dp.rank, ctx.dp.size) as loader:
+    with run.engine.loader(run.datasets.valid, cfg.train.global_batch_size) as loader:
         total = targets = 0.0
         for _ in range(cfg.run.eval_steps):
             run.heartbeat.beat("evaluation", run.step)

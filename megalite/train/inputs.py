@@ -44,7 +44,7 @@ def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tok
     else:
         prefixes = data_prefixes(cfg)
         for prefix in prefixes:
-            IndexedDataset(prefix)
+            IndexedDataset(prefix, check=False)
         sidecars = [read_sidecar(prefix) for prefix in prefixes]
         if any(d is None for d in sidecars):
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.hf.config import TRAINING_ONLY
-from megalite.checkpoint.load import find_good, load_checkpoint, model_config, verify_together
+from megalite.checkpoint.load import Verified, find_good, load_checkpoint, model_config, verify_together
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.meta import require_entries
 from megalite.checkpoint.safetensors_io import BadCheckpoint
@@ -20,6 +21,7 @@ from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
 from megalite.config.run import Config, rates_at
 from megalite.config.train import TrainConfig
+from megalite.data import VERSION_OF_DATA
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
@@ -45,12 +47,24 @@ _RESETS = "--reset-data (with it, --reset-optimizer and --reset-step are possibl
 
 
 class Source(NamedTuple):
-    """A checkpoint to start from, and what a run does not take over from it."""
+    """A verified checkpoint to start from, and what a run does not take over from it."""
 
-    path: Path
+    checkpoint: Verified
     reset_data: bool = False
     reset_optimizer: bool = False
     reset_step: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder."""
+        return self.checkpoint.path
+
+    @property
+    def data_version(self) -> int:
+        """Version of the order of samples and of the hash of the data: the checkpoint's, if the run continues it."""
+        meta = self.checkpoint.manifest.meta
+        continues = meta.get("data_hash") and not self.reset_data
+        return int(meta.get("data_version", 1)) if continues else VERSION_OF_DATA
 
     @property
     def resets(self) -> list[str]:
@@ -60,7 +74,7 @@ class Source(NamedTuple):
 
     def state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata that the run continues from, given what the checkpoint recorded."""
-        data = {"consumed_samples": 0, "loss_history": []} if self.reset_data else {}
+        data = {"consumed_samples": 0, "loss_history": [], "blend": {}} if self.reset_data else {}
         step = {"step": 0, "skipped_steps": 0} if self.reset_step else {}
         return {**saved, **data, **step}
 
@@ -74,32 +88,32 @@ def check_folders(cfg: Config) -> None:
         refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
 
 
-def choose_checkpoint(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Source | None:
+def choose_checkpoint(engine: Engine) -> Source | None:
     """Find and verify the checkpoint to start from, the same on every rank; None for a new run."""
-    requested, fallback = cfg.run.resume, cfg.run.resume_fallback
-    own = checkpoints_folder(run_dir)
+    cfg, ctx = engine.cfg, engine.ctx
+    requested, own = cfg.run.resume, checkpoints_folder(cfg.run.run_dir)
     if requested == "never":
         return None
+    states = engine.optimizer.states()
+    find = partial(find_good, ctx=ctx, fallback=cfg.run.resume_fallback, states=states)
     if requested == "latest":
-        newest = find_good(own, ctx, fallback)
+        newest = find(own)
         return Source(newest) if newest else None
-    path = Path(requested)
-    source = Source(path, cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
+    path, resets = Path(requested), (cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
     elsewhere = own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
-    if (elsewhere or source.resets) and _saved_by(cfg, own, ctx):
+    if (elsewhere or any(resets)) and _saved_by(cfg, own, ctx):
         logger.info(f"the same command has saved checkpoints in {own}: continuing from there, not from {path}")
-        newest = find_good(own, ctx, fallback)
+        newest = find(own)
         return Source(newest) if newest else None
-    if (newest := find_good(checkpoints_folder(path), ctx, fallback)) is not None:
-        return source._replace(path=newest)
+    if (newest := find(checkpoints_folder(path))) is not None:
+        return Source(newest, *resets)
     if not (path / "manifest.json").exists():
         raise UserError(
             f"--resume {path}",
             "must be latest, never, a checkpoint, or a run directory with a checkpoint",
             "check the path",
         )
-    verify_together(path, ctx)
-    return source
+    return Source(verify_together(path, ctx, states), *resets)
 
 
 def _saved_by(cfg: Config, root: Path, ctx: ParallelContext) -> bool:
@@ -120,8 +134,7 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
 
     Without moments in it, or with `reset_optimizer`, the optimizer and the loss scale start anew.
     """
-    path, optimizer = source.path, engine.optimizer
-    manifest = agree(engine.ctx, lambda: read_manifest(path))
+    path, optimizer, manifest = source.path, engine.optimizer, source.checkpoint.manifest
     saved, ours = manifest.meta, json.loads(json.dumps(meta))
     with_moments = keeps_moments(engine.cfg, source, manifest)
     order = _ORDER_PARTS if saved.get("data_hash") and not source.reset_data else ()
@@ -130,7 +143,7 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
     _check_tokenizer(path, saved, ours)
     if not source.reset_data:
         _check_data(path, saved, ours)
-    load_checkpoint(path, optimizer.states(), engine.ctx, verify=False, moments=with_moments)
+    load_checkpoint(source.checkpoint, optimizer.states(), engine.ctx, moments=with_moments)
     if with_moments:
         optimizer.load_scalars(saved["scalars"])
         engine.scaler.load_scalars(saved["scalars"])
@@ -148,16 +161,17 @@ def keeps_moments(cfg: Config, source: Source, manifest: Manifest) -> bool:
 def _missing_moments(cfg: Config, manifest: Manifest) -> dict[str, list[str]]:
     """List by role the parameters whose moment a run needs and a checkpoint does not hold."""
     missing: dict[str, list[str]] = {}
+    held = {role: manifest.names(role) for role in manifest.tensors}
     for spec in param_map(cfg.model).values():
         for role in cfg.optim.states_of(spec.matrix):
-            if spec.tied_to is None and spec.name not in manifest.tensors.get(role, ()):
+            if spec.tied_to is None and spec.name not in held.get(role, ()):
                 missing.setdefault(role, []).append(spec.name)
     return missing
 
 
 def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
     """Log where the run starts, and how it differs from the run that saved the checkpoint."""
-    manifest = read_manifest(source.path)
+    manifest = source.checkpoint.manifest
     saved, state = manifest.meta, source.state(manifest.meta)
     start = f"{source.path} at step {saved['step']}"
     start += f" with {' '.join(source.resets)}" if source.resets else ""

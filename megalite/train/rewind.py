@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalite.checkpoint.load import verify_together
-from megalite.data import BatchLoader
 from megalite.dist.collectives import gather_texts
 from megalite.train.exit import DivergenceError
 from megalite.train.resume import Source, resume
@@ -37,17 +36,17 @@ def rewind(run: Run) -> Path | None:
             f"the loss spiked again after {_MAX_REWINDS} rewinds to {source} with other samples; lower --lr, or raise "
             "--spike-threshold"
         )
-    sizes, dp, position = run.engine.cfg.train.batches, run.engine.ctx.dp, run.consumed_samples
+    sizes, position = run.engine.cfg.train.batches, run.consumed_samples
     run.engine.optimizer.wait_weights()
-    verify_together(source, run.engine.ctx)
-    saved = resume(run.engine, Source(source), run.meta)
+    verified = verify_together(source, run.engine.ctx, run.engine.optimizer.states())
+    saved = resume(run.engine, Source(verified), run.meta)
     run.step = int(saved["step"])
     run.saved = [(step, path) for step, path in run.saved if step <= run.step]
     run.sample_offset = position - sizes.samples(run.step)
     run.spikes = SpikeDetector(run.spikes.threshold, saved.get("loss_history", ()))
     run.loader.close()
     following = sizes.following(run.step)
-    run.loader = BatchLoader(run.datasets.train, following, dp.rank, dp.size, consumed_samples=run.consumed_samples)
+    run.loader = run.engine.loader(run.datasets.train, following, run.consumed_samples)
     return source
 
 

@@ -127,6 +127,7 @@ def save(run: Run, weights_only: bool = False) -> None:
         "loss_history": run.spikes.history,
         "consumed_samples": run.consumed_samples,
         "skipped_steps": run.skipped_steps,
+        **(run.datasets.position_meta(run.consumed_samples) if engine.ctx.rank == 0 else {}),
         "scalars": {**engine.optimizer.scalars(), **engine.scaler.scalars()},
     }
     write = run.checkpointer.save_model if weights_only else run.checkpointer.save

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import os
 from functools import partial
@@ -21,8 +22,17 @@ from megalite.checkpoint.hf.start import load_hf
 from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.data import BatchLoader, Datasets, Samples, Tokenizer, chat_template_of, mask_path, prefixes_of
+from megalite.data import (
+    VERSION_OF_DATA,
+    Datasets,
+    Samples,
+    Tokenizer,
+    chat_template_of,
+    mask_path,
+    prefixes_of,
+)
 from megalite.dist.agree import agree, check_equal
+from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.model.parameters import param_map
 from megalite.ops.attention import why_masked
@@ -63,8 +73,7 @@ def open_run(
         check_equal(ctx, "the configuration", digest_of(text), "start every rank with the same flags and files")
         cfg.num_microbatches(ctx.dp.size)
         heartbeat.beat("set-up: data", patience=OWN)
-        datasets, hashes = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
-        meta = {"config": dataclasses.asdict(cfg), **hashes}
+        datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: build_engine(cfg, ctx))
         run_dir = Path(cfg.run.run_dir)
@@ -72,11 +81,11 @@ def open_run(
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
         log_banner(engine)
         heartbeat.beat("set-up: checkpoint", patience=OWN)
-        folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
-        scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
-        checkpointer = Checkpointer(folder, ctx, keep_last=keep, on_error=on_error, scratch=scratch)
+        checkpointer = _make_checkpointer(cfg, run_dir, ctx)
         exit_stack.callback(checkpointer.close)
-        source = choose_checkpoint(cfg, run_dir, ctx)
+        source = choose_checkpoint(engine)
+        datasets.use_version(source.data_version if source else VERSION_OF_DATA)
+        meta = {"config": dataclasses.asdict(cfg), **_hashes(datasets, ctx, tokenizer)}
         state = source.state(resume(engine, source, meta)) if source else init_weights(engine)
         prefixes, learned = prefixes_of(cfg.data.data) if cfg.data.data else (), state.get("chat_template")
         meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
@@ -99,13 +108,30 @@ def _open_same_data(
     tokenizer: Tokenizer | None,
     train_data: Samples | None,
     valid_data: Samples | None,
-) -> tuple[Datasets, dict[str, Any]]:
-    """Open the data, the same on all ranks; return it with the hashes that a checkpoint records."""
+) -> Datasets:
+    """Open the data, the same on all ranks."""
     share = (ctx.rank, ctx.world.size)
     datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, share))
-    hashes = agree(ctx, datasets.content_hashes)
-    check_equal(ctx, "the data", digest_of(str(hashes)), "give every host the same files")
-    return datasets, {**hashes, "tokenizer_sha256": tokenizer.sha256 if tokenizer else None}
+    identity = agree(ctx, datasets.identity)
+    check_equal(ctx, "the data", digest_of(identity), "give every host the same files")
+    return datasets
+
+
+def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Checkpointer:
+    folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
+    scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
+    return Checkpointer(folder, ctx, keep_last=keep, on_error=on_error, scratch=scratch)
+
+
+def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return what a checkpoint records of the data: rank 0 alone may have to read files for it."""
+    text = agree(ctx, lambda: json.dumps(datasets.content_hashes()) if ctx.rank == 0 else "")
+    hashes = json.loads(gather_texts(text, ctx.world, ctx.device)[0])
+    return {
+        **hashes,
+        "data_version": datasets.train.version,
+        "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
+    }
 
 
 def _record_start(run: Run, source: Source | None) -> None:
@@ -156,7 +182,8 @@ def make_run(
     run_dir, sizes = Path(cfg.run.run_dir), cfg.train.batches
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     following = sizes.following(step)
-    loader = BatchLoader(datasets.train, following, ctx.dp.rank, ctx.dp.size, consumed_samples=consumed)
+    datasets.resume_position(state)
+    loader = engine.loader(datasets.train, following, consumed)
     make_metrics = partial(
         MetricsLogger,
         run_dir,

@@ -118,7 +118,7 @@ def save_under_kill(rank: int, world: int, root: str, victim: int, point: str, b
     states = states_at(-1, rank, world)
     meta, _ = load_checkpoint(found, states, ctx)
     assert_states(states, meta["step"], rank, world)
-    following.continues(found)
+    following.continues(found.path)
     following.save(20, states_at(20, rank, world), {"step": 20})
     following.close()
     return {"error": error, "found": meta["step"], "left": left, "cleaned": cleaned}
@@ -176,7 +176,7 @@ def load_step(rank: int, world: int, root: str, fallback: bool) -> tuple[int, st
         found = find_good(root, ctx, fallback)
         assert found is not None
         states = states_at(-1, rank, world)
-        meta, _ = load_checkpoint(found, states, ctx, verify=False)
+        meta, _ = load_checkpoint(found, states, ctx)
     except UserError as e:
         return -1, str(e)
     assert_states(states, meta["step"], rank, world)

@@ -171,8 +171,10 @@ def test_the_one_before_only_when_told(
     ctx = ParallelContext.single()
     with pytest.raises(UserError, match="--resume-fallback"):
         find_good(root, ctx)
-    monkeypatch.setattr("megalite.base.log.logger.propagate", True)
-    assert find_good(root, ctx, fallback=True) == root / "step_00000005"
+    monkeypatch.setattr("megalite.log.logger.propagate", True)
+    good = find_good(root, ctx, fallback=True)
+    assert good is not None
+    assert good.path == root / "step_00000005"
     assert "skipping" in caplog.text
     assert "step_00000010" in caplog.text
 
@@ -218,7 +220,9 @@ def test_uncommitted_and_misleading_names(root: Path) -> None:
     for number, path in enumerate(sorted(root.rglob("*"), reverse=True)):
         os.utime(path, (1e9 - 1e5 * number, 1e9 - 1e5 * number), follow_symlinks=False)
     assert find_latest(root) == root / "step_00000010"
-    assert find_good(root, ParallelContext.single()) == root / "step_00000010"
+    good = find_good(root, ParallelContext.single())
+    assert good is not None
+    assert good.path == root / "step_00000010"
 
 
 Change = Callable[[dict[str, Any]], Any]

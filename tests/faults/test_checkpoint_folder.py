@@ -189,7 +189,9 @@ def test_a_disk_error_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "preadv", preadv)
     with pytest.raises(UserError, match=r"cannot be read at byte 0 \(Input/output error\).*--resume-fallback"):
         find_good(tmp_path, ParallelContext.single())
-    assert find_good(tmp_path, ParallelContext.single(), fallback=True) == tmp_path / "step_00000001"
+    good = find_good(tmp_path, ParallelContext.single(), fallback=True)
+    assert good is not None
+    assert good.path == tmp_path / "step_00000001"
 
 
 def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from megalite.base.dtypes import DTYPES, stored_name, torch_name
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.base.slices import Slice
+from megalite.checkpoint.entries import TensorEntry
 from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_shapes, split
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.load import model_config, weights_of
-from megalite.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
 from megalite.config.model import ModelConfig

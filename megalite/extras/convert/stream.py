@@ -18,8 +18,9 @@ import torch
 
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
+from megalite.checkpoint.entries import FileEntry, TensorEntry
 from megalite.checkpoint.folder import commit_in_place
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
+from megalite.checkpoint.manifest import Manifest, box_key
 from megalite.checkpoint.safetensors_io import make_header, num_bytes, write_file
 
 # Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.

@@ -17,28 +17,35 @@ import numpy.typing as npt
 
 from megalite.base.errors import UserError
 from megalite.data.index import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
-from megalite.data.sidecar import BLOCK, block_digest
+from megalite.data.sidecar import BLOCK, DIGEST
 
 
 class BlockHasher:
-    """Hash a file while it is written."""
+    """Hash a file while it is written, in blocks of `block` bytes: every byte once."""
 
-    def __init__(self) -> None:
-        self._sha256, self._blocks, self._pending = hashlib.sha256(), bytearray(), bytearray()
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block, self._root, self._blocks, self._pending = block, hashlib.sha256(), bytearray(), bytearray()
 
     def update(self, data: bytes) -> None:
         """Add the bytes that were written next."""
-        self._sha256.update(data)
         self._pending += data
-        while len(self._pending) >= BLOCK:
-            self._blocks += block_digest(self._pending[:BLOCK])
-            del self._pending[:BLOCK]
+        whole = len(self._pending) // self._block * self._block
+        with memoryview(self._pending) as view:
+            for at in range(0, whole, self._block):
+                self._add(view[at : at + self._block])
+        del self._pending[:whole]
+
+    def _add(self, block: bytearray | memoryview) -> None:
+        digest = hashlib.sha256(block).digest()
+        self._root.update(digest)
+        self._blocks += digest[:DIGEST]
 
     def to_json(self) -> dict[str, str]:
         """Return the file's entry in `PREFIX.json`, after the last `update`."""
-        last = block_digest(self._pending) if self._pending else b""
-        blocks = base64.b64encode(self._blocks + last).decode()
-        return {"sha256": self._sha256.hexdigest(), "blocks": blocks}
+        if self._pending:
+            self._add(self._pending)
+            self._pending.clear()
+        return {"root": self._root.hexdigest(), "blocks": base64.b64encode(self._blocks).decode()}
 
 
 class IndexedDatasetWriter:

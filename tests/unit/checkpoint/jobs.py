@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.reader import ReadStats
+from megalite.checkpoint.load import load_checkpoint, verify_together
 from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from tests.parity.jobs import run_steps, start
@@ -56,6 +55,7 @@ def load_and_save(rank: int, cfg: Config, world: int, path: str, root: str, more
     states = engine.optimizer.states()
     for state in states:
         state.flat.detach().fill_(float("nan"))
+    checkpoint = verify_together(Path(path), engine.ctx, states)
     read, preadv = [0], os.preadv
 
     def counting(*args: Any) -> int:
@@ -65,7 +65,7 @@ def load_and_save(rank: int, cfg: Config, world: int, path: str, root: str, more
 
     os.preadv = counting
     try:
-        meta, stats = load_checkpoint(path, states, engine.ctx, verify=False)
+        meta, stats = load_checkpoint(checkpoint, states, engine.ctx)
     finally:
         os.preadv = preadv
     engine.optimizer.load_scalars(meta["scalars"])
@@ -75,24 +75,22 @@ def load_and_save(rank: int, cfg: Config, world: int, path: str, root: str, more
     saved = checkpointer.save(step, engine.optimizer.states(), meta)
     checkpointer.close()
     after = run_steps(engine, more, step + 1)
-    manifest_bytes = sum((Path(path) / name).stat().st_size for name in ("manifest.json", "COMMIT"))
     return {
         "path": str(saved),
         "after": after,
         "needed": sum(4 * int(np.prod(piece.shape)) for state in states for piece in state.slices),
-        "read": read[0] - manifest_bytes,
+        "read": read[0],
         "loaded": stats.loaded,
     }
 
 
 def verified_share(rank: int, world: int, path: str) -> int:
     """Bytes that this rank read to check a checkpoint."""
-    from megalite.checkpoint.load import verify_together
     from megalite.dist.context import ParallelContext
     from megalite.dist.grid import Grid
 
-    stats: ReadStats = verify_together(Path(path), ParallelContext.create(Grid.of(world), torch.device("cpu")))
-    return stats.verified
+    ctx = ParallelContext.create(Grid.of(world), torch.device("cpu"))
+    return verify_together(Path(path), ctx).stats.verified
 
 
 def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.ndarray | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
+import json
 import os
 import resource
 import socket
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +21,12 @@ from megalite.base.child import readable
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
 from megalite.checkpoint import reader as reader_module
-from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key, commit_text, read_manifest
+from megalite.checkpoint.entries import FileEntry, Part, TensorEntry
+from megalite.checkpoint.manifest import Manifest, box_key, commit_text, read_manifest
 from megalite.checkpoint.reader import ShardReader
-from megalite.checkpoint.safetensors_io import make_header, open_inside, write_file
+from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
+from tests.parity.test_resume import MODEL
+from tests.workers import WorkerPool
 
 WIDTH = 4
 
@@ -132,3 +139,97 @@ def test_waiting_on_a_high_descriptor() -> None:
         one.close()
         other.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def train_counted(rank: int, arguments: list[str], world: int) -> dict[str, int]:
+    """Train to the end, and count how often the manifest is parsed and the size of a shard is asked for."""
+    from megalite.checkpoint import manifest as module
+    from tests.parity.test_resume import train
+
+    counts, parse, allowance = {"parsed": 0, "asked": 0}, Manifest.from_json, module._allowance
+
+    def count(key: str, call: Any) -> Any:
+        def counted(*args: Any) -> Any:
+            counts[key] += 1
+            return call(*args)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Manifest, "from_json", count("parsed", parse))
+        patch.setattr(module, "_allowance", count("asked", allowance))
+        train(rank, arguments, world)
+    return counts
+
+
+def test_a_resume_parses_the_manifest_once_on_each_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    arguments = [*MODEL, "--tp", "2", "--run-dir", str(tmp_path), "--lr-decay-steps", "2"]
+    first = pool.run(2, train_counted, [*arguments, "--train-steps", "1"], 2)
+    assert first == [{"parsed": 0, "asked": 0}] * 2
+    shards = len([*(tmp_path / "checkpoints" / "step_00000001").iterdir()])
+    resumed = pool.run(2, train_counted, [*arguments, "--train-steps", "2"], 2)
+    assert resumed == [{"parsed": 1, "asked": shards}, {"parsed": 1, "asked": 0}]
+
+
+def simulated(ranks: int) -> tuple[bytes, list[tuple[str, Slice]]]:
+    """A manifest of equal state on each of `ranks` ranks, 8 of them side by side in every tensor; rank 0's boxes."""
+    files = [FileEntry(f"rank_{rank:05}.safetensors", 100 + 20 * 4 * 64 * 9, 100, (0,)) for rank in range(ranks)]
+    tensors, own = {}, []
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        tensors[kind] = {}
+        for layer in range(ranks // 8 * 20):
+            boxes = []
+            for part in range(8):
+                at = 100 + ((layer % 20) + 20 * len(tensors) - 20) * 4 * 64 * 3
+                boxes.append((layer // 20 * 8 + part, Slice((part * 64, 0), (64, 3), at)))
+            name = f"layers.{layer}.self_attn.qkv_proj.weight"
+            tensors[kind][name] = TensorEntry("F32", (512, 3), tuple(boxes))
+            own += [(name, Slice((0, 0), (64, 3)))] if layer < 20 else []
+    return Manifest("run", 0, {}, {}, tuple(files), tensors).to_json(), own
+
+
+def test_a_rank_keeps_its_own_part_of_a_manifest() -> None:
+    """Equal state on each rank: twice the ranks, nearly the same memory."""
+    kept = []
+    for ranks in (128, 256):
+        text, own = simulated(ranks)
+        wanted: dict[tuple[str, str], list[Slice]] = {}
+        for name, box in own:
+            for role in ("master", "exp_avg", "exp_avg_sq"):
+                wanted[role, name] = [box]
+        tracemalloc.start()
+        manifest = Manifest.from_json(text, "here", Part(5, ranks, wanted)).verified()
+        gc.collect()
+        kept.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        assert [f.name for f in manifest.files] == ["rank_00000.safetensors"]
+        assert {len(tensors) for tensors in manifest.tensors.values()} == {20}
+        assert len(manifest.names("master")) == ranks // 8 * 20
+    assert kept[1] <= 1.2 * kept[0], kept
+
+
+@pytest.mark.parametrize("fault", ["overlap", "gap", "file", "type", "crc"])
+def test_some_rank_finds_what_is_wrong(fault: str) -> None:
+    """Ranks that check parts find together what one that checks all finds, and each fault is found by some rank."""
+    content = json.loads(simulated(16)[0])
+    boxes = content["tensors"]["exp_avg"]["layers.7.self_attn.qkv_proj.weight"]["boxes"]
+    match fault:
+        case "overlap":
+            boxes[3][2] = boxes[4][2]
+        case "gap":
+            boxes[3][1] += 4
+        case "file":
+            boxes[3][0] = 99
+        case "type":
+            boxes[3][2] = [0.5, 0]
+        case "crc":
+            content["files"][3]["crc32"] = [-1]
+    with pytest.raises(BadCheckpoint):
+        Manifest.from_json(json.dumps(content).encode(), "here")
+    found = 0
+    for rank in range(16):
+        try:
+            Manifest.from_json(json.dumps(content).encode(), "here", Part(rank, 16, {}))
+        except BadCheckpoint:
+            found += 1
+    assert 1 <= found <= 3

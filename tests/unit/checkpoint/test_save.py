@@ -138,7 +138,9 @@ def test_cleaning_up_while_a_writer_without_its_rank_commits(
     assert folder.clean_up(tmp_path) == ([] if writer_first else [temporary.name])
     steps = ["step_00000001", "step_00000002"] if writer_first else ["step_00000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", *steps]
-    assert find_good(tmp_path, CTX) == tmp_path / steps[-1]
+    good = find_good(tmp_path, CTX)
+    assert good is not None
+    assert good.path == tmp_path / steps[-1]
 
 
 def test_a_snapshot_without_room_fails_the_save_and_leaves_the_next_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,39 @@ def test_content_hash_moves_with_weights_and_order(make_dataset: Make) -> None:
         for sets, weights in (([a, b], [1.0, 2.0]), ([a, b], [2.0, 1.0]), ([b, a], [1.0, 2.0]))
     }
     assert len(hashes) == 3
+
+
+def test_a_resume_follows_no_more_than_a_block() -> None:
+    """100 random weights, resumed at 10^7 from the counts that a checkpoint has: the same choices."""
+    fast = compiled()
+    if fast is None:
+        pytest.skip("no C++ compiler at install")
+    weights, position = np.random.default_rng(4).random(100).tolist(), 10**7
+    followed: list[int] = []
+
+    def counting(*args: Any) -> None:
+        followed.append(args[4] - args[3])
+        fast(*args)
+
+    straight = BlendOrder(weights, fast)
+    first, taken = straight.mark_before(position)
+    resumed = BlendOrder(weights, counting)
+    resumed.start_from(first, taken.tolist())
+    choices = [resumed.locate(position + i) for i in range(5000)]
+    # Nothing but the blocks in which choices are read.
+    assert followed == [0, 4096, 4096]
+    assert choices == [straight.locate(position + i) for i in range(5000)]
+    resumed.taken_before(position + 5000)
+    assert sum(followed[3:]) < 4096
+
+
+def test_a_search_takes_little_memory() -> None:
+    """1,000 sets at 10^6; two gigabytes when all candidates were looked at together."""
+    if compiled() is None:
+        pytest.skip("no C++ compiler at install")
+    order = BlendOrder(np.random.default_rng(5).random(1000).tolist())
+    tracemalloc.start()
+    order.locate(10**6)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak <= 64 << 20
