@@ -56,12 +56,19 @@ class Part:
         """Whether this rank loads something of a tensor."""
         return self.wanted is None or (_role(kind), name) in self.wanted
 
+    def meets(self, kind: str, name: str, offset: Sequence[int], shape: Sequence[int]) -> bool:
+        """Whether this rank will read some of a box of a tensor that it wants."""
+        if self.wanted is None:
+            return True
+        return any(
+            all(o < w + m and w < o + n for o, n, w, m in zip(offset, shape, want.offset, want.shape))
+            for want in self.wanted[_role(kind), name]
+        )
+
     def keep(self, kind: str, name: str, tensor: TensorEntry) -> TensorEntry:
         """Return a tensor that this rank wants with no other boxes than it will read."""
-        if self.wanted is None:
-            return tensor
-        wanted = self.wanted[_role(kind), name]
-        return replace(tensor, boxes=tuple((f, box) for f, box in tensor.boxes if any(map(box.intersect, wanted))))
+        meets = self.meets
+        return replace(tensor, boxes=tuple((f, b) for f, b in tensor.boxes if meets(kind, name, b.offset, b.shape)))
 
 
 def _role(kind: str) -> str:

@@ -129,7 +129,7 @@ def verify_together(path: Path, ctx: ParallelContext, states: Sequence[StateTens
     size = int(gather_texts(str(len(text)), ctx.world, ctx.device)[0])
 
     def verify_share() -> Verified:
-        data, part = text or manifest_text(path, size), Part(ctx.rank, ctx.world.size, _wanted(states))
+        data, part = text or manifest_text(path, size), Part(ctx.rank, ctx.world.size, wanted_boxes(states))
         reader = ShardReader(path, Manifest.from_json(data, str(path / "manifest.json"), part))
         try:
             reader.verify(ctx.rank, ctx.world.size)
@@ -142,7 +142,7 @@ def verify_together(path: Path, ctx: ParallelContext, states: Sequence[StateTens
     return agree(ctx, verify_share)
 
 
-def _wanted(states: Sequence[StateTensor] | None) -> dict[tuple[str, str], list[Slice]] | None:
+def wanted_boxes(states: Sequence[StateTensor] | None) -> dict[tuple[str, str], list[Slice]] | None:
     if states is None:
         return None
     wanted: dict[tuple[str, str], list[Slice]] = {}
@@ -214,6 +214,7 @@ def weights_of(manifest: Manifest, path: Path) -> dict[str, TensorEntry]:
 
 
 def _kind_of_weights(manifest: Manifest, path: Path) -> str:
+    """Return the kind of a checkpoint's weights: "master", or "model" where they were saved alone."""
     for kind in ("master", "model"):
         if kind in manifest.tensors:
             return kind

@@ -184,8 +184,8 @@ def _parse_tensors(
             what, checks, wants = f"tensor {kind} {name}", number % part.world == part.rank, part.wants(kind, name)
             number += 1
             boxes = entry["boxes"]
-            if not (checks or wants):
-                boxes = [box for box in boxes if box[0] in in_shards]
+            if not checks:
+                boxes = [box for box in boxes if box[0] in in_shards or (wants and part.meets(kind, name, *box[2:]))]
             tensor = parse_tensor(name_of(name), entry, boxes)
             if checks:
                 check_tiling(tensor, what)

@@ -124,12 +124,13 @@ class ShardReader:
         headers = []
         for number, blocks in block_shares(self.manifest.files, rank, world):
             for block in blocks:
-                self._verify_block(number, block, buffer)
+                self.verify_block(number, block, buffer)
             if 0 in blocks:
                 headers.append(number)
-        self._check_headers(headers)
+        self.check_headers(headers)
 
-    def _verify_block(self, number: int, block: int, buffer: bytearray) -> None:
+    def verify_block(self, number: int, block: int, buffer: bytearray) -> None:
+        """Check a block of a shard, read into `buffer`; raises as `verify`."""
         entry = self.manifest.files[number]
         begin = block * BLOCK
         view = memoryview(buffer)[: min(BLOCK, entry.size - begin)]
@@ -139,7 +140,8 @@ class ShardReader:
             where = f"bytes {begin} to {begin + len(view)}"
             raise BadCheckpoint(str(self.path / entry.name), f"{where} differ from what was written (CRC32)")
 
-    def _check_headers(self, numbers: Collection[int]) -> None:
+    def check_headers(self, numbers: Collection[int]) -> None:
+        """Check that the headers of some shards list the boxes of the manifest; raises as `verify`."""
         for number, boxes in self.manifest.boxes_in(numbers).items():
             file = self.manifest.files[number]
             data = bytearray(file.header)

@@ -214,7 +214,8 @@ def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
 def boxes_of(states: Sequence[StateTensor], weights_as: str | None) -> list[Source]:
     """List the boxes of all tensors that this rank owns; with `weights_as`, of masters alone, as bf16 of that kind."""
     out = []
-    for state in states:
+    # Masters lie side by side in the shard: an export reads and verifies nothing else.
+    for state in sorted(states, key=lambda state: state.role != "master"):
         if not state.is_owner or (weights_as is not None and state.role != "master"):
             continue
         for box in _merge_rows(state.slices):

@@ -233,3 +233,48 @@ def test_some_rank_finds_what_is_wrong(fault: str) -> None:
         except BadCheckpoint:
             found += 1
     assert 1 <= found <= 3
+
+
+def test_an_export_reads_a_third_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters are verified and read, moments are not. Blocks are small here, as shards are."""
+    from megalite.checkpoint import entries, reader, safetensors_io
+    from megalite.checkpoint import manifest as manifest_module
+    from megalite.checkpoint.snapshot import boxes_of
+    from megalite.extras.convert import hf
+    from megalite.extras.convert.hf import export_hf
+    from tests.parity.jobs import llama, make_config, start
+
+    for module in (entries, hf, reader, safetensors_io, manifest_module):
+        monkeypatch.setattr(module, "BLOCK", 4096)
+    engine = start(0, cfg := make_config(llama()), 1)
+    states, folder = engine.optimizer.states(), tmp_path / "step_00000001"
+    boxes = boxes_of(states, None)
+    tensors = [(box_key(b.kind, b.name, b.box.offset), b.dtype, b.box.shape) for b, _ in boxes]
+    header, begins = make_header(tensors)
+    folder.mkdir()
+    data = b"".join(values.contiguous().numpy().tobytes() for _, values in boxes)
+    size, crcs = write_file(folder / "rank_00000.safetensors", [header, memoryview(data)])
+    placed: dict[str, dict[str, TensorEntry]] = {}
+    for (saved, _), (key, _, _) in zip(boxes, tensors):
+        old = placed.setdefault(saved.kind, {}).get(saved.name)
+        box = (0, dataclasses.replace(saved.box, at=begins[key]))
+        placed[saved.kind][saved.name] = TensorEntry(saved.dtype, saved.shape, (*(old.boxes if old else ()), box))
+    entry = FileEntry("rank_00000.safetensors", size, len(header), tuple(crcs))
+    meta = {"step": 1, "config": {"model": dataclasses.asdict(cfg.model)}}
+    content = Manifest("run", 1, {}, meta, (entry,), placed).to_json()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "COMMIT").write_bytes(commit_text(content))
+    read, exactly = [0], reader.read_exactly
+
+    def counted(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        read[0] += len(buffer)
+        exactly(fd, buffer, offset, path)
+
+    monkeypatch.setattr(reader, "read_exactly", counted)
+    export_hf(folder, tmp_path / "hf", dtype="fp32")
+    assert read[0] <= 0.7 * size + 2 * len(header), (read[0], size, len(header))
+    with (folder / entry.name).open("r+b") as f:
+        f.seek(len(header) + 100)
+        f.write(b"\xff\xff")
+    with pytest.raises(BadCheckpoint, match="differ from what was written"):
+        export_hf(folder, tmp_path / "again", dtype="fp32")
