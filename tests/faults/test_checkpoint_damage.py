@@ -171,7 +171,7 @@ def test_the_one_before_only_when_told(
     ctx = ParallelContext.single()
     with pytest.raises(UserError, match="--resume-fallback"):
         find_good(root, ctx)
-    monkeypatch.setattr("megalite.log.logger.propagate", True)
+    monkeypatch.setattr("megalite.base.log.logger.propagate", True)
     good = find_good(root, ctx, fallback=True)
     assert good is not None
     assert good.path == root / "step_00000005"
