@@ -56,7 +56,8 @@ def _check(
     world = Axis("world", size, dist.get_rank(), tuple(range(size)), group) if size > 1 else Axis("world")
 
     def gather(report: RankReport) -> list[RankReport]:
-        return [RankReport.from_json(text) for text in gather_texts(report.to_json(), world, device)]
+        texts = gather_texts(report.to_json(), world, device)
+        return [RankReport.from_json(*pair) for pair in zip(texts, groups_by_rank(grid))]
 
     with watch.stage("comparison of versions"):
         facts = measure.host_facts(device, environment)
@@ -70,6 +71,17 @@ def _check(
     with watch.stage("collection of results"):
         reports = gather(report)
     return _publish(args, grid, reports, find_problems(reports, args.slow_factor))
+
+
+def groups_by_rank(grid: Grid) -> list[dict[str, tuple[int, ...]]]:
+    """The ranks of each rank's group on every axis that is measured."""
+    everyone = tuple(range(grid.world))
+    found: list[dict[str, tuple[int, ...]]] = [{"world": everyone} for _ in everyone]
+    for name in ("tp", "pp", "dp"):
+        for group in grid.groups(name):
+            for rank in group:
+                found[rank][name] = group
+    return found
 
 
 def _measure(args: argparse.Namespace, ctx: ParallelContext, facts: measure.HostFacts, watch: StuckWatch) -> RankReport:

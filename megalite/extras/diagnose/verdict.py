@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from statistics import median
@@ -47,15 +47,16 @@ class RankReport:
     burn: Burn | None = None
 
     def to_json(self) -> str:
-        """Write the report as a JSON object."""
-        return json.dumps(dataclasses.asdict(self))
+        """Write the report as a JSON object, without the ranks of its groups: every rank reads the reports of all."""
+        axes = tuple(dataclasses.replace(a, ranks=()) for a in self.axes)
+        return json.dumps(dataclasses.asdict(dataclasses.replace(self, axes=axes)))
 
     @classmethod
-    def from_json(cls, text: str) -> RankReport:
-        """Read what `to_json` wrote."""
+    def from_json(cls, text: str, groups: Mapping[str, tuple[int, ...]]) -> RankReport:
+        """Read what `to_json` wrote; `groups`: the ranks of the rank's group on each axis."""
         d = _tuples(json.loads(text))
         d["facts"] = HostFacts(**d["facts"])
-        d["axes"] = tuple(AxisReading(**a) for a in d["axes"])
+        d["axes"] = tuple(AxisReading(**{**a, "ranks": groups[a["axis"]]}) for a in d["axes"])
         d["links"] = tuple(LinkReading(**link) for link in d["links"])
         d["burn"] = d["burn"] and Burn(**d["burn"])
         return cls(**d)

@@ -119,7 +119,7 @@ def check_in_pool(rank: int, folder: str, flip: str, flags: Sequence[str] = ()) 
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
-            code = cluster._check(args, Grid.from_config(args, 4), torch.device("cpu"), NoWatch(), {})  # type: ignore[arg-type]
+            code = cluster._check(args, Grid.of(4, tp=args.tp, pp=args.pp), torch.device("cpu"), NoWatch(), {})  # type: ignore[arg-type]
     finally:
         undo()
         os.environ.pop("RANK")

@@ -45,7 +45,7 @@ def blamed(found: dict[str, Any], check: str) -> set[tuple[int, ...]]:
 def test_a_sound_cluster_passes_and_all_is_measured(pool: WorkerPool, tmp_path: Path) -> None:
     said, found = run_in_pool(pool, tmp_path, "none", "--pp", "2", "--burn")
     assert found["ok"], said
-    assert found["layout"] == {"world": 4, "dp": 1, "pp": 2, "tp": 2}
+    assert found["layout"] == {"world": 4, "dp": 1, "cp": 1, "pp": 2, "tp": 2}
     groups = {(g["axis"], tuple(g["ranks"])) for g in found["groups"]}
     everyone = (0, 1, 2, 3)
     assert groups == {

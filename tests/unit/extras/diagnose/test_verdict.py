@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.dist.grid import Grid
+from megalite.extras.diagnose.cluster import groups_by_rank
 from megalite.extras.diagnose.measure import AxisReading, HostFacts, LinkReading, burn
 from megalite.extras.diagnose.verdict import Problem, RankReport, find_problems, groups_of
 from megalite.extras.launch.probe import adapters, network_speed
@@ -115,8 +117,20 @@ def test_reports_travel_unchanged() -> None:
     full = dataclasses.replace(
         report, links=(LinkReading("pp", 0, 3, True, 1e9),), unseen=(1, 2), burn=burn(torch.device("cpu"), 0.0, 64)
     )
-    assert RankReport.from_json(report.to_json()) == report
-    assert RankReport.from_json(full.to_json()) == full
+    groups = groups_by_rank(Grid.of(8, tp=8))[3]
+    assert RankReport.from_json(report.to_json(), groups) == report
+    assert RankReport.from_json(full.to_json(), groups) == full
+
+
+def test_reports_do_not_grow_with_the_ranks() -> None:
+    """Every rank reads all of them: 2 GB for 8,192 ranks when each listed the ranks of its groups."""
+    few, many = cluster(16, 8), cluster(1024, 8)
+    assert len(many[3].to_json()) == len(few[3].to_json())
+    groups = groups_by_rank(Grid.of(1024, tp=8))
+    for rank in (0, 515, 1023):
+        assert RankReport.from_json(many[rank].to_json(), groups[rank]) == many[rank]
+    # Ranks of a group share one list.
+    assert len({id(ranks) for own in groups for ranks in own.values()}) == 1 + 128 + 8 + 1024
 
 
 def test_the_burn_is_exact_in_every_type_and_sees_one_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
