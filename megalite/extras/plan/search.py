@@ -216,7 +216,7 @@ def _evaluate(
 
 def _shapes(cfg: Config, cluster: Cluster, fixed: frozenset[str]) -> Iterator[Config]:
     """Yield tp, pp, vp and schedule."""
-    p, world, layers = cfg.parallel, cluster.gpus, cfg.model.num_layers
+    p, world, layers = cfg.parallel, cluster.gpus // cfg.parallel.cp, cfg.model.num_layers
     for tp in _held(fixed, "tp", p.tp, [n for n in range(1, cluster.domain + 1) if world % n == 0]):
         deepest = min(world // tp, layers, _MOST_PP)
         for pp in _held(fixed, "pp", p.pp, [n for n in range(1, deepest + 1) if world % (tp * n) == 0]):

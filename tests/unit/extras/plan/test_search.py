@@ -49,6 +49,12 @@ def test_search_lists_what_fits_first_and_why_the_rest_does_not(capsys: pytest.C
     assert changed
 
 
+def test_ranks_that_share_samples_are_left_to_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """A search keeps `--cp`: other axes divide the ranks that it leaves."""
+    found = _printed(capsys, "--preset llama-3-8b --cluster h100:8 --cp 2 --seq-len 8192 --global-batch-size 16 --json")
+    assert {f["dp"] * f["tp"] * f["pp"] for f in found} == {4}
+
+
 def test_the_pick_runs_as_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Its command line and its YAML make the same run, with the memory that --dry-run prints."""
     flags = "--preset llama-3-8b --global-batch-size 256 --cluster h100:16 --micro-batch-size 1 --zero 1"
