@@ -65,8 +65,7 @@ class TrainConfig:
         self._check_batches()
         in_range(self, "train_steps", 1, 10**10)
         in_range(self, "seed", 0, 2**63)
-        in_range(self, "label_smoothing", 0, 1)
-        in_range(self, "z_loss", 0, 10)
+        in_range(self, "label_smoothing z_loss", 0, 1)
         in_range(self, "loss_chunk", 0, 10**9)
         require(
             not (self.loss_chunk and self.label_smoothing),

@@ -96,9 +96,7 @@ def preprocess(
     For chat data also `out_prefix.mask.bin`: one byte per token, see `chat.ANSWER`.
 
     Args:
-        inputs: files, folders and globs of `.jsonl` (a line is a document), `.json` (an entry of a list is one),
-            `.parquet` (a row is one) and any other UTF-8
-            text (a file is one), all but parquet also `.gz` / `.zst`.
+        inputs: files, folders and globs, see `documents`; a line, an entry of a list, a row or a file is a document.
         tokenizer_path: see `load_tokenizer`.
         workers: encoding processes; 1 encodes in this one.
         key: JSON key or parquet column of the text, by default "text"; for chat data, key of the messages.
