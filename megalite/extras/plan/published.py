@@ -23,7 +23,7 @@ from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.in_flight import in_flight_by_rank
-from megalite.extras.plan.memory.ranks import parameters_on_rank, vocab_rows
+from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Engine
 from megalite.extras.plan.time.step import StepTime, step_time
 from megalite.model.partition import block_work, stage_layers

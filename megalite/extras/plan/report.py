@@ -15,7 +15,8 @@ from megalite.config.options import GROUP_OF
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
-from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank, vocab_rows
+from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
+from megalite.extras.plan.memory.stages import vocab_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
 from megalite.extras.plan.time.step import StepTime, model_flops
 from megalite.model.flops import flops_per_token

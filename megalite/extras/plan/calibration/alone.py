@@ -19,7 +19,7 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.extras.plan.calibration.machine import Machine, least_squares
 from megalite.extras.plan.cluster import Constants
-from megalite.extras.plan.memory.ranks import vocab_rows
+from megalite.extras.plan.memory.stages import vocab_rows
 from megalite.extras.plan.time.block import Rates
 
 SAMPLES = (1, 4)

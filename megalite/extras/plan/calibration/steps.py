@@ -23,7 +23,7 @@ from megalite.dist.grid import Grid
 from megalite.extras.plan.calibration.alone import SAMPLES, UNKNOWN
 from megalite.extras.plan.calibration.machine import Machine, at_least, least_squares, require_consistent
 from megalite.extras.plan.cluster import Cluster, Constants
-from megalite.extras.plan.memory.ranks import vocab_rows
+from megalite.extras.plan.memory.stages import vocab_rows
 from megalite.extras.plan.time.block import Block, Rates, block_time, engine_of, head_time
 from megalite.extras.plan.time.step import step_time
 from megalite.train.build import build_engine

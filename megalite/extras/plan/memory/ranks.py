@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
 
-from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import (
@@ -25,16 +24,15 @@ from megalite.extras.plan.memory.activations import (
 )
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
 from megalite.extras.plan.memory.matrices import matrices_of, update_bytes
+from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
 from megalite.extras.plan.memory.states import sides_of, states_of, units_of
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.parameters import param_map
-from megalite.model.partition import blocks_by_kind, layer_split, stage_layers
+from megalite.model.partition import blocks_by_kind
 from megalite.model.saved import element_size, residual_bytes, tokens
 from megalite.pipeline.choose import name_of, names_of
-from megalite.pipeline.schedule import MAX_SENDS, Placement, placement_of
+from megalite.pipeline.schedule import MAX_SENDS, placement_of
 from megalite.pipeline.steady import extend, sample_sizes
-from megalite.sharding import Layout, Shard
 from megalite.train.offload_memory import offloaded_bytes, sent_blocks
 
 # Bytes per logit of temporary fp32 copies in the torch reference of the loss; kernels work in place.
@@ -149,45 +147,6 @@ def least_memory(cfg: Config, grid: Grid) -> int:
     """
     names = names_of(cfg, grid["dp"])
     return min(max(memory.total for memory in memory_per_rank(cfg, grid, name)) for name in names)
-
-
-def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: Sequence[range], rank: int) -> int:
-    """Count the parameters on each tensor-parallel rank of pipeline rank `rank`, vocabulary padding included.
-
-    Args:
-        layers: blocks of each stage.
-    """
-    stages = units_of(cfg, tp, layers, placement.stages_of(rank))
-    return sum(sum(unit) for units in stages for unit in units)
-
-
-def vocab_rows(cfg: Config) -> int:
-    """Count the rows of the vocabulary on one tensor-parallel rank, padding included."""
-    return _vocab_rows(cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
-
-
-@lru_cache(maxsize=256)
-def _vocab_rows(model: ModelConfig, tp: int, multiple: int) -> int:
-    return Shard(param_map(model)["lm_head.weight"], Layout(Grid.of(tp, tp=tp), multiple=multiple)).shape[0]
-
-
-def split(cfg: Config) -> tuple[range, ...]:
-    """Return `stage_layers` (cached)."""
-    p = cfg.parallel
-    return _split(cfg.model, p.pp * p.vp) if p.pipeline_layout is None else tuple(stage_layers(cfg))
-
-
-@lru_cache(maxsize=256)
-def _split(model: ModelConfig, stages: int) -> tuple[range, ...]:
-    return tuple(layer_split(model, stages))
-
-
-@lru_cache(maxsize=256)
-def count_kinds(model: ModelConfig, layers: tuple[range, ...]) -> tuple[dict[BlockKind, int], ...]:
-    """Count the blocks of each kind in every stage (cached)."""
-    kinds = blocks_by_kind(model).items()
-    counts = ({kind: sum(i in blocks for i in members) for kind, members in kinds} for blocks in layers)
-    return tuple({kind: n for kind, n in count.items() if n} for count in counts)
 
 
 def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:

@@ -19,7 +19,7 @@ from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Shape, matrices_of, transform_flops
-from megalite.extras.plan.memory.ranks import count_kinds, parameters_on_rank, split, vocab_rows
+from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
 from megalite.extras.plan.time.block import Block, Engine, Rates, block_time, embedding_time, engine_of, head_time
 from megalite.model.flops import flops_per_token
 from megalite.model.partition import blocks_by_kind

@@ -20,7 +20,8 @@ from megalite.config.train import TrainConfig
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
-from megalite.extras.plan.memory.ranks import memory_per_rank, parameters_on_rank
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.memory.stages import parameters_on_rank
 from megalite.extras.plan.report import dry_run_report
 from megalite.families.parts import BlockKind
 from megalite.model.gpt import GPTStage

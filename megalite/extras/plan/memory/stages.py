@@ -1,0 +1,55 @@
+"""What the stages of a run hold: their layers, blocks of each kind, and rows of the vocabulary (cached)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.states import units_of
+from megalite.families.parts import BlockKind
+from megalite.model.parameters import param_map
+from megalite.model.partition import blocks_by_kind, layer_split, stage_layers
+from megalite.pipeline.schedule import Placement
+from megalite.sharding import Layout, Shard
+
+
+def vocab_rows(cfg: Config) -> int:
+    """Count the rows of the vocabulary on one tensor-parallel rank, padding included."""
+    return _vocab_rows(cfg.model, cfg.parallel.tp, cfg.parallel.vocab_divisible_by)
+
+
+@lru_cache(maxsize=256)
+def _vocab_rows(model: ModelConfig, tp: int, multiple: int) -> int:
+    return Shard(param_map(model)["lm_head.weight"], Layout(Grid.of(tp, tp=tp), multiple=multiple)).shape[0]
+
+
+def split(cfg: Config) -> tuple[range, ...]:
+    """Return `stage_layers` (cached)."""
+    p = cfg.parallel
+    return _split(cfg.model, p.pp * p.vp) if p.pipeline_layout is None else tuple(stage_layers(cfg))
+
+
+@lru_cache(maxsize=256)
+def _split(model: ModelConfig, stages: int) -> tuple[range, ...]:
+    return tuple(layer_split(model, stages))
+
+
+@lru_cache(maxsize=256)
+def count_kinds(model: ModelConfig, layers: tuple[range, ...]) -> tuple[dict[BlockKind, int], ...]:
+    """Count the blocks of each kind in every stage (cached)."""
+    kinds = blocks_by_kind(model).items()
+    counts = ({kind: sum(i in blocks for i in members) for kind, members in kinds} for blocks in layers)
+    return tuple({kind: n for kind, n in count.items() if n} for count in counts)
+
+
+def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: Sequence[range], rank: int) -> int:
+    """Count the parameters on each tensor-parallel rank of pipeline rank `rank`, vocabulary padding included.
+
+    Args:
+        layers: blocks of each stage.
+    """
+    stages = units_of(cfg, tp, layers, placement.stages_of(rank))
+    return sum(sum(unit) for units in stages for unit in units)
