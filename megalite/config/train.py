@@ -61,7 +61,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         in_range(self, "micro_batch_size", 1, 100_000)
-        in_range(self, "global_batch_size", 1, 10**7)
         self._check_batches()
         in_range(self, "train_steps", 1, 10**10)
         in_range(self, "seed", 0, 2**63)
@@ -118,6 +117,7 @@ class TrainConfig:
         return BatchSizes.read(self.batch_size_schedule)
 
     def _check_batches(self) -> None:
+        in_range(self, "global_batch_size", 1, 10**7)
         flag = f"--batch-size-schedule {self.batch_size_schedule}"
         try:
             phases, largest = self.batches.phases, self.batches.sizes[-1]

@@ -2,8 +2,7 @@
 
 Each parameter is declared once (`ParamSpec`); initialization, slicing, optimizer groups, checkpoints, Hugging Face
 conversion and the parameter count all read that declaration. A parameter has a *global* tensor, whose name and shape do
-not depend on the layout, and a *local* tensor on each rank (`Shard`). `Shard.slices` maps boxes of one to boxes of the
-other; everything else about slicing follows from it.
+not depend on the layout, and a *local* tensor on each rank (`Shard`). `Shard.slices` maps boxes of one to the other's.
 """
 
 from __future__ import annotations
