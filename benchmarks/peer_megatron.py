@@ -1,10 +1,10 @@
 """Megatron-Core in benchmarks/peers.py: its GPT model of local layers (no Transformer Engine), its tensor-parallel
 layers and its pipeline schedules, on CPU over gloo.
 
-The rest is that of every peer: megalite's initial weights, torch's fused AdamW, clipping by the global norm. Its own
-optimizer, wrapper for data parallelism and fused kernels require CUDA; sequence parallelism requires Transformer Engine
-or Apex. Two patches: buffers of collectives are made on the CPU instead of the current CUDA device, and so is the
-schedules' count of tokens.
+The rest is that of every peer: megalite's initial weights, torch's fused AdamW, clipping by the global norm. By its
+code, its own optimizer, wrapper for data parallelism and fused kernels require CUDA, and sequence parallelism requires
+Transformer Engine or Apex; they were not tried. Two patches: buffers of collectives are made on the CPU instead of the
+current CUDA device, and so is the schedules' count of tokens.
 """
 
 from __future__ import annotations

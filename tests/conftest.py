@@ -50,11 +50,13 @@ def pytest_runtest_protocol() -> Generator[None, Any, Any]:
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
     """A command called in the test's process sets the logger up; its handler writes to a stream that pytest closes."""
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    handlers, level = list(logger.handlers), logger.level
+    # pytest attaches its handlers also to loggers that do not propagate; kept here, they would see each record twice.
+    logger.propagate = True
     yield
     logger.handlers[:] = handlers
     logger.setLevel(level)
-    logger.propagate = propagate
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")

@@ -184,7 +184,9 @@ def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
         logger.info(
             f"weights from {start} ({dtype}); the optimizer starts at zero" + (f" ({', '.join(why)})" if why else "")
         )
-    there, here = manifest.topology, engine.ctx.grid.as_dict()
+    here = engine.ctx.grid.as_dict()
+    # A checkpoint may be older than an axis.
+    there = {name: manifest.topology.get(name, 1) for name in here}
     if there != here and saved.get("data_hash"):
         layouts = [", ".join(f"{key} {value}" for key, value in layout.items()) for layout in (there, here)]
         order = "" if source.reset_data else ": the data order is unchanged"

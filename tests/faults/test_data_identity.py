@@ -54,7 +54,7 @@ def test_data_that_changed_since_the_save(zygote: Zygote, tmp_path: Path) -> Non
         f.seek(500_001)
         f.write(b"\x01")
     (line,) = errors(zygote, tmp_path, *flags, *more, world=2)
-    assert "train.bin, bytes 262144 to 524288: differ from what preprocessing wrote" in line
+    assert "train.bin, bytes 491520 to 524288: differ from what preprocessing wrote" in line
     write(train)
     manifest = tmp_path / "run" / "checkpoints" / "step_00000002" / "manifest.json"
     whole = json.loads(manifest.read_text())

@@ -415,10 +415,8 @@ def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int
         left = zygote.start([*run, "--train-steps", steps], world, tmp_path).end()
         assert codes(left) == [0] * world, left
         texts.append(left[0].err)
-    assert (
-        "saved by world 2, pp 1, dp 2, tp 1; continuing with world 1, pp 1, dp 1, tp 1: the data order is unchanged"
-        in texts[1]
-    )
+    change = "saved by world 2, pp 1, dp 2, cp 1, tp 1; continuing with world 1, pp 1, dp 1, cp 1, tp 1"
+    assert f"{change}: the data order is unchanged" in texts[1]
     assert "continuing with world 2" in texts[2]
     other = tmp_path / "other"
     other.mkdir()

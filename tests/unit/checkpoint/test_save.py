@@ -184,7 +184,7 @@ def test_meta_comes_back_and_must_be_json(tmp_path: Path) -> None:
     assert read_meta(path) == meta
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["run_id"] == "run-7"
-    assert manifest["topology"] == {"world": 1, "tp": 1, "pp": 1, "dp": 1}
+    assert manifest["topology"] == {"world": 1, "pp": 1, "dp": 1, "cp": 1, "tp": 1}
 
 
 def test_describe(tmp_path: Path) -> None:

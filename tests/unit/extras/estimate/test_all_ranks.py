@@ -163,4 +163,4 @@ def test_sums_over_groups_overlap_with_the_backward_pass(name: str) -> None:
     log = run_rank(cfg, Grid.from_config(cfg.parallel, world), 0)
     posts = [(event.axis, event.kind) for event in log]
     first_sum = posts.index(("replicas", "all_reduce"))
-    assert ("shards", "reduce_scatter") in posts[first_sum:]
+    assert ("shares", "reduce_scatter") in posts[first_sum:]

@@ -159,7 +159,7 @@ def test_dry_run_predicts_the_peak(rank: int, options: str, peak: float) -> None
 
 def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
     run = runs.zero3
-    assert run["coords"] == {"pp": 1, "dp": 3, "tp": 1}
+    assert run["coords"] == {"pp": 1, "dp": 3, "cp": 0, "tp": 1}
     assert set(run["collectives"]) == {"dp", "pp", "pp_grad", "tp", "ends", "world"}
     # Shares of a quarter: 2 + 4 + 12 bytes per parameter over 4 ranks.
     assert 0 <= run["states_bytes"] - states(run) < 40_000
