@@ -61,6 +61,12 @@ def told_dead(zygote: Zygote, folder: Path) -> str:
     return "".join(path.read_text() for path in (folder / "run" / "logs").glob("watchdog_*/first_death.json"))
 
 
+def left_after_a_death(rank: Left) -> bool:
+    """By itself, or by its watchdog: gloo does not tell a rank whose message was on its way when the other one died."""
+    words = {1: "exiting: another rank failed first", -signal.SIGKILL: "killing this rank, which did not end by itself"}
+    return rank.code in words and words[rank.code] in rank.err
+
+
 def codes(left: list[Left]) -> list[int]:
     return [rank.code for rank in left]
 
@@ -101,11 +107,11 @@ def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any],
     left = start(zygote, tmp_path, world, fault={"rank": victim, "kind": "kill", "place": "step", "at": 6}).end(
         within=60
     )
-    assert codes(left) == [-signal.SIGKILL if rank == victim else 1 for rank in range(world)], left
+    assert left[victim].code == -signal.SIGKILL, left
     assert f"rank {victim} (" in told_dead(zygote, tmp_path)
-    survivors = [left[rank].err for rank in range(world) if rank != victim]
-    assert "Traceback" not in "".join(survivors)
-    assert all("exiting: another rank failed first" in err for err in survivors)
+    survivors = [left[rank] for rank in range(world) if rank != victim]
+    assert "Traceback" not in "".join(rank.err for rank in survivors)
+    assert all(map(left_after_a_death, survivors)), left
     if victim in (0, world - 1):
         resumes(zygote, tmp_path, world, whole)
 
@@ -116,7 +122,8 @@ def test_killed_with_its_state_on_disk(zygote: Zygote, tmp_path: Path, whole: di
     scratch.mkdir()
     flags = ["--offload", "optimizer", "--offload-dir", str(scratch)]
     left = start(zygote, tmp_path, 2, *flags, fault={"rank": 1, "kind": "kill", "place": "step", "at": 6}).end()
-    assert codes(left) == [1, -signal.SIGKILL]
+    assert left[1].code == -signal.SIGKILL
+    assert left_after_a_death(left[0]), left
     assert not list(scratch.rglob("*"))
     assert codes(start(zygote, tmp_path, 2, *flags).end()) == [0, 0]
     assert outcome(tmp_path / "run") == whole[2]
