@@ -282,6 +282,7 @@ def test_newton_schulz_in_plan() -> None:
     assert shares == pytest.approx([1.0, 1.06, 2.11], abs=0.01)
 
 
+@pytest.mark.full
 def test_memory_and_work_are_those_of_the_real_step() -> None:
     """The step of one rank on fake CUDA tensors, bf16, tp 2 x dp 2."""
     sizes = "--num-layers 4 --hidden-size 256 --num-heads 4 --vocab-size 512 --seq-len 32 --global-batch-size 8"

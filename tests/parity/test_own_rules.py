@@ -138,7 +138,7 @@ def run(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
     return test_resume.train(rank, arguments, world)  # in a process that knows the rules
 
 
-@pytest.mark.parametrize("rule", ["signum", "orthogonal"])
+@pytest.mark.parametrize("rule", [pytest.param("signum", marks=pytest.mark.full), "orthogonal"])
 def test_states_are_saved_and_resumed(pool: WorkerPool, tmp_path: Any, rule: str) -> None:
     flags = [*test_resume.MODEL, "--hidden-dropout", "0", "--optimizer", rule]
     layout, other = ["--tp", "2", "--zero-whole-below", "500", "--zero", "3"], ["--pp", "2"]

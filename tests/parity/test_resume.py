@@ -70,7 +70,7 @@ def losses(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(step, by_step[step]["loss"], by_step[step]["grad_norm"]) for step in sorted(by_step)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.full] * (n == "tp2-cp2")) for n in LAYOUTS])
 def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world, flags = LAYOUTS[layout]
     whole = pool.run(world, train, [*MODEL, *flags, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], world)

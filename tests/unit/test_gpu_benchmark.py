@@ -87,6 +87,7 @@ def test_layouts_for_all_gpus() -> None:
     assert list(gpus.parts_of(2, tiny=False))[2:] == ["ZeRO-2", "ZeRO-3", "tp 2"]
 
 
+@pytest.mark.full
 def test_a_row_of_all_gpus(tmp_path: Path) -> None:
     seconds, command = gpus.parts_of(2, tiny=True)["tp 2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
