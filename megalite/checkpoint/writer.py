@@ -161,8 +161,9 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
         "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
     }
     write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
-    os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")
     sync_folder(temporary)
+    # Last: from here on rank 0 may commit, and the folder has another name.
+    os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from megalite.base.errors import UserError
-from megalite.checkpoint import folder
+from megalite.checkpoint import folder, writer
 from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.save import Checkpointer, SaveError
@@ -286,3 +287,20 @@ def test_state_that_is_not_finite_is_told_from_large_numbers(tmp_path: Path) -> 
     large.flat.fill_(3e38)
     assert checkpointer.save(5, states, {}) == tmp_path / "step_00000005"
     checkpointer.close()
+
+
+def test_a_shard_is_complete_with_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may commit, and so rename the folder, as soon as the last mark is there: the writer needs it no more."""
+    temporary, rename = tmp_path / ".tmp_save", os.rename
+    temporary.mkdir()
+
+    def commit_at_once(source: Path, target: Path) -> None:
+        rename(source, target)
+        rename(temporary, tmp_path / "committed")
+
+    monkeypatch.setattr(writer.os, "rename", commit_at_once)
+    job = {"temporary": str(temporary), "rank": 1, "num_bytes": 0, "boxes": [], "save_id": "one"}
+    mine, other = socket.socketpair()
+    with mine, other:
+        assert writer._serve(job, None, mine) == {"ok": True}
+    assert {path.name for path in (tmp_path / "committed").iterdir()} == {"rank_00001.safetensors", "rank_00001.json"}
