@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ ARCHS = (80, 90, 100)
 
 @dataclass(frozen=True)
 class Code:
-    """What one kernel compiled to for one architecture; loads are counted in instructions."""
+    """What one kernel compiled to for one architecture; loads are counted in instructions; one that it should have."""
 
     kernel: str
     arch: int
@@ -32,6 +32,7 @@ class Code:
     spills: int
     wide_loads: int
     all_loads: int
+    absent: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,26 @@ class Limit:
 
 @dataclass(frozen=True)
 class Case:
-    """A Triton kernel as it is launched: its constexprs, warps and requirements."""
+    """A Triton kernel as it is launched: its constexprs, warps and requirements; an instruction it must have."""
 
     name: str
     kernel: Any
     constants: Mapping[str, Any]
     num_warps: int
     limit: Limit
+    least_arch: int = 80
+    instruction: str = ""
+
+    @property
+    def archs(self) -> list[int]:
+        return [arch for arch in ARCHS if arch >= self.least_arch]
 
 
 # Argument types of the kernels by name; other pointers are bf16, other arguments i32.
 TYPES = {"target_ptr": "*i64"}
 TYPES |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr", "cos_ptr", "sin_ptr", "flat_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("stats_ptr", "lse_ptr", "scale_ptr", "partial_ptr", "multiplier_ptr", "param_ptr"), "*fp32")
+TYPES["codes_ptr"] = "*fp8e4nv"
 TYPES |= dict.fromkeys(("exp_avg_ptr", "exp_avg_sq_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("eps", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"), "fp32")
 TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
@@ -65,10 +73,10 @@ TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.ops.triton import activation, cross_entropy, flat, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, flat, fp8, norm, rope
     from megalite.ops.triton.support import row_launch
 
-    cases = []
+    cases, to_fp8 = [], "F2FP.SATFINITE.E4M3"
     for name, width, rms, forward, backward in (
         ("add_rmsnorm", 4096, True, Limit(48, 6), Limit(96, 8, 1)),
         ("add_rmsnorm_wide", 12288, True, Limit(48, 6), Limit(112, 14, 1)),
@@ -94,6 +102,18 @@ def triton_cases() -> list[Case]:
         if kind:
             cases.append(Case(label, activation.gelu_forward_kernel, constants, 4, Limit(40, 1)))
             cases.append(Case(f"{label}_backward", activation.gelu_backward_kernel, constants, 4, Limit(48, 2)))
+    for name, tile, square, warps in (
+        ("fp8_rows_of_128", (32, 128), False, 4),
+        ("fp8_rows_of_32", (128, 32), False, 4),
+        ("fp8_square_of_128", (128, 128), True, 16),
+    ):
+        shape = {"LARGEST": 448.0, "SQUARE": square, "ROWS": tile[0], "COLUMNS": tile[1]}
+        for suffix, unit in (("", "column_stride"), ("_transposed", "row_stride")):
+            case = {**shape, unit: 1}
+            cases.append(Case(name + suffix, fp8.quantize_kernel, case, warps, Limit(128, 4), 89, to_fp8))
+    for name, by_row, unit in (("fp8_cast_rows", 1, "column_stride"), ("fp8_cast_tensor_transposed", 0, "row_stride")):
+        case = {"LARGEST": 448.0, "BY_ROW": by_row, "ROWS": 32, "COLUMNS": 128, unit: 1}
+        cases.append(Case(name, fp8.cast_kernel, case, 4, Limit(128, 4, 8), 89, to_fp8))
     adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
     return [
         *cases,
@@ -192,7 +212,8 @@ def compile_triton(case: Case, arch: int) -> Code:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         (_, _, registers, opcodes) = next(disassemble(cubin))
-    return to_code(case.name, arch, registers, opcodes)
+    absent = "" if any(op.startswith(case.instruction) for op in opcodes) else case.instruction
+    return replace(to_code(case.name, arch, registers, opcodes), absent=absent)
 
 
 def read_cuda(library: Path) -> list[tuple[Code, Limit]]:
@@ -218,6 +239,7 @@ def breaches(code: Code, limit: Limit) -> list[str]:
         (code.spills == 0, lambda: f"{code.spills} spill instructions"),
         (code.registers <= limit.registers, lambda: f"{code.registers} registers, cap {limit.registers}"),
         (code.wide_loads >= limit.wide_loads, lambda: f"{code.wide_loads} 128-bit loads, required {limit.wide_loads}"),
+        (not code.absent, lambda: f"no {code.absent}"),
         (narrow <= limit.narrow_loads, lambda: f"{narrow} loads below 128 bits, allowed {limit.narrow_loads}"),
     )
     return [f"{where}: {message()}" for kept, message in rules if not kept]
@@ -229,7 +251,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the table there")
     parser.add_argument("--only", default="", help="only Triton kernels whose name contains this")
     args = parser.parse_args()
-    checked = [(compile_triton(c, a), c.limit) for c in triton_cases() if args.only in c.name for a in ARCHS]
+    checked = [(compile_triton(c, a), c.limit) for c in triton_cases() if args.only in c.name for a in c.archs]
     if args.cuda_library:
         checked += read_cuda(args.cuda_library)
     print(f"{'kernel':44} {'arch':>6} {'regs':>5} {'cap':>4} {'spills':>6} {'128-bit':>7} {'loads':>5}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.base.log import logger
+from tests.ranks import tmpfs
+from tests.stores import S3, BreakingProxy, start_s3
 from tests.workers import WorkerPool
 
 # Before torch is imported. Several tests run at a time: on tiny tensors OpenMP threads spin for each other and cost ten
@@ -59,9 +63,47 @@ def _own_logging() -> Iterator[None]:
     logger.propagate = True
 
 
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    with tmpfs(tmp_path / "disk", "size=2m") as disk:
+        yield disk
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    """Let this process open 256 files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Persistent gloo workers, shared by the whole run."""
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """A server that speaks S3, to which the environment leads while a module's tests run."""
+    for module in ("moto", "s3fs"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    server = start_s3(tmp_path_factory.mktemp("s3") / "moto.log")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.env.items():
+            patch.setenv(name, value)
+        yield server
+    server.close()
+
+
+@pytest.fixture
+def proxy(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[BreakingProxy]:
+    """Stands before that server, and breaks what a test asks for."""
+    made = BreakingProxy(s3.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
+    yield made
+    made.close()

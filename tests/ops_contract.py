@@ -390,6 +390,61 @@ def _attention_cases() -> Iterator[Case]:
             )
 
 
+def _attend(o: Ops, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, **options: Any) -> Sequence[Tensor]:
+    """Attend to the first five keys and to the others, merge, and give every block its gradients; causal: at once."""
+    blocks = [slice(None)] if options.get("causal") else [slice(0, 5), slice(5, None)]
+    masks = [None if options.get("causal") or seen.all() else seen[..., keys] for keys in blocks]
+    parts = [o.attend(q, k[:, :, keys], v[:, :, keys], mask, **options) for keys, mask in zip(blocks, masks)]
+    lse = functools.reduce(torch.logaddexp, (lse for _, lse in parts))
+    out = sum((out * (own - lse).exp().unsqueeze(-1) for out, own in parts)).to(q.dtype)  # type: ignore[attr-defined]
+    grads = [
+        o.attend_backward(dout, q, k[:, :, keys], v[:, :, keys], out, lse, mask, **options)
+        for keys, mask in zip(blocks, masks)
+    ]
+    dq = sum(dq.float() for dq, _, _ in grads)
+    assert isinstance(dq, Tensor)
+    return out, lse, dq, *(torch.cat(d, 2) for d in list(zip(*grads))[1:])
+
+
+def _attend_oracle(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, *, causal: bool = False, softcap: float | None = None
+) -> Sequence[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    scores = leaves[0] @ leaves[1].repeat_interleave(group, 1).transpose(2, 3) / q.shape[3] ** 0.5
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    seen = torch.ones_like(scores, dtype=torch.bool).tril() if causal else seen
+    scores = scores.masked_fill(~seen, float("-inf"))
+    out = scores.softmax(-1) @ leaves[2].repeat_interleave(group, 1)
+    return out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def _attend_cases() -> Iterator[Case]:
+    for queries, keys, heads, kv in ((7, 12, 4, 2), (12, 12, 3, 3), (33, 40, 8, 1)):
+        for kind in ("all", "masked", *(("causal",) if queries == keys else ())):
+            for softcap in (None, 2.0):
+
+                def inputs(g: torch.Generator, sizes: Any = (queries, keys, heads, kv, kind)) -> list[Tensor]:
+                    queries, keys, heads, kv, kind = sizes
+                    shapes = ((queries, heads), (keys, kv), (keys, kv), (queries, heads))
+                    drawn = [_randn(g, rows, 2, n, 16).permute(1, 2, 0, 3) for rows, n in shapes]
+                    seen = torch.ones(2, 1, queries, keys, dtype=torch.bool, device=drawn[0].device)
+                    if kind == "masked":  # some queries see nothing of one block or of the other
+                        seen[0, :, 2:4, :5] = False
+                        seen[1, :, 1::2, 5:] = False
+                        seen[:, :, :, 3] = False
+                    return [*drawn, seen]
+
+                options = {"softcap": softcap, **({"causal": True} if kind == "causal" else {})}
+                yield Case(
+                    f"attend [2, {heads}/{kv}, {queries} to {keys}, 16] {kind} softcap {softcap}",
+                    inputs,
+                    lambda o, *args, options=options: _attend(o, *args, **options),
+                    lambda *args, options=options: _attend_oracle(*args, **options),
+                    differentiate=False,
+                )
+
+
 def cases() -> list[Case]:
     """Every case of every op."""
     return [
@@ -400,6 +455,7 @@ def cases() -> list[Case]:
         *_flat_cases(),
         *_matmul_cases(),
         *_attention_cases(),
+        *_attend_cases(),
     ]
 
 

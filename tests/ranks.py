@@ -7,8 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,6 +28,17 @@ class Left(NamedTuple):
     def errors(self) -> list[str]:
         """Its `error:` lines."""
         return [line for line in self.err.splitlines() if "error:" in line]
+
+
+@contextmanager
+def tmpfs(place: Path, options: str) -> Iterator[Path]:
+    """Make a folder and mount a file system in memory there; the test is skipped where that is not allowed."""
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 _reserved: list[socket.socket] = []
@@ -46,20 +61,24 @@ def start_ranks(
     arguments: list[str], world: int, port: int | None = None, env: dict[str, str] | None = None
 ) -> list[subprocess.Popen[str]]:
     """One process a rank, with the variables that torchrun would set."""
+    port = port or reserve_port()
+    return [start_rank(rank, world, port, arguments, env) for rank in range(world)]
+
+
+def start_rank(
+    rank: int, world: int, port: int, arguments: list[str], env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """One of them."""
     base = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world)}
-    base["MASTER_PORT"] = str(port or reserve_port())
-    base["CUDA_VISIBLE_DEVICES"] = ""
-    return [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments],
-            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(world)
-    ]
+    base |= {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments],
+        env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
 
 
 def finish(processes: list[subprocess.Popen[str]], within: float = 300.0) -> list[Left]:

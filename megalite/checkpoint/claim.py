@@ -9,6 +9,8 @@ from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.checkpoint import folder
 from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.mirror import Mirror
+from megalite.checkpoint.remote import step_of
 
 
 class Claim:
@@ -18,10 +20,11 @@ class Claim:
         root: the folder.
         run_id: shown to a second job that finds the folder in use.
         keep_last: number of full checkpoints to keep.
+        mirror: the run's place in a store, if it has one.
     """
 
-    def __init__(self, root: Path, run_id: str, keep_last: int) -> None:
-        self.root, self._keep_last = root, keep_last
+    def __init__(self, root: Path, run_id: str, keep_last: int, mirror: Mirror | None = None) -> None:
+        self.root, self._keep_last, self._mirror = root, keep_last, mirror
         self._lock = RunLock(root, run_id)
         self._resumed_from, self._base = "", -1
         self._written: set[str] = set()
@@ -42,6 +45,11 @@ class Claim:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             remains = folder.clean_up(self.root)
+            if self._mirror is not None:
+                self._mirror.take(self._lock.text)
+        except UserError:
+            self._lock.release()
+            raise
         except OSError as e:
             self._lock.release()
             rule = f"must be a directory that this user can write to ({e.strerror or e})"
@@ -58,12 +66,19 @@ class Claim:
         self._lock.release()
 
     def continues(self, path: Path) -> None:
-        """Note the checkpoint that the run continues, if it is in this folder."""
+        """Note the checkpoint that the run continues, if it is in this folder or from the run's place in the store."""
+        # A copy that `--resume URL` of this place has made lies beside its checkpoints.
+        if self._mirror is not None and path.parent in (self._mirror.copies, self.root / self._mirror.copies.name):
+            self._base = step_of(path.name)
+            self._mirror.continues(self._base, path.name)
+            return
         # The checkpoint may lie elsewhere and be linked here; `latest` is a link to one that lies here.
         for candidate in (path.parent.resolve() / path.name, path.resolve()):
             steps = {p.name: step for step, p in folder.step_folders(self.root)}
             if candidate.parent == self.root.resolve() and candidate.name in steps:
                 self._resumed_from, self._base = candidate.name, steps[candidate.name]
+                if self._mirror is not None:
+                    self._mirror.continues(self._base, "")
                 return
 
     def add(self, name: str) -> None:
@@ -73,6 +88,15 @@ class Claim:
     def __contains__(self, name: str) -> bool:
         """Whether the run has written this checkpoint."""
         return name in self._written
+
+    def failed(self) -> None:
+        """Note that the last save failed."""
+        if self._mirror is not None:
+            self._mirror.failed_save()
+
+    def at_upload(self, name: str, hold: bool) -> dict[str, Any] | None:
+        """Note a save that begins, and describe what its upload does; None without a place in a store."""
+        return self._mirror.describe_save(name, self._keep_last, hold) if self._mirror is not None else None
 
     def at_commit(self) -> dict[str, Any]:
         """Describe what a commit does with the other checkpoints, as entries of the writer's job."""

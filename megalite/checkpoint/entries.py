@@ -105,10 +105,17 @@ def require_rule(ok: bool, rule: str) -> None:
 
 
 def integer(value: Any, what: str, low: int = 0, high: int = MAX_BYTES) -> int:
-    require_rule(
-        type(value) is int and low <= value <= high, f"{what}: {value!r:.40} is not an integer from {low} to {high}"
-    )
-    return value
+    # Rules of single boxes format their message only where it is needed: a manifest may have a million boxes.
+    if type(value) is int and low <= value <= high:
+        return value
+    raise BrokenRule(f"{what}: {value!r:.40} is not an integer from {low} to {high}")
+
+
+def _integers(values: list[Any], what: str, low: int = 0, high: int = MAX_BYTES) -> tuple[int, ...]:
+    if values and (set(map(type, values)) != {int} or min(values) < low or max(values) > high):
+        for value in values:
+            integer(value, what, low, high)
+    return tuple(values)
 
 
 def name_of(value: Any) -> str:
@@ -117,10 +124,9 @@ def name_of(value: Any) -> str:
 
 
 def extents_of(value: Any, what: str, low: int) -> tuple[int, ...]:
-    require_rule(
-        isinstance(value, list) and 1 <= len(value) <= _MAX_DIMS, f"{what}: 1 to {_MAX_DIMS} dimensions are allowed"
-    )
-    return tuple(integer(n, what, low) for n in value)
+    if not (type(value) is list and 1 <= len(value) <= _MAX_DIMS):
+        raise BrokenRule(f"{what}: 1 to {_MAX_DIMS} dimensions are allowed")
+    return _integers(value, what, low)
 
 
 def parse_file(entry: Mapping[str, Any], check_sums: bool) -> FileEntry:
@@ -132,9 +138,8 @@ def parse_file(entry: Mapping[str, Any], check_sums: bool) -> FileEntry:
     header = integer(entry["header"], f"file {name}: header", 8, size)
     crcs = entry["crc32"]
     require_rule(isinstance(crcs, list) and len(crcs) == -(-size // BLOCK), f"file {name}: wrong number of checksums")
-    for crc in crcs if check_sums else ():
-        integer(crc, f"file {name}: crc32", 0, 2**32 - 1)
-    return FileEntry(name, size, header, tuple(crcs))
+    sums = _integers(crcs, f"file {name}: crc32", 0, 2**32 - 1) if check_sums else tuple(crcs)
+    return FileEntry(name, size, header, sums)
 
 
 def parse_tensor(name: str, entry: Mapping[str, Any], located: Sequence[Any]) -> TensorEntry:
@@ -146,10 +151,9 @@ def parse_tensor(name: str, entry: Mapping[str, Any], located: Sequence[Any]) ->
     boxes = []
     for file, begin, offset, extent in located:
         box = Slice(extents_of(offset, what, 0), extents_of(extent, what, 1), integer(begin, what))
-        inside = len(box.offset) == len(box.shape) == len(shape) and all(
-            o + n <= m for o, n, m in zip(box.offset, box.shape, shape)
-        )
-        require_rule(inside, f"{what}: box {box.offset} + {box.shape} is outside {shape}")
+        ends = [o + n for o, n in zip(box.offset, box.shape)]
+        if not (len(box.offset) == len(box.shape) == len(shape) and all(e <= m for e, m in zip(ends, shape))):
+            raise BrokenRule(f"{what}: box {box.offset} + {box.shape} is outside {shape}")
         boxes.append((integer(file, what), box))
     return TensorEntry(dtype, shape, tuple(boxes))
 

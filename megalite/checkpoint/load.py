@@ -6,6 +6,7 @@ Every block of every shard is checked before any byte is used; the ranks share t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from megalite.base.slices import Slice
 from megalite.checkpoint.entries import Part, TensorEntry
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.manifest import Manifest, manifest_text, read_manifest
+from megalite.checkpoint.mirror import Mirror, path_of
 from megalite.checkpoint.reader import ReadStats, ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig
@@ -56,7 +58,11 @@ class Verified(NamedTuple):
 
 
 def find_good(
-    root: str | Path, ctx: ParallelContext, fallback: bool = False, states: Sequence[StateTensor] | None = None
+    root: str | Path,
+    ctx: ParallelContext,
+    fallback: bool = False,
+    states: Sequence[StateTensor] | None = None,
+    mirror: Mirror | None = None,
 ) -> Verified | None:
     """As `find_latest`, all ranks together, and verify every checksum.
 
@@ -64,24 +70,38 @@ def find_good(
         root, ctx: the checkpoints folder, and this rank's axes.
         fallback: use the previous checkpoint, with a warning, if one is damaged.
         states: see `verify_together`.
+        mirror: look for a newer one there too; what is needed of it is downloaded.
     """
-    listed = "\n".join(p.name for p in _committed(Path(root))) if ctx.rank == 0 else ""
-    names = gather_texts(listed, ctx.world, ctx.device)[0].split()
+    names = _list_together(Path(root), ctx, mirror)
     for name in names:
-        path = Path(root) / name
         try:
+            path = agree(ctx, partial(path_of, name, Path(root), mirror))
             return verify_together(path, ctx, states)
         except UserError as e:
             if not fallback and name != names[-1]:
                 raise UserError.from_message(f"{e}, or resume from the previous one with --resume-fallback") from None
             if not fallback:
                 raise
-            logger.warning(f"--resume-fallback: skipping {path}: {e}")
+            logger.warning(f"--resume-fallback: skipping {name}: {e}")
     if names:
         raise BadCheckpoint(
             str(root), "all of its checkpoints are damaged", "restore one, or start a new run with --resume never"
         )
     return None
+
+
+def _list_together(root: Path, ctx: ParallelContext, mirror: Mirror | None) -> list[str]:
+    """List the committed checkpoints of a folder, and of a place in a store, newest first."""
+    listed = "\n".join(p.name for p in _committed(root)) if ctx.rank == 0 or mirror else ""
+    lists = [text.split() for text in gather_texts(listed, ctx.world, ctx.device)]
+    if mirror is None:
+        return lists[0]
+    # Without a shared folder, every host has to hold it.
+    local = [name for name in lists[0] if all(name in names for names in lists)]
+    text = agree(ctx, lambda: "\n".join(mirror.committed()) if ctx.rank == 0 else "")
+    remote = gather_texts(text, ctx.world, ctx.device)[0].split()
+    # "step_NNNNNNNN" or, there, "step_NNNNNNNN-ID"; of one step, the local one first.
+    return sorted(sorted([*local, *remote]), key=lambda name: int(name.split("_")[1].split("-")[0]), reverse=True)
 
 
 def _committed(root: Path) -> list[Path]:

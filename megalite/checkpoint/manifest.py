@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.base.collector import without_collector
 from megalite.base.slices import Slice
 from megalite.base.untrusted import BadFile, parse_json
 from megalite.checkpoint.entries import (
@@ -33,6 +34,7 @@ from megalite.checkpoint.entries import (
     tensor_to_json,
 )
 from megalite.checkpoint.meta import MAX_COUNT, BadMeta, check_meta
+from megalite.checkpoint.remote import source_of
 from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, num_bytes, open_inside, read_exactly
 
 FORMAT, VERSION = "megalite-checkpoint", 1
@@ -127,12 +129,9 @@ class Manifest:
             BadCheckpoint: an entry breaks a rule; both are named.
         """
         try:
-            content = parse_json(data)
-        except BadFile as e:
-            raise BadCheckpoint(where, str(e)) from None
-        try:
-            return cls._parse(content, part)
-        except (BrokenRule, BadMeta) as e:
+            with without_collector():
+                return cls._parse(parse_json(data), part)
+        except (BrokenRule, BadMeta, BadFile) as e:
             raise BadCheckpoint(where, str(e)) from None
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise BadCheckpoint(where, f"an entry is missing or of the wrong type ({e!r:.200})") from None
@@ -190,7 +189,8 @@ def _parse_tensors(
             if checks:
                 check_tiling(tensor, what)
                 for file, _ in tensor.boxes:
-                    require_rule(file < len(files), f"{what}: file number {file} does not exist")
+                    if file >= len(files):
+                        raise BrokenRule(f"{what}: file number {file} does not exist")
             for file, box in tensor.boxes:
                 if file in in_shards:
                     in_shards[file].append((kind, name, tensor.dtype, box))
@@ -205,7 +205,8 @@ def _check_shards(files: Sequence[FileEntry], in_shards: Mapping[int, Sequence[S
         entry = files[number]
         at = entry.header
         for begin, end in sorted((box.at, box.at + num_bytes(dtype, box.shape)) for _, _, dtype, box in boxes):
-            require_rule(begin == at, f"file {entry.name}: boxes overlap or leave a gap at byte {at}")
+            if begin != at:
+                raise BrokenRule(f"file {entry.name}: boxes overlap or leave a gap at byte {at}")
             at = end
         require_rule(at == entry.size, f"file {entry.name}: boxes end at byte {at} of {entry.size}")
 
@@ -237,6 +238,8 @@ def manifest_text(folder: Path, size: int | None = None) -> bytes:
     # Sizes first, so that no oversized file is read into memory, nor parsed, which takes ten times as much.
     scan = size is None and folder.is_dir()
     allowances = {e.name.encode(): _allowance(e) for e in os.scandir(folder)} if scan else {}
+    # Of a copy from a store, shards come when they are read.
+    allowances |= {name.encode(): min(n, _MAX_PER_FILE) for name, n in source_of(folder)["files"].items()}
     commit = _read_small(folder, "COMMIT", 1024)
     data = _read_small(folder, "manifest.json", size or _MAX_PER_FILE + sum(allowances.values()))
     named = set(_QUOTED_FILE.findall(data)) if scan else set()

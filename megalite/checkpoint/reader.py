@@ -16,6 +16,7 @@ from megalite.base.dtypes import STORED
 from megalite.base.slices import Slice, box_index, contiguous_runs
 from megalite.checkpoint.entries import TensorEntry, block_shares
 from megalite.checkpoint.manifest import Manifest, box_key
+from megalite.checkpoint.remote import SOURCE, bring
 from megalite.checkpoint.safetensors_io import (
     BLOCK,
     ITEM_SIZE,
@@ -106,6 +107,7 @@ class ShardReader:
             if len(self._open) == _MAX_OPEN:
                 os.close(self._open.popitem(last=False)[1])
             entry = self.manifest.files[number]
+            bring(self.path, entry.name, entry.size, entry.crc32)
             fd = open_inside(self.path, entry.name)
             self._open[number] = fd
             size = os.fstat(fd).st_size
@@ -156,8 +158,8 @@ class ShardReader:
 
     def extra_files(self) -> list[str]:
         """List the files in the folder that are not part of the checkpoint."""
-        known = {"manifest.json", "COMMIT", *(f.name for f in self.manifest.files)}
-        return sorted(e.name for e in os.scandir(self.path) if e.name not in known)
+        known = {"manifest.json", "COMMIT", SOURCE, *(f.name for f in self.manifest.files)}
+        return sorted(e.name for e in os.scandir(self.path) if e.name not in known and not e.name.startswith("."))
 
     def read(self, tensor: TensorEntry, region: Slice, out: torch.Tensor) -> None:
         """Fill `out` (shape of `region`, any type and device) with the elements of a logical tensor in `region`."""

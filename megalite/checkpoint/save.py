@@ -17,6 +17,7 @@ from typing import Any, Literal
 from megalite.base.log import logger
 from megalite.checkpoint import folder
 from megalite.checkpoint.claim import Claim
+from megalite.checkpoint.mirror import Mirror, SaveError
 from megalite.checkpoint.snapshot import Source, WriterProcess, boxes_of
 from megalite.checkpoint.writer import ABANDONED
 from megalite.dist.agree import agree
@@ -29,10 +30,6 @@ _CLOSE_S = 8.0
 
 # Outcomes of the beginning of a save, worst first: the worst of all ranks counts.
 _OUTCOMES = ("taken", "not-finite", "failed", "ok")
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 @dataclass
@@ -64,6 +61,7 @@ class Checkpointer:
         keep_last: number of full checkpoints to keep; older ones are deleted after a commit.
         on_error: "stop" raises when a save fails, "warn" logs a warning and continues.
         scratch: folder for an unnamed file that holds the snapshot of a save; None: host memory.
+        mirror: where checkpoints are uploaded; None: nowhere.
 
     Raises:
         UserError: the folder is in use or cannot be written (on every rank).
@@ -77,11 +75,14 @@ class Checkpointer:
         keep_last: int = 2,
         on_error: Literal["stop", "warn"] = "stop",
         scratch: Path | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
-        self.root, self.ctx, self.on_error = Path(root), ctx, on_error
+        self.root, self.ctx, self.on_error, self.mirror = Path(root), ctx, on_error, mirror
         self.run_id = run_id or secrets.token_hex(8)
-        self._claim = Claim(self.root, self.run_id, keep_last)
+        self._claim = Claim(self.root, self.run_id, keep_last, mirror)
         agree(ctx, self._claim.acquire if ctx.rank == 0 else lambda: None)
+        if mirror is not None:
+            mirror.meet(self.root / "lock", ctx)
         self._writer = WriterProcess(ctx.device, scratch)
         self._current: _Save | None = None
 
@@ -131,22 +132,22 @@ class Checkpointer:
         # Content that is not JSON is an error here, not in the writer.
         json.dumps(meta, allow_nan=False)
         started = time.perf_counter()
-        save_id = self._begin(name, boxes)
-        if save_id is None:
+        begun = self._begin(name, boxes)
+        if begun is None:
             return None
+        save_id, _, hold = begun.partition(" ")
         save = _Save(name, self._temporary(name, save_id), started)
-        self._writer.start_job(self._make_job(save, save_id, step, meta), boxes)
+        self._writer.start_job(self._make_job(save, save_id, step, meta, bool(hold)), boxes)
         save.stalled = time.perf_counter() - started
         self._current = save
-        path = self.root / name
-        return path if background or self.finish() else None
+        return self.root / name if background or self.finish() else None
 
     def _begin(self, name: str, boxes: list[Source]) -> str | None:
         """Take the snapshot on every rank, and make the folder on rank 0.
 
         Returns:
-            The random ID of the save, by which all ranks recognize its files; None if that failed and `on_error` is
-            "warn".
+            The save's random ID, by which all ranks recognize its files, and " hold" during an earlier upload; None
+            if that failed and `on_error` is "warn".
 
         Raises:
             SaveError: it failed; state is not finite; another job has taken the run directory.
@@ -158,7 +159,7 @@ class Checkpointer:
         if worst == "ok":
             return problem
         if outcome == "ok" and self.ctx.rank == 0:
-            self._temporary(name, text).rmdir()
+            self._temporary(name, text.partition(" ")[0]).rmdir()
         if worst == "taken":
             # Two jobs in one run directory: to continue with a warning would mix their files.
             raise SaveError(f"checkpoint not saved: {self.root} has been taken by {problem}; this run must end")
@@ -182,9 +183,9 @@ class Checkpointer:
                 temporary.mkdir()
         except OSError as e:
             return "failed", f"rank {rank}: " + (f"{temporary}: {e.strerror}" if e.strerror else str(e))
-        return "ok", save_id
+        return "ok", save_id + " hold" * (self.mirror is not None and self.mirror.is_busy)
 
-    def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any]) -> dict[str, Any]:
+    def _make_job(self, save: _Save, save_id: str, step: int, meta: dict[str, Any], hold: bool) -> dict[str, Any]:
         """Describe the job of this rank's writer; the writer of rank 0 also commits."""
         job = {
             "root": str(self.root),
@@ -194,6 +195,7 @@ class Checkpointer:
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
+            "remote": self._claim.at_upload(f"{save.name}-{save_id}", hold),
         }
         if self.ctx.rank == 0:
             job |= {
@@ -220,6 +222,8 @@ class Checkpointer:
         Raises:
             SaveError: this rank's write failed; the other ranks raise in `finish`.
         """
+        if self.mirror is not None:
+            self.mirror.check(self._writer, self.on_error == "stop")
         save = self._current
         if save is None or save.reported or not self._writer.wait(0):
             return None
@@ -256,11 +260,24 @@ class Checkpointer:
                 self._log_commit(save)
             self._claim.add(save.name)
             return True
+        self._claim.failed()
         if rank0:
             shutil.rmtree(save.temporary, ignore_errors=True)
         first = next(rank for rank, text in enumerate(errors) if text and text != ABANDONED)
         self._fail(f"rank {first}: {errors[first]}")
         return False
+
+    def settle(self) -> bool:
+        """As `finish`, and wait for uploads too, which have a bounded number of attempts; every rank calls it."""
+        saved = self.finish()
+        if self.mirror is None:
+            return saved
+        problems = gather_texts(self.mirror.settle(self._writer), self.ctx.world, self.ctx.device)
+        if problem := next(filter(None, problems), ""):
+            whole = "; the local one is whole" * self.mirror.shared
+            self._fail(f"{problem}{whole}", "the last checkpoint is not uploaded")
+            return False
+        return saved
 
     def _gather_errors(self) -> list[str]:
         return list(gather_texts(self._writer.error, self.ctx.world, self.ctx.device))
@@ -268,17 +285,19 @@ class Checkpointer:
     def _log_commit(self, save: _Save) -> Path:
         path = self.root / save.name
         seconds = time.perf_counter() - save.started
-        logger.info(f"saved {path} in {seconds:.2f} s, training paused for {save.stalled:.2f} s")
+        # Where the hosts share no folder it is saved once it is uploaded.
+        what = f"saved {path}" if self.mirror is None or self.mirror.shared else f"wrote the parts of {save.name}"
+        logger.info(f"{what} in {seconds:.2f} s, training paused for {save.stalled:.2f} s")
         for moved in self._writer.answer("moved"):
             logger.warning(f"set aside, because this run does not continue it: {moved}")
         for problem in self._writer.answer("problems"):
             logger.warning(f"the checkpoint is saved, but {problem}")
         return path
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, problem: str, what: str = "checkpoint not saved") -> None:
         if self.on_error == "stop":
-            raise SaveError(f"checkpoint not saved: {problem}")
-        logger.warning(f"checkpoint not saved, training continues (--save-errors warn): {problem}")
+            raise SaveError(f"{what}: {problem}")
+        logger.warning(f"{what}, training continues (--save-errors warn): {problem}")
 
     def close(self) -> None:
         """Release the folder and end the writer. A save in progress gets a few more seconds; `finish` waits for it."""

@@ -19,7 +19,8 @@ from megalite.base.dtypes import STORED
 from megalite.base.log import logger
 from megalite.base.slices import Slice
 from megalite.checkpoint import writer
-from megalite.checkpoint.writer import SavedBox, receive, send
+from megalite.checkpoint.fragments import SavedBox
+from megalite.checkpoint.writer import receive, send
 from megalite.sharding import StateTensor
 
 # Elements that are copied and then summed at a time, so that they stay in the processor's cache.
@@ -140,6 +141,7 @@ class WriterProcess:
         self.snapshot = Snapshot(device, folder)
         self._start()
         self._answer: dict[str, Any] | None = None
+        self._uploads: list[dict[str, Any]] = []
 
     def _start(self) -> None:
         self.process, self._channel = _start_writer()
@@ -163,26 +165,45 @@ class WriterProcess:
 
     def wait(self, seconds: float | None) -> bool:
         """Wait for the answer to the job, with None without a limit; return whether it has arrived."""
-        if self._answer is not None:
-            return True
-        if not readable(self._channel.fileno(), seconds):
-            return False
+        while self._answer is None:
+            if not readable(self._channel.fileno(), seconds):
+                return False
+            self._receive()
+        return True
+
+    def uploads(self, seconds: float | None = 0) -> list[dict[str, Any]]:
+        """Return what the writer has reported of uploads since the last call; wait for a report if there is none."""
+        while readable(self._channel.fileno(), 0 if self._uploads else seconds):
+            self._receive()
+        reports, self._uploads = self._uploads, []
+        return reports
+
+    def release(self, name: str) -> None:
+        """Have the writer upload the part that it holds."""
+        with contextlib.suppress(OSError):
+            send(self._channel, {"release": name})
+
+    def _receive(self) -> None:
         try:
             message = receive(self._channel)
         except OSError:
             message = None
-        if message:
-            self._answer = message[0]
-        else:
+        if message is None:
             self._replace()
-        return True
+        elif "upload" in message[0] or "note" in message[0]:
+            self._uploads.append(message[0])
+        else:
+            self._answer = message[0]
 
     def _replace(self) -> None:
         """Start another writer after this one died."""
         code = self.process.wait()
         self._channel.close()
         self._start()
-        self._answer = {"error": f"the process that writes checkpoints died (exit code {code})"}
+        died = f"the process that writes checkpoints died (exit code {code})"
+        self._uploads.append({"upload": "", "error": died, "taken": False})
+        # What it had answered still holds.
+        self._answer = self._answer or {"error": died}
 
     @property
     def error(self) -> str:

@@ -15,52 +15,23 @@ import mmap
 import os
 import socket
 import struct
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.base.child import readable
-from megalite.base.slices import Slice
+from megalite.base.collector import without_collector
 from megalite.checkpoint import folder
-from megalite.checkpoint.entries import FileEntry, TensorEntry
+from megalite.checkpoint.fragments import SavedBox, assemble
 from megalite.checkpoint.lock import taken_by
-from megalite.checkpoint.manifest import Manifest, box_key
-from megalite.checkpoint.safetensors_io import make_header, num_bytes, sync_folder, write_file
+from megalite.checkpoint.manifest import box_key
+from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_file
+from megalite.checkpoint.upload import Part, Uploader
 
 # The answer of a writer that was asked to abandon its job.
 ABANDONED = "another rank's write failed"
-
-
-class SavedBox(NamedTuple):
-    """A box of a logical tensor that one rank writes.
-
-    Attributes:
-        kind, name: kind and name of the tensor in the manifest.
-        dtype: type in the file, as safetensors spells it.
-        shape: shape of the full tensor.
-        box: its place in the tensor; in a fragment, `at` is its first byte in the shard.
-    """
-
-    kind: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Slice
-
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes(self.dtype, self.box.shape)
-
-    def to_json(self) -> list[object]:
-        """The form it takes in jobs and fragments: [kind, name, dtype, shape, at, offset, shape of the box]."""
-        return [*self[:4], *self.box.to_json()]
-
-    @classmethod
-    def from_json(cls, entry: list[Any]) -> SavedBox:
-        """Read what `to_json` made."""
-        kind, name, dtype, shape, at, offset, extent = entry
-        return cls(kind, name, dtype, tuple(shape), Slice(tuple(offset), tuple(extent), at))
 
 
 class _AbandonedSave(Exception):
@@ -102,24 +73,45 @@ def main(descriptor: int) -> None:
     os.nice(15)
     channel = socket.socket(fileno=descriptor)
     buffer: mmap.mmap | None = None
+    uploader: Uploader | None = None
+    talking = threading.Lock()
+
+    def answer(message: dict[str, Any]) -> None:
+        with talking, contextlib.suppress(OSError):
+            send(channel, message)
+
     while (message := receive(channel)) is not None:
         job, descriptors = message
         if "abandon" in job:
             continue
+        if "release" in job:
+            if uploader is None or not uploader.release():
+                answer({"upload": job["release"], "error": "the process that held it died", "taken": False})
+            continue
         if descriptors:
             buffer = mmap.mmap(descriptors[0], job["capacity"])
             os.close(descriptors[0])
-        answer = _serve(job, buffer, channel)
-        with contextlib.suppress(OSError):
-            send(channel, answer)
+        if job.get("remote") and uploader is None:
+            uploader = Uploader(job["remote"]["url"], answer)
+        answer(_serve(job, buffer, channel, uploader))
 
 
-def _serve(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> dict[str, Any]:
+def _serve(
+    job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket, uploader: Uploader | None = None
+) -> dict[str, Any]:
     try:
-        _write_shard(job, buffer, channel)
-        if job["rank"] == 0:
-            return _commit(job, channel)
-        return {"ok": True}
+        part = _write_shard(job, buffer, channel)
+        try:
+            commits = job["rank"] == 0 and _has_all_parts(job)
+            outcome = _commit(job, channel) if commits else {"ok": True}
+        except BaseException:
+            part.close()
+            raise
+        if uploader is not None:
+            uploader.add(part)
+        else:
+            part.close()
+        return outcome
     except _AbandonedSave:
         return {"error": ABANDONED}
     except OSError as e:
@@ -128,6 +120,11 @@ def _serve(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket
         return {"error": f"{where}: {name} ({e.strerror}) while writing {job['num_bytes']:,} bytes"}
     except Exception as e:
         return {"error": f"{job['temporary']}: {type(e).__name__}: {e}"}
+
+
+def _has_all_parts(job: dict[str, Any]) -> bool:
+    """Whether the parts of all ranks are on this host's disk, or else meet in the store."""
+    return not job.get("remote") or job["remote"]["shared"]
 
 
 def _check_parent(channel: socket.socket) -> None:
@@ -139,7 +136,7 @@ def _check_parent(channel: socket.socket) -> None:
         raise _AbandonedSave
 
 
-def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> None:
+def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.socket) -> Part:
     """Write `rank_NNNNN.safetensors` from the snapshot, then `rank_NNNNN.json`, which marks it as complete."""
     temporary = Path(job["temporary"])
     stem = f"rank_{job['rank']:05d}"
@@ -148,6 +145,8 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     header, begins = make_header((key, b.dtype, b.box.shape) for key, b in zip(keys, boxes))
     data = memoryview(buffer)[: job["num_bytes"]] if buffer is not None else memoryview(b"")
     path = temporary / f"{stem}.safetensors"
+    if not _has_all_parts(job):
+        temporary.mkdir(exist_ok=True)
     try:
         size, crcs = write_file(path, [header, data], lambda: _check_parent(channel))
     except OSError as e:
@@ -162,8 +161,10 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
     }
     write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
     sync_folder(temporary)
+    part = Part(job, os.open(path, os.O_RDONLY), fragment)
     # Last: from here on rank 0 may commit, and the folder has another name.
     os.rename(temporary / f"{stem}.json.part", temporary / f"{stem}.json")
+    return part
 
 
 def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
@@ -180,7 +181,8 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
         if fragment["save_id"] != job["save_id"]:
             raise RuntimeError(f"{path} belongs to another save: two jobs are writing here")
         fragments.append(fragment)
-    manifest = _assemble(job["manifest"], fragments)
+    with without_collector():
+        manifest = assemble(job["manifest"], fragments)
     for rank in range(job["world"]):
         (temporary / f"rank_{rank:05d}.json").unlink()
     if other := taken_by(Path(job["lock"]["path"]), job["lock"]["text"]):
@@ -188,17 +190,3 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
     moved = folder.commit(root, temporary, job["name"], manifest, job["aside"])
     problems = folder.tidy(root, job["name"], job["keep_last"], job["keep"]) if job["full"] else []
     return {"ok": True, "moved": moved, "problems": problems}
-
-
-def _assemble(head: dict[str, Any], fragments: list[dict[str, Any]]) -> Manifest:
-    files: list[FileEntry] = []
-    boxes: dict[tuple[str, str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
-    for number, fragment in enumerate(fragments):
-        f = fragment["file"]
-        files.append(FileEntry(f["name"], f["size"], f["header"], tuple(f["crc32"])))
-        for saved in map(SavedBox.from_json, fragment["boxes"]):
-            boxes.setdefault(saved[:4], []).append((number, saved.box))
-    tensors: dict[str, dict[str, TensorEntry]] = {}
-    for (kind, name, dtype, shape), located in boxes.items():
-        tensors.setdefault(kind, {})[name] = TensorEntry(dtype, shape, tuple(located))
-    return Manifest(head["run_id"], head["step"], head["topology"], head["meta"], tuple(files), tensors)

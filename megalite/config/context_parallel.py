@@ -31,12 +31,14 @@ def choose_comm(m: ModelConfig, p: ParallelConfig, documents: bool) -> tuple[str
     group = m.num_heads / m.kv_heads
     if head_ranks(m, p) == p.cp:
         if m.attention_dropout:
-            return "a2a", "blocks of keys have no dropout"
+            return "a2a", "with dropout, gathered keys would be kept for backward"
         if p.cp > group + 1:
             return (
                 "a2a",
                 f"fewer bytes than keys and values: cp {p.cp} is more than {group:g} query heads per key head + 1",
             )
+    if m.attention_dropout:
+        return "gather", "a ring's blocks of keys have no dropout"
     masked = documents or any(m.window_of(layer) for layer in range(m.num_layers))
     tokens = m.seq_len // p.cp
     if not masked and tokens * group >= _TOKENS_TO_HIDE:
@@ -70,10 +72,10 @@ def check_context_parallel(m: ModelConfig, p: ParallelConfig, documents: bool, c
         "use --cp-comm a2a+gather, or gather",
     )
     require(
-        comm == "a2a" or not m.attention_dropout,
+        "ring" not in comm or not m.attention_dropout,
         f"--attention-dropout {m.attention_dropout} with --cp {p.cp} --cp-comm {comm}",
         "a block of keys has no dropout",
-        "set it to 0, or use --cp-comm a2a",
+        "set it to 0, or use --cp-comm a2a or gather",
     )
     require(
         not compiled,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalite.base.errors import require
+from megalite.base.store import cached_at, check_url, is_url
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,27 @@ class DataConfig:
         """Whether these options alone keep attention within documents; chat data implies it too."""
         return self.document_mask or self.learns_part or self.loss_per == "sample"
 
+    def local(self, cache_dir: str) -> DataConfig:
+        """Return the same with local stand-ins in place of URLs."""
+        data, valid_data, tokenizer = (
+            tuple(str(cached_at(word, cache_dir)) if is_url(word) else word for word in words)
+            for words in (self.data, self.valid_data, (self.tokenizer,) if self.tokenizer else ())
+        )
+        return replace(self, data=data, valid_data=valid_data, tokenizer=next(iter(tokenizer), None))
+
     @property
     def learns_part(self) -> bool:
         """Whether `--loss-on` asks for a part of the tokens."""
         return self.loss_on not in (None, "all")
 
     def __post_init__(self) -> None:
+        for flag, words in (
+            ("--data", self.data),
+            ("--valid-data", self.valid_data),
+            ("--tokenizer", (self.tokenizer or "",)),
+        ):
+            for word in words:
+                check_url(flag, word)
         for flag, is_set in (
             ("--document-mask", self.document_mask),
             (f"--loss-on {self.loss_on}", self.learns_part),

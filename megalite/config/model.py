@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megalite.base.errors import in_range, require
+from megalite.config.experts import check_expert_options
+from megalite.config.layer_types import SLIDING, read_layer_types
 from megalite.config.names import Choices, check_names
 from megalite.families import FAMILIES
 from megalite.families.parts import ACTIVATIONS, NORMS, Activation, BlockKind, Norm
@@ -16,27 +18,61 @@ _MAX_LAYERS = 10_000
 # Samples and rotary tables of one sequence are made before its first step.
 _MAX_SEQ_LEN = 2**24
 _MAX_FACTOR = 10**6
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+"""Options of a run that do not change the meaning of the weights."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3 scaling of the rotary frequencies (Llama 3 technical report, section 3.2; HF `rope_type: llama3`)."""
+    """Scaling of the rotary frequencies, in Hugging Face's words.
 
+    Llama 3's rule (technical report, section 3.2), or YaRN (Peng et al. 2023, arXiv:2309.00071, section 3).
+
+    Attributes:
+        factor: divisor of low frequencies; high ones are kept.
+        low_freq_factor, high_freq_factor: turns within the original length up to which a frequency is low, and from
+            which it is high (llama3).
+        beta_slow, beta_fast: the same (yarn).
+        attention_factor: factor of queries and keys (yarn); 0: 0.1 ln(factor) + 1.
+        truncate: whether the bounds are rounded to whole dimensions (yarn).
+    """
+
+    rope_type: Literal["llama3", "yarn"] = "llama3"
     factor: float = 8.0
+    original_max_position_embeddings: int = 8192
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    attention_factor: float = 0.0
+    truncate: bool = True
 
     def __post_init__(self) -> None:
+        for name in SCALING_FIELDS["yarn" if self.rope_type == "llama3" else "llama3"]:
+            require(
+                getattr(self, name) == getattr(RopeScaling, name),
+                f"--rope-scaling with {name}",
+                f"is not of rope_type {self.rope_type}",
+                f"drop it, or change rope_type, which has {', '.join(SCALING_FIELDS[self.rope_type])}",
+            )
         require(
             1 <= self.factor < _MAX_FACTOR
             and 0 < self.low_freq_factor < self.high_freq_factor < _MAX_FACTOR
+            and 0 < self.beta_slow < self.beta_fast < _MAX_FACTOR
+            and 0 <= self.attention_factor < _MAX_FACTOR
             and 1 <= self.original_max_position_embeddings < 2**30,
             f"--rope-scaling {dataclasses.asdict(self)}",
-            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, both factors below a million, and a "
-            "positive original length",
+            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, 0 < beta_slow < beta_fast, attention_factor "
+            ">= 0, all below a million, and a positive original length",
             "take the values of the model's config.json",
         )
+
+
+SCALING_FIELDS = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_slow", "beta_fast", "attention_factor", "truncate"),
+}
+"""Fields of `RopeScaling` that one type of scaling has and the other has not."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +116,8 @@ class ModelConfig:
     rope_fraction: float = 1.0
     """Fraction of each head that is rotated (GPT-NeoX: 0.25)."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3 scaling of the rotary frequencies, e.g. '{factor: 8.0}'."""
+    """Scaling of the rotary frequencies, e.g. '{factor: 8.0}' (Llama 3's rule) or '{rope_type: yarn, factor: 32.0,
+    original_max_position_embeddings: 4096}'."""
     rope_linear_factor: float = 1.0
     """Divide the rotary frequencies by this (position interpolation; Gemma 3: 8)."""
     rope_theta_local: float | None = None
@@ -91,6 +128,9 @@ class ModelConfig:
     layer."""
     window_pattern: int = 0
     """With --window: every n-th layer uses full attention (Gemma 2: 2, Gemma 3: 6); 0: no layer does."""
+    layer_types: tuple[str, ...] = ()
+    """With --window: sliding_attention or full_attention for each layer, as config.json of Hugging Face names them; a
+    shorter list is repeated. Overrides --window-pattern."""
     query_pre_attn_scalar: int | None = None
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
@@ -123,6 +163,26 @@ class ModelConfig:
     """Dropout on embeddings and sub-layer outputs."""
     attention_dropout: float = 0.0
     """Dropout on attention probabilities."""
+    num_experts: int | None = None
+    """Number of experts of each MoE layer. Default: none, every layer is dense."""
+    moe_topk: int = 2
+    """Number of experts that each token is sent to."""
+    moe_ffn_size: int | None = None
+    """Inner width of an expert. Default: --ffn-hidden-size."""
+    moe_renormalize: bool = True
+    """Divide the routing weights of a token by their sum (Mixtral), instead of using the softmax as it is."""
+    moe_shared_ffn_size: int = 0
+    """Inner width of the shared expert, which sees every token; 0: none."""
+    moe_shared_gate: bool = False
+    """Multiply the output of the shared expert by a sigmoid gate (Qwen2-MoE)."""
+    moe_dense_layers: tuple[int, ...] = ()
+    """Layers, from 0, that have a dense MLP instead of experts."""
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss in the gradients (0.01 is usual); `loss` in the metrics is without it."""
+    moe_z_loss_coeff: float = 0.0
+    """Weight of the squared log-sum-exp of the router's logits in the gradients (ST-MoE; 1e-3 is usual)."""
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
+    """Whether that balances the tokens of each micro-batch, and so depends on its size, or of each sequence (seq)."""
 
     def __post_init__(self) -> None:
         check_names(self)
@@ -132,6 +192,9 @@ class ModelConfig:
         in_range(self, "seq_len", 1, _MAX_SEQ_LEN + 1)
         in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
         in_range(self, "window_pattern", 0, _MAX_LAYERS)
+        types, pattern = read_layer_types(self.layer_types, self.window_pattern, self.window, self.num_layers)
+        object.__setattr__(self, "layer_types", types)
+        object.__setattr__(self, "window_pattern", pattern)
         in_range(self, "vocab_size", 2, 10**8)
         in_range(self, "norm_eps rope_fraction init_std", 0, 100, above=True)
         in_range(self, "rope_theta rope_theta_local attention_softcap logit_softcap", 0, 1e12, above=True)
@@ -150,6 +213,9 @@ class ModelConfig:
         gated = -(-8 * self.hidden_size // (3 * 64)) * 64
         self._default("ffn_hidden_size", gated if self.gated else 4 * self.hidden_size)
         self._default("max_position_embeddings", self.seq_len)
+        if self.num_experts is not None:
+            self._default("moe_ffn_size", self.ffn_hidden_size)
+        check_expert_options(self)
         require(
             self.num_heads % self.kv_heads == 0,
             f"--num-kv-heads {self.num_kv_heads}",
@@ -168,6 +234,16 @@ class ModelConfig:
             f"rotates {self.rotary_dim} head dimensions, not an even number from 2 to {self.head_dim}",
             "change --head-dim or --rope-fraction",
         )
+        require(
+            self.rope_scaling is None or self.rope_linear_factor == 1,
+            f"--rope-scaling with --rope-linear-factor {self.rope_linear_factor}",
+            "frequencies are scaled by one of them",
+            "set --rope-linear-factor 1, or drop --rope-scaling",
+        )
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.num_experts is not None and layer not in self.moe_dense_layers
 
     def _mup_attention_scalar(self) -> int:
         """Return what makes attention's scale sqrt(base head size) / head size: 1 / sqrt(head size) at the base."""
@@ -206,6 +282,11 @@ class ModelConfig:
         return self.ffn_hidden_size
 
     @property
+    def expert_ffn_size(self) -> int:
+        assert self.moe_ffn_size is not None
+        return self.moe_ffn_size
+
+    @property
     def vocab(self) -> int:
         assert self.vocab_size is not None, "vocab_size is resolved from the tokenizer before a model is built"
         return self.vocab_size
@@ -239,6 +320,8 @@ class ModelConfig:
 
     def window_of(self, layer: int) -> int | None:
         """Return the number of positions that a layer attends to, the current one included; None: no limit."""
+        if self.layer_types:
+            return self.window if self.layer_types[layer] == SLIDING else None
         sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
         return None if sees_all else self.window
 
@@ -250,7 +333,8 @@ class ModelConfig:
     def from_dict(cls, options: dict[str, Any]) -> ModelConfig:
         """Build the config from its `dataclasses.asdict`, read from a checkpoint; TypeError if malformed."""
         scaling = options.get("rope_scaling")
-        return cls(**{**options, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+        lists = {name: tuple(options.get(name, ())) for name in ("moe_dense_layers", "layer_types")}
+        return cls(**{**options, "rope_scaling": RopeScaling(**scaling) if scaling else None, **lists})
 
     @classmethod
     def from_arch(cls, arch: str, **options: Any) -> ModelConfig:

@@ -100,6 +100,11 @@ class OptimConfig:
         """Return the names of such a parameter's fp32 states, master weights not included."""
         return RULES[self.rule_of(matrix)].states
 
+    def states_unlike(self, other: str) -> set[str]:
+        """Return the names of states that mean something else in the optimizer `other`."""
+        names = {self.optimizer, other} & RULES.keys() if other != self.optimizer else ()
+        return {state for name in names for state in RULES[name].own}
+
     def __post_init__(self) -> None:
         check_names(self)
         # No upper limit: weights that overflow are detected during training, and never saved.

@@ -27,8 +27,8 @@ class StartOptions:
     dry_run: bool = False
     """Print layout, parameters and memory per rank, and exit."""
     layout: Literal["auto"] | None = None
-    """Choose tp, pp, micro-batch size and the rest of the layout to fit the available devices; layout flags that you
-    give are kept."""
+    """Choose tp, cp, pp, micro-batch size and the rest of the layout to fit the available devices; layout flags that
+    you give are kept."""
 
 
 class OptionValue(NamedTuple):
@@ -59,11 +59,11 @@ GROUP_OF: dict[str, str] = {f.name: group for group, cls in GROUPS.items() for f
 """Option -> its group."""
 
 LAYOUT = (
-    *("tp", "pp", "vp", "sequence_parallel", "schedule", "micro_batch_size"),
+    *("tp", "cp", "ep", "etp", "pp", "vp", "sequence_parallel", "schedule", "micro_batch_size"),
     *("recompute", "zero", "zero_group", "offload"),
 )
 """Options that `--layout auto` chooses."""
-LAYOUT_DETAILS = ("pipeline_layout", "zero_keep", "zero_reduce", "offload_dir")
+LAYOUT_DETAILS = ("cp_comm", "pipeline_layout", "zero_keep", "zero_reduce", "offload_dir")
 """Options that belong to some of these choices only."""
 
 

@@ -30,6 +30,11 @@ class ParallelConfig:
     """With --cp: how attention reaches the tokens of other ranks. gather: gather all keys and values; ring: pass them
     on, a block at a time; a2a: exchange tokens for heads (Ulysses); a2a+...: exchange among as many neighbors as there
     are heads for, gather or pass on beyond them; auto: by the bytes that each sends."""
+    ep: int = 1
+    """Expert-parallel size: number of neighbors among the ranks of dp x cp (with --etp 1, of dp x cp x tp) that the
+    experts of each layer are distributed over."""
+    etp: Literal["1", "tp"] = "tp"
+    """Ranks that each expert is sharded over: those of tp, or 1 for whole experts (requires sequence parallelism)."""
     sequence_parallel: bool = True
     """With --tp above 1: also shard norms, dropout and the residual stream over the sequence."""
     schedule: Annotated[str, Choices(SCHEDULES, ("auto",))] = "auto"
@@ -52,13 +57,16 @@ class ParallelConfig:
     """ZeRO 3: make reading a weight that is not gathered an error (slow)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: CUDA if available."""
-    bucket_size: int = 40_000_000
+    bucket_size: int | None = None
     """Size of a gradient bucket in elements. A bucket is reduced as soon as all its gradients are ready; with --zero
-    2 it holds at most one large layer."""
+    2 it holds at most one large layer. Default: 40 million, or one million per rank of dp where that is more."""
     overlap_grad_reduce: bool = True
     """Overlap the reduction of gradients over dp with the backward pass."""
     overlap_tp_reduce: bool = True
     """Overlap the reduction of input gradients over tp with the computation of weight gradients."""
+    tp_chunks: int = 1
+    """With sequence parallelism: compute each linear layer's forward product in this many chunks of the sequence, one
+    while the next is gathered or the one before is summed. Pays where the products of a chunk still fill the GPU."""
     overlap_param_gather: bool = True
     """ZeRO 1: overlap gathering the updated weights with the next forward pass."""
     vocab_divisible_by: int = 128
@@ -66,10 +74,12 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        in_range(self, "tp pp vp cp", 1, 100_000)
+        in_range(self, "tp_chunks tp pp vp cp ep", 1, 100_000)
         self._check_pipeline_layout()
         in_range(self, "bucket_size", 1, 2**40)
         in_range(self, "vocab_divisible_by", 1, 1_000_000)
+        usable = self.tp_chunks == 1 or (self.tp > 1 and self.sequence_parallel)
+        require(usable, f"--tp-chunks {self.tp_chunks}", "requires --tp above 1 with sequence parallelism", "drop it")
         in_range(self, "zero_whole_below", 0, 2**40)
         require(
             re.fullmatch(r"full|node|(dp/)?[1-9]\d*", self.zero_group) is not None,
@@ -89,10 +99,49 @@ class ParallelConfig:
                 f"raise --zero, or drop {flag}",
             )
 
+    def bucket_elements(self, ranks: int) -> int:
+        """Return the size of a bucket that `ranks` ranks reduce: the share that each sends must not become small."""
+        return max(40_000_000, 1_000_000 * ranks) if self.bucket_size is None else self.bucket_size
+
     @property
     def stage_layers(self) -> tuple[int, ...] | None:
         """The number of layers of every stage by `--pipeline-layout`; None: balanced by cost."""
         return None if self.pipeline_layout is None else read_stages(self.pipeline_layout)
+
+    def zero_stage(self, dp: int, offloads_weights: bool) -> int:
+        """Return the ZeRO stage in effect: on one rank, stages 2 and 3 shard nothing, but can offload weights.
+
+        Args:
+            dp: number of ranks that see different tokens of a batch (`Grid.batch_ranks`).
+        """
+        return self.zero if dp > 1 or offloads_weights else min(self.zero, 1)
+
+    def zero_group_size(self, dp: int, local_ranks: int) -> int | None:
+        """Return the number of data-parallel ranks that ZeRO shards over; None: all of them.
+
+        Args:
+            dp: number of ranks that see different tokens of a batch (`Grid.batch_ranks`).
+            local_ranks: ranks on one host.
+
+        Raises:
+            UserError: `--zero-group` does not divide dp, or leaves one rank per group.
+        """
+        asked = self.zero_group
+        if asked == "full":
+            return None
+        if asked == "node":
+            size = min(max(1, local_ranks // self.tp), dp)
+        else:
+            size = dp // int(asked[3:]) if asked.startswith("dp/") else int(asked)
+        exact = not asked.startswith("dp/") or dp % int(asked[3:]) == 0
+        divisors = ", ".join(str(n) for n in range(2, dp + 1) if dp % n == 0)
+        require(
+            size > 1 and exact and dp % size == 0,
+            f"--zero-group {asked}",
+            f"must make groups of at least two ranks that divide dp {dp}",
+            f"use full, or one of {divisors}" if divisors else "use full",
+        )
+        return size
 
     def _check_pipeline_layout(self) -> None:
         given = f"--pipeline-layout {self.pipeline_layout}"

@@ -7,16 +7,19 @@ fix (`UserError`, exit code 2).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from megalite.base.errors import in_range, require, step_range
+from megalite.base.store import cached_at, check_local, check_url
 from megalite.config.context_parallel import check_context_parallel
 from megalite.config.data import DataConfig
+from megalite.config.expert_parallel import check_experts
+from megalite.config.fp8 import check_fp8
 from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
-from megalite.schedules.lr import learning_rate, weight_decay
 from megalite.update_rules import RULES
 
 _MAX_MICROBATCHES = 100_000
@@ -27,7 +30,12 @@ class RunConfig:
     """Output, checkpoints, evaluation and logging."""
 
     run_dir: str = "runs/run"
-    """Directory of the run: config.yaml, metrics.jsonl, checkpoints/, logs/."""
+    """Directory of the run: config.yaml, metrics.jsonl, checkpoints/, logs/; or a URL (s3://, gs://) to which the
+    checkpoints of its local folder in --cache-dir are uploaded."""
+    cache_dir: str = "~/.cache/megalite"
+    """Local folder for what stands in object stores; on a large disk."""
+    cache_gb: float = 100.0
+    """GB of token data from object stores that are kept there; the oldest are deleted first."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 2
@@ -45,6 +53,9 @@ class RunConfig:
     """Start a new run with the model options and weights of this Hugging Face directory."""
     resume_fallback: bool = False
     """If the newest checkpoint is damaged, resume from the one before it."""
+    max_minutes: float = 0.0
+    """Save and end after the first step that begins this many minutes after training began, start-up not counted;
+    0: no limit."""
     save_errors: Literal["stop", "warn"] = "stop"
     """Whether a failed save stops the run or only logs a warning."""
     check_replicas: bool = True
@@ -81,6 +92,7 @@ class RunConfig:
         in_range(self, "eval_steps log_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)
         # A timeout shorter than a step, or than reading a file at start-up, would end healthy runs.
+        in_range(self, "max_minutes", 0, 10**9)
         in_range(self, "watchdog_timeout", 1 if self.watchdog_timeout != 0 else 0, 10**7)
         in_range(self, "spike_threshold", 1, 10**6, above=True)
         resets = [f"--reset-{name}" for name in ("data", "optimizer", "step") if getattr(self, f"reset_{name}")]
@@ -91,8 +103,22 @@ class RunConfig:
             "name that checkpoint with --resume PATH, and give a new --run-dir",
         )
         require(self.run_dir != "", "--run-dir ''", "is empty", "give a directory")
+        in_range(self, "cache_gb", 0.001, 10**7)
+        check_url("--run-dir", self.run_dir)
+        check_url("--resume", self.resume)
+        rule = "is gone when a process ends, and each has its own"
+        require(
+            not self.run_dir.startswith("memory://"), f"--run-dir {self.run_dir}", rule, "give a store or a directory"
+        )
+        check_local("--init-from-hf", self.init_from_hf)
+        check_local("--calibration", self.calibration)
         step_range("--record-schedule", self.record_schedule)
         step_range("--profile", self.profile)
+
+    @property
+    def folder(self) -> Path:
+        """The local folder of the run."""
+        return cached_at(self.run_dir, self.cache_dir)
 
 
 @dataclass(frozen=True)
@@ -109,7 +135,9 @@ class Config:
     def __post_init__(self) -> None:
         self._check_tensor_parallel()
         check_context_parallel(self.model, self.parallel, self.data.within_documents, self.train.compile)
+        check_experts(self.model, self.parallel, self.train)
         self._check_features()
+        check_fp8(self.model, self.parallel, self.train)
         self._check_steps()
         m, p, counts = self.model, self.parallel, self.parallel.stage_layers
         require(
@@ -137,10 +165,12 @@ class Config:
             "change one of the two",
         )
         require(
-            not self.sequence_parallel or m.seq_len % p.tp == 0,
+            not self.sequence_parallel or m.seq_len % (p.tp * p.cp * p.tp_chunks) == 0,
             f"--seq-len {m.seq_len}",
-            f"must be divisible by --tp {p.tp} with sequence parallelism",
-            "change --seq-len, or give --no-sequence-parallel",
+            f"must be divisible by --tp {p.tp} x --tp-chunks {p.tp_chunks}"
+            + f" x --cp {p.cp}" * (p.cp > 1)
+            + " with sequence parallelism",
+            "change --seq-len" + (", or lower --tp-chunks" if p.tp_chunks > 1 else ", or give --no-sequence-parallel"),
         )
 
     def _check_features(self) -> None:
@@ -197,6 +227,11 @@ class Config:
         )
 
     @property
+    def local_data(self) -> DataConfig:
+        """The data options with local stand-ins in place of URLs."""
+        return self.data.local(self.run.cache_dir)
+
+    @property
     def sequence_parallel(self) -> bool:
         return self.parallel.sequence_parallel and self.parallel.tp > 1
 
@@ -214,40 +249,8 @@ class Config:
         return f"{self.rates.lr:.6g} = --lr {o.lr:.6g} at batch {o.base_batch_size}, --scale-lr {o.scale_lr} to {batch}"
 
     def zero_stage(self, dp: int) -> int:
-        """Return the ZeRO stage in effect: on one rank, stages 2 and 3 shard nothing, but can offload weights.
-
-        Args:
-            dp: number of ranks that see different tokens of a batch (`Grid.batch_ranks`).
-        """
-        zero = self.parallel.zero
-        return zero if dp > 1 or self.train.offload == "optimizer+params" else min(zero, 1)
-
-    def zero_group_size(self, dp: int, local_ranks: int) -> int | None:
-        """Return the number of data-parallel ranks that ZeRO shards over; None: all of them.
-
-        Args:
-            dp: number of ranks that see different tokens of a batch (`Grid.batch_ranks`).
-            local_ranks: ranks on one host.
-
-        Raises:
-            UserError: `--zero-group` does not divide dp, or leaves one rank per group.
-        """
-        asked = self.parallel.zero_group
-        if asked == "full":
-            return None
-        if asked == "node":
-            size = min(max(1, local_ranks // self.parallel.tp), dp)
-        else:
-            size = dp // int(asked[3:]) if asked.startswith("dp/") else int(asked)
-        exact = not asked.startswith("dp/") or dp % int(asked[3:]) == 0
-        divisors = ", ".join(str(n) for n in range(2, dp + 1) if dp % n == 0)
-        require(
-            size > 1 and exact and dp % size == 0,
-            f"--zero-group {asked}",
-            f"must make groups of at least two ranks that divide dp {dp}",
-            f"use full, or one of {divisors}" if divisors else "use full",
-        )
-        return size
+        """Return the ZeRO stage in effect (`ParallelConfig.zero_stage`)."""
+        return self.parallel.zero_stage(dp, self.train.offload == "optimizer+params")
 
     def num_microbatches(self, dp: int) -> int:
         """Return the number of micro-batches per step and dp rank, for the largest batch.
@@ -285,13 +288,3 @@ class Config:
                 "raise --micro-batch-size, or use more ranks",
             )
         return counts
-
-
-def rates_at(optim: OptimConfig, train: TrainConfig, step: int) -> tuple[float, float, float]:
-    """Return a step's learning rate, that of embedding and output layers, and weight decay (the first step is 1)."""
-    # By samples, a step counts as the number of full batches up to its end.
-    by_samples, batch = optim.lr_by == "samples", train.global_batch_size
-    at, last = (train.batches.samples(n) / batch if by_samples else n for n in (step, train.train_steps))
-    rates = optim.scaled(batch)
-    lr, decoupled_lr = (learning_rate(at, options, last) for options in (rates, rates.decoupled))
-    return lr, decoupled_lr, weight_decay(at, rates, last)

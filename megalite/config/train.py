@@ -29,6 +29,13 @@ class TrainConfig:
     """Use only deterministic kernels (slower on CUDA)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Data type of weights and activations; master weights and main gradients are fp32."""
+    fp8: Literal["off", "blockwise", "rowwise", "tensorwise", "mxfp8"] = "off"
+    """Products of the blocks' linear layers in FP8, forward and backward: scales for blocks of 128 (blockwise: Hopper),
+    of 32 (mxfp8: Blackwell), for rows, or for whole tensors (fastest, least precise)."""
+    fp8_emulate: bool = False
+    """Compute what --fp8 would on any device, slower than bf16: codes as on a GPU, multiplied in fp32."""
+    fp8_keep_bf16: int = 0
+    """Number of first, and of last, blocks that --fp8 leaves alone."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass: nothing, the attention core (selective), or whole blocks (full)."""
     ops: str = "auto"
@@ -66,6 +73,7 @@ class TrainConfig:
         in_range(self, "seed", 0, 2**63)
         in_range(self, "label_smoothing z_loss", 0, 1)
         in_range(self, "loss_chunk", 0, 10**9)
+        in_range(self, "fp8_keep_bf16", 0, 10**6)
         require(
             not (self.loss_chunk and self.label_smoothing),
             f"--loss-chunk {self.loss_chunk} with --label-smoothing {self.label_smoothing}",

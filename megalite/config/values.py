@@ -120,7 +120,8 @@ def _convert(kind: Any, value: Any) -> Any:
         return kind(**{name: _convert(hints[str(name)], item) for name, item in tree.items()})  # type: ignore[operator]
     if words := choices_of(kind):
         choices = words if mark_of(kind) else get_args(kind)
-        return choices[words.index(str(value))]
+        # YAML reads `off` without quotes as False.
+        return choices[words.index("off" if value is False and "off" in words else str(value))]
     if kind in (int, float) and isinstance(value, str):
         value = kind(value)  # all words of a command line, and what YAML 1.1 takes for text: 1e-4
     elif kind is str and not isinstance(value, bool | list | dict | None):

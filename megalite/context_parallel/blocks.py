@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.batch import Documents, Mask, runs_of
+from megalite.batch import Documents, Mask, in_order, runs_of
 from megalite.dist.context import Axis
+from megalite.dist.exchange import exchange_rows
 from megalite.ops import Ops
+from megalite.ops.attention import masked
 
 _ROWS = 512
 """Queries of a block that needs a mask: its keys are those from the first that one of the queries sees."""
@@ -130,17 +132,16 @@ class Case:
         end = max(run.stop for run in self.queries)
         window = end if self.mask.window is None else self.mask.window
         for block in blocks_of(self.queries, key_runs, window, self.documents):
-            visible = self._visible(block, window, device) if block.masked else None
+            rows = (x.stop - x.start for x in (block.queries, block.keys))
+            queries, keys = (torch.arange(begin, begin + n, device=device) for begin, n in zip(block.begins, rows))
+            visible = self.visible(queries, keys, window) if block.masked else None
             yield block, {"visible": visible, "causal": block.causal, **self.options}
 
-    def _visible(self, block: Block, window: int, device: torch.device) -> Tensor:
-        """Return bool [B or 1, 1, queries, keys]."""
-        sizes = (rows.stop - rows.start for rows in (block.queries, block.keys))
-        queries, keys = (torch.arange(at, at + n, device=device) for at, n in zip(block.begins, sizes))
+    def visible(self, queries: Tensor, keys: Tensor, window: int) -> Tensor:
+        """Return bool [B or 1, 1, queries, keys], given their positions."""
         first = queries[None] - (window - 1)
         if self.documents is not None:
-            begin = block.begins[0]
-            first = torch.maximum(first, self.documents.starts_SB[begin : begin + len(queries)].t())
+            first = torch.maximum(first, self.documents.starts_SB[queries].t())
         return ((keys <= queries[:, None]) & (keys >= first[..., None])).unsqueeze(1)
 
 
@@ -203,7 +204,9 @@ class _BlockAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """`ops.attention` of this rank's queries with the keys of all ranks of an axis; no dropout.
+    """`ops.attention` of this rank's queries with the keys of all ranks of an axis.
+
+    Blocks of keys have no dropout: with it, gathered keys are attended to at once, and kept for backward.
 
     Attributes:
         exchange: how the keys come.
@@ -220,7 +223,14 @@ class BlockAttention:
         scale: float | None = None, softcap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend; q, k and v are of this rank's tokens, documents of whole samples."""
-        assert not dropout
-        runs = runs_of(q.shape[2] * self.cp.size, self.cp.size, self.cp.rank)
+        tokens = q.shape[2] * self.cp.size
+        runs = runs_of(tokens, self.cp.size, self.cp.rank)
         case = Case(self.ops, runs, mask, documents, {"scale": scale, "softcap": softcap})
+        if dropout:
+            # An exchange of copies gathers, and its backward sums.
+            kv, each = pack(k, v), [1] * self.cp.size
+            k, v = unpack(in_order(exchange_rows(kv.expand(self.cp.size, *kv.shape), self.cp, each, each)))
+            own = torch.cat([torch.arange(run.start, run.stop, device=q.device) for run in runs])
+            visible = case.visible(own, torch.arange(tokens, device=q.device), mask.window or tokens)
+            return masked(q, k, v, visible, dropout, scale, softcap)
         return _BlockAttention.apply(q, k, v, self.exchange, case)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megalite.batch import Documents, Mask, by_rank, in_order
-from megalite.dist import collectives
 from megalite.dist.context import Axis
+from megalite.dist.exchange import exchange_rows
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class HeadExchange:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, documents: Documents | None = None, **options: Any
     ) -> Tensor:
         """Attend; q, k and v are of this rank's tokens, documents of whole samples."""
-        ranks = self.axis.size
+        ranks, each = self.axis.size, [1] * self.axis.size
         copies = max(1, ranks // k.shape[1])
         k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
         heads = [x.shape[1] // ranks for x in (q, k, v)]
         # [tokens, B, heads, D] -> [ranks, tokens, B, this rank's heads of q, k and v, D]
         packed = torch.cat([x.permute(2, 0, 1, 3).unflatten(2, (ranks, -1)) for x in (q, k, v)], 3)
-        received = collectives.exchange(packed.permute(2, 0, 1, 3, 4), self.axis)
+        received = exchange_rows(packed.permute(2, 0, 1, 3, 4), self.axis, each, each)
         parts = in_order(received).split(heads, 2)
         out = self.attention(*(x.permute(1, 2, 0, 3) for x in parts), mask, documents, **options)
-        back = collectives.exchange(by_rank(out.permute(2, 0, 1, 3), ranks), self.axis)
+        back = exchange_rows(by_rank(out.permute(2, 0, 1, 3), ranks), self.axis, each, each)
         # [ranks, tokens, B, heads of each, D] -> [B, heads, tokens, D]
         return back.permute(1, 2, 0, 3, 4).flatten(2, 3).permute(1, 2, 0, 3)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megalite.base.errors import UserError
 from megalite.data.sidecar import DIGEST, Checksums
+from megalite.data.stand_in import Units
 
 # At each start a rank checks at most this much of its share of all files, in a fraction of a second.
 AT_START = 512 << 20
@@ -84,6 +85,7 @@ class TokenFile:
         weakref.finalize(self, _FILES.close, self._number)
         self._stamp = self._current_stamp()
         self._verified = bytearray(-(-size // self._block))
+        self._units = Units.of(path)
         if sums is not None and len(sums.blocks) != len(self._verified) * DIGEST:
             rule = "is not the file that PREFIX.json beside it describes"
             raise UserError(f"{path} has {size} bytes", rule, _RESTORE)
@@ -107,7 +109,8 @@ class TokenFile:
         stamp = self._current_stamp()
         if stamp != self._stamp:
             self._stamp, self._verified = stamp, bytearray(len(self._verified))
-        if all(self._verified[block] for block in blocks):
+        # A unit of a stand-in may have been deleted and downloaded again since it was checked.
+        if self._units is None and all(self._verified[block] for block in blocks):
             data = self.peek(begin, size)
             if self._current_stamp() == stamp:
                 return data
@@ -116,7 +119,8 @@ class TokenFile:
 
     def check(self, rank: int = 0, world: int = 1, at_most: int | None = AT_START) -> None:
         """Check this rank's share of all blocks, or a random `at_most` bytes of a larger share."""
-        if self.sums is None:
+        # Of a file in a store nothing is downloaded that is not needed: blocks are checked when they are read.
+        if self.sums is None or self._units is not None:
             return
         share = range(rank, len(self._verified), world)
         if at_most is not None and len(share) * self._block > at_most:
@@ -141,6 +145,10 @@ class TokenFile:
     def _read_block(self, block: int, sums: Checksums) -> bytes:
         begin = block * self._block
         data = self.peek(begin, min(self._block, self.size - begin))
+        if self._units is not None and not sums.matches(block, data):
+            # It may have been damaged on its way, or on this disk.
+            self._units.forget(begin, len(data))
+            data = self.peek(begin, len(data))
         if not sums.matches(block, data):
             given = f"{self.path}, bytes {begin} to {begin + len(data)}"
             raise UserError(given, "differ from what preprocessing wrote, by the checksums in PREFIX.json", _RESTORE)
@@ -149,6 +157,8 @@ class TokenFile:
 
     def peek(self, begin: int, size: int) -> bytes:
         """Return bytes [begin, begin + size) without a check; raises as `read`."""
+        if self._units is not None and size:
+            return self._units.read(begin, size)
         chunks, at = [], begin
         try:
             with _FILES.descriptor(self._number, self.path) as fd:

@@ -127,8 +127,7 @@ def build_datasets(
         logger.info("--valid-data is given: training uses all documents of --data, --split is not applied")
         valid_set = make("valid", _open(valid_data, vocab_size, share), shuffle=False)
         return Datasets(make("train", sources, shuffle=shuffle), valid_set)
-    weights = [float(weight) for weight in split.split(",")]
-    has_valid = len(weights) > 1 and weights[1] > 0
+    has_valid = any(float(weight) > 0 for weight in split.split(",")[1:2])
     if has_valid and not evaluate and _short(sources, valid, seq_len):
         logger.info(f"no evaluation at the end: the validation part of --split {split} is shorter than a sample")
         has_valid = False

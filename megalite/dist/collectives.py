@@ -23,6 +23,7 @@ from megalite.dist.by_messages import AllGather, SumOfSlices
 from megalite.dist.context import Axis
 
 T = TypeVar("T")
+MAX = dist.ReduceOp.MAX
 
 # torch 2.13 renamed both; the old names warn there, and the new ones do not exist in 2.11.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -233,20 +234,6 @@ class _ScatterSequence(torch.autograd.Function):
         return full, None
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        all_to_all(out, x, axis).wait()
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.apply(grad, ctx.axis), None
-
-
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Use a replicated tensor in a parallel region: identity; backward sums the gradient over the axis."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
@@ -260,11 +247,6 @@ def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Leave a parallel region to sequence shards (dimension 0): reduce-scatter; backward all-gathers."""
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
-
-
-def exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Send row i of x to rank i of the axis, for what it sends here; backward sends the gradients back."""
-    return x if axis.size == 1 else _Exchange.apply(x, axis)
 
 
 def gather_texts(text: str, axis: Axis, device: torch.device) -> Sequence[str]:

@@ -6,7 +6,7 @@ import faulthandler
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 
@@ -108,6 +108,11 @@ class ParallelContext:
         return self.axis("dp")
 
     @property
+    def ep(self) -> Axis:
+        """Expert-parallel axis: its ranks hold different experts."""
+        return self.axes.get(("ep",), Axis("ep", ranks=(self.rank,)))
+
+    @property
     def batch(self) -> Axis:
         """All axes whose ranks see different tokens: gradients are summed and ZeRO's shares cut over them."""
         return self.axis(*self.grid.batch)
@@ -137,25 +142,30 @@ class ParallelContext:
             grid: the run's grid.
             device: this rank's device.
             others: further grids over the same ranks, whose axes `groups` may name too (experts).
-            groups: products of axes to build, in this order on all ranks; None: each axis of `grid`, and its batch.
+            groups: products of axes to build, in this order on all ranks; None: each axis of `grid`, its batch, and the axes
+                of its experts.
             timeout: time limit of an operation, from `group_timeout`.
         """
         rank = dist.get_rank() if grid.world > 1 else 0
+        experts = () if grid.experts is None else (grid.experts,)
         if groups is None:
-            groups = (*((name,) for name in reversed(grid.names)), grid.batch)
+            groups = (*((name,) for name in reversed(grid.names)), grid.batch, *((("ep",), ("edp",)) if experts else ()))
+        all_ranks = tuple(range(grid.world))
+        world = Axis("world", grid.world, rank, all_ranks, dist.group.WORLD if grid.world > 1 else None)
         axes: dict[tuple[str, ...], Axis] = {}
         for names in groups:
-            axes_grid = next(g for g in (grid, *others) if set(names) <= set(g.names))
+            axes_grid = next(g for g in (grid, *experts, *others) if set(names) <= set(g.names))
             # A product with one factor above 1 is that factor: NCCL need not connect its ranks twice.
             factors = tuple(name for name in names if axes_grid[name] > 1)
             if factors in axes:
                 axes[names] = axes[factors]
             elif names not in axes:
-                axes[names] = _make_axis("x".join(names), rank, axes_grid.groups(*names), timeout)
+                members, name = axes_grid.groups(*names), "x".join(names)
+                # One communicator of the same ranks is enough, but for messages, which each have a stream of their own.
+                shares_world = members == [all_ranks] and names not in (("pp",), ("ep",))
+                axes[names] = replace(world, name=name) if shares_world else _make_axis(name, rank, members, timeout)
         pp_grad = _make_axis("pp_grad", rank, grid.groups("pp"), timeout)
         axes[("ends",)] = _make_ends(rank, grid.groups("pp"), timeout)
-        all_ranks = tuple(range(grid.world))
-        world = Axis("world", grid.world, rank, all_ranks, dist.group.WORLD if grid.world > 1 else None)
         # NCCL creates a communicator at its first use: do it here, in the same order on all ranks, not during a step.
         for axis in (*(axis for names, axis in axes.items() if names != ("pp",)), world):
             _connect(axis, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,10 +48,12 @@ class Grid:
     Attributes:
         axes: (name, size) pairs.
         batch: names of the axes whose ranks see different tokens of a batch.
+        experts: grid of the experts over the same ranks; None: they live on this one.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
     batch: tuple[str, ...] = ("dp",)
+    experts: Grid | None = None
 
     @classmethod
     def from_config(cls, parallel: object, world: int | None = None) -> Grid:
@@ -64,11 +67,19 @@ class Grid:
             UserError: as `of`.
         """
         sizes = {axis.name: getattr(parallel, axis.name) for axis in AXES if axis.name != "dp"}
-        return cls.of(math.prod(sizes.values()) if world is None else world, **sizes)
+        ep, etp = getattr(parallel, "ep", 1), getattr(parallel, "etp", "tp")
+        # Experts share the ranks of the other axes: dp is at least what they need.
+        shared = math.prod(sizes.values()) // (sizes["pp"] * (sizes["tp"] if etp == "tp" else 1))
+        fewest = math.prod(sizes.values()) * (ep // math.gcd(ep, shared))
+        return cls.of(fewest if world is None else world, ep=ep, etp=etp, **sizes)
 
     @classmethod
-    def of(cls, world: int, **sizes: int) -> Grid:
+    def of(cls, world: int, ep: int = 1, etp: str = "tp", **sizes: int) -> Grid:
         """The grid of `world` ranks over `AXES`, given the sizes of axes other than dp (1 unless given).
+
+        Args:
+            world: number of ranks.
+            ep, etp: see `ParallelConfig`.
 
         Raises:
             UserError: the axes do not divide the world.
@@ -95,7 +106,7 @@ class Grid:
             )
         sizes["dp"] = world // size
         batch = tuple(axis.name for axis in AXES if axis.cuts_batch)
-        return cls(tuple((axis.name, sizes[axis.name]) for axis in AXES), batch)
+        return cls(tuple((axis.name, sizes[axis.name]) for axis in AXES), batch, _experts(world, sizes, ep, etp))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,3 +165,22 @@ class Grid:
     def is_first_except(self, rank: int, *names: str) -> bool:
         """Whether `rank` is the first on each axis but the named ones."""
         return self.is_first(rank, *(name for name in self.names if name not in names))
+
+
+def _experts(world: int, sizes: Mapping[str, int], ep: int, etp: str) -> Grid | None:
+    """Make the grid of experts: ep has the nearest neighbors of each stage, or of those at one place of tp."""
+    cut = etp == "tp" or sizes["tp"] == 1
+    if ep == 1 and cut:
+        return None
+    tp = sizes["tp"] if cut else 1
+    ranks = world // (sizes["pp"] * tp)
+    if ranks % ep:
+        over = "dp x cp" if cut else "tp x cp x dp"
+        fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise UserError(
+            f"--ep {ep} --etp {etp} on {world} rank{'s' * (world != 1)}",
+            f"must divide the {ranks} ranks of {over} that share a layer's experts",
+            f"use one of {', '.join(map(str, fits))}, or start more ranks",
+        )
+    axes = (("pp", sizes["pp"]), ("edp", ranks // ep), ("ep", ep), ("tp", tp))
+    return Grid(axes if cut else axes[:-1], ("edp",))

@@ -66,7 +66,7 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
     """Join the default process group (gloo on CPU, NCCL on GPU) unless there is one; a world of one needs none.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         timeout: time limit of an operation, from `group_timeout`.
     """
     if world_size() == 1 or dist.is_initialized():

@@ -51,7 +51,16 @@ def find_main(name: str) -> Main:
     """Import and return the function of a command."""
     module, function = COMMANDS[name].place.split(":")
     main: Main = getattr(import_module(f"megalite.extras.{module}"), function)
-    return main
+    return lambda words: main(_local(name, words))
+
+
+def _local(name: str, words: Sequence[str]) -> Sequence[str]:
+    """Download what URLs among the arguments name."""
+    if not any("://" in word for word in words):
+        return words
+    from megalite.extras.local_words import local_words
+
+    return local_words(name, words)
 
 
 def _usage() -> str:

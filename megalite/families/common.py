@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megalite.families.parts import BlockKind
+from megalite.families.parts import BlockKind, block_of
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Packing:
     """The Hugging Face tensors that make up one tensor of megalite.
 
     Attributes:
-        names: names of the tensors, with {} for the layer; several (q, k, v or gate, up) are packed in this order.
+        names: names of the tensors, with {} for the layer, and {{}} for the expert where megalite stacks them; several
+            (q, k, v or gate, up) are packed in this order.
         how: "rows" (one below the other), "transposed" (GPT-2's Conv1D keeps [in, out]) or "heads"
             (GPT-NeoX: rows [heads, 3, head_dim]).
     """
@@ -44,18 +45,27 @@ class Preset:
             dropout, where the model was trained with it, stays 0.
         parameters: published number of parameters, tied tensors counted once: exact (int) or rounded (float);
             None for a shape that was not published.
+        active: number of parameters that a token meets; None where it meets all.
     """
 
     options: Mapping[str, Any]
     parameters: int | float | None
+    active: int | None = None
 
 
 def preset(
-    layers: int, hidden: int, heads: int, vocab: int, seq_len: int, parameters: int | float | None, **more: Any
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int,
+    seq_len: int,
+    parameters: int | float | None,
+    active: int | None = None,
+    **more: Any,
 ) -> Preset:
-    """Make a preset of the sizes that every model has, its published number of parameters, and other options."""
+    """Make a preset of the sizes that every model has, its published numbers of parameters, and other options."""
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "vocab_size": vocab, "seq_len": seq_len}
-    return Preset({**sizes, **more}, parameters)
+    return Preset({**sizes, **more}, parameters, active)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +77,15 @@ class Family:
         architecture: the class in transformers.
         options: `ModelConfig` values of the family; flags, presets and config.json override them.
         tensors: megalite name, with {} for the layer -> tensors of the file. A model uses those it has.
-        fields: (key of config.json, `ModelConfig` field) pairs.
+        fields: (key of config.json, `ModelConfig` field) pairs. A field may have several keys: all are written, and one
+            suffices.
         defaults: values of keys that config.json may omit, as in transformers.
         constants: keys with the only value that megalite supports; always written, and any other value is refused.
         activation: key of the name of the activation.
         partial_rotary: old key of the rotated fraction of a head, for families that have one.
         old_theta: old key of the rotary base.
         local_theta: old key of the rotary base of sliding-window layers, for families that have one.
+        text_of: model types with this family in `text_config`, beside images -> values that the text_config may omit.
         skip: patterns of tensors that files of this family may hold and that are not weights.
         prefix: prefix of the names of all tensors but the head; files may lack it (GPT-2 on the hub).
         presets: published models, by name (`--preset`).
@@ -91,10 +103,11 @@ class Family:
     partial_rotary: str | None = None
     old_theta: str = "rope_theta"
     local_theta: str | None = None
+    text_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     prefix: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
-    block_kind: Callable[[Any, int], BlockKind] = lambda cfg, layer: BlockKind()
+    block_kind: Callable[[Any, int], BlockKind] = block_of
 
     def place(self, name: str) -> Packing:
         """Return the packing of a tensor of megalite in the family's files, with the layer filled in."""
@@ -103,42 +116,6 @@ class Family:
         layer = match[1] if match else ""
         return dataclasses.replace(entry, names=tuple(n.format(layer) for n in entry.names))
 
-
-# Most families keep Llama's names.
-LLAMA_TENSORS: dict[str, Packing] = {
-    "embed_tokens.weight": rows("model.embed_tokens.weight"),
-    **{
-        f"layers.{{}}.self_attn.qkv_proj.{leaf}": rows(
-            f"model.layers.{{}}.self_attn.q_proj.{leaf}",
-            f"model.layers.{{}}.self_attn.k_proj.{leaf}",
-            f"model.layers.{{}}.self_attn.v_proj.{leaf}",
-        )
-        for leaf in ("weight", "bias")
-    },
-    **{
-        f"layers.{{}}.mlp.gate_up_proj.{leaf}": rows(
-            f"model.layers.{{}}.mlp.gate_proj.{leaf}", f"model.layers.{{}}.mlp.up_proj.{leaf}"
-        )
-        for leaf in ("weight", "bias")
-    },
-    **{
-        f"layers.{{}}.{name}": rows(f"model.layers.{{}}.{name}")
-        for name in (
-            "input_layernorm.weight",
-            "self_attn.q_norm.weight",
-            "self_attn.k_norm.weight",
-            "self_attn.o_proj.weight",
-            "self_attn.o_proj.bias",
-            "post_attention_layernorm.weight",
-            "pre_feedforward_layernorm.weight",
-            "mlp.down_proj.weight",
-            "mlp.down_proj.bias",
-            "post_feedforward_layernorm.weight",
-        )
-    },
-    "norm.weight": rows("model.norm.weight"),
-    "lm_head.weight": rows("lm_head.weight"),
-}
 
 # Keys that all families but GPT-2 share.
 COMMON_FIELDS: tuple[tuple[str, str], ...] = (
@@ -152,21 +129,3 @@ COMMON_FIELDS: tuple[tuple[str, str], ...] = (
     ("initializer_range", "init_std"),
     ("attention_dropout", "attention_dropout"),
 )
-# Those of the families with RMSNorm and grouped-query attention.
-LLAMA_FIELDS: tuple[tuple[str, str], ...] = (
-    *COMMON_FIELDS,
-    ("num_key_value_heads", "num_kv_heads"),
-    ("head_dim", "head_dim"),
-    ("rms_norm_eps", "norm_eps"),
-)
-# As in transformers' Llama class; families override what differs.
-LLAMA_DEFAULTS: dict[str, Any] = {
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "attention_dropout": 0.0,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "rope_theta": 10000.0,
-}

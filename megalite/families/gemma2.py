@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
+from megalite.families.common import Family, preset
+from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS
 
 # What Gemma 2 and 3 share.
 OPTIONS: dict[str, Any] = {

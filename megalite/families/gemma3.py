@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from megalite.families.common import LLAMA_TENSORS, Family, preset
+from megalite.families.common import Family, preset
 from megalite.families.gemma2 import DEFAULTS, FIELDS, OPTIONS
+from megalite.families.llama import LLAMA_TENSORS
 
 # From 4B on, positions of full attention are interpolated, and the vocabulary has 64 more tokens, for images.
 _LARGE: dict[str, Any] = {"head_dim": 256, "window": 1024, "rope_linear_factor": 8.0, "max_position_embeddings": 131072}
@@ -32,6 +33,18 @@ FAMILY = Family(
     constants={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
     activation="hidden_activation",
     local_theta="rope_local_base_freq",
+    # From 4B on, for text and images; its text_config leaves out what is transformers' default.
+    text_of={
+        "gemma3": {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+        }
+    },
     presets={
         # Gemma team 2025, table 1, and google/gemma-3-1b-pt
         "gemma-3-1b": preset(

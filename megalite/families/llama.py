@@ -1,8 +1,62 @@
-"""Llama 1 to 3.2."""
+"""Llama 1 to 3.2, and the names of its Hugging Face files, which most families keep."""
 
 from typing import Any
 
-from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
+from megalite.families.common import COMMON_FIELDS, Family, Packing, preset, rows
+
+LLAMA_TENSORS: dict[str, Packing] = {
+    "embed_tokens.weight": rows("model.embed_tokens.weight"),
+    **{
+        f"layers.{{}}.self_attn.qkv_proj.{leaf}": rows(
+            f"model.layers.{{}}.self_attn.q_proj.{leaf}",
+            f"model.layers.{{}}.self_attn.k_proj.{leaf}",
+            f"model.layers.{{}}.self_attn.v_proj.{leaf}",
+        )
+        for leaf in ("weight", "bias")
+    },
+    **{
+        f"layers.{{}}.mlp.gate_up_proj.{leaf}": rows(
+            f"model.layers.{{}}.mlp.gate_proj.{leaf}", f"model.layers.{{}}.mlp.up_proj.{leaf}"
+        )
+        for leaf in ("weight", "bias")
+    },
+    **{
+        f"layers.{{}}.{name}": rows(f"model.layers.{{}}.{name}")
+        for name in (
+            "input_layernorm.weight",
+            "self_attn.q_norm.weight",
+            "self_attn.k_norm.weight",
+            "self_attn.o_proj.weight",
+            "self_attn.o_proj.bias",
+            "post_attention_layernorm.weight",
+            "pre_feedforward_layernorm.weight",
+            "mlp.down_proj.weight",
+            "mlp.down_proj.bias",
+            "post_feedforward_layernorm.weight",
+        )
+    },
+    "norm.weight": rows("model.norm.weight"),
+    "lm_head.weight": rows("lm_head.weight"),
+}
+
+# Those of the families with RMSNorm and grouped-query attention.
+LLAMA_FIELDS: tuple[tuple[str, str], ...] = (
+    *COMMON_FIELDS,
+    ("num_key_value_heads", "num_kv_heads"),
+    ("head_dim", "head_dim"),
+    ("rms_norm_eps", "norm_eps"),
+)
+# As in transformers' Llama class; families override what differs.
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+}
 
 
 def _extended_context(factor: float) -> dict[str, Any]:

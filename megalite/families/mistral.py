@@ -1,6 +1,7 @@
 """Mistral with full attention (7B v0.2 and later)."""
 
-from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
+from megalite.families.common import Family, preset
+from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS
 
 FAMILY = Family(
     name="mistral",

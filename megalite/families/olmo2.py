@@ -1,6 +1,7 @@
 """OLMo 2: norms after the sub-layers, and over all heads of queries and keys."""
 
-from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family
+from megalite.families.common import Family
+from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS
 
 FAMILY = Family(
     name="olmo2",

@@ -71,3 +71,8 @@ class BlockKind(NamedTuple):
 
     mixer: str = "gqa"
     feed_forward: str = "mlp"
+
+
+def block_of(cfg: Any, layer: int) -> BlockKind:
+    """Return the kind of a block of most families: experts where `cfg`, a `ModelConfig`, has them, else dense."""
+    return BlockKind(feed_forward="moe" if cfg.is_moe(layer) else "mlp")

@@ -1,6 +1,7 @@
 """Phi-3: q, k, v and gate, up are packed in the file as in megalite."""
 
-from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, rows
+from megalite.families.common import Family, rows
+from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS
 
 FAMILY = Family(
     name="phi3",

@@ -1,6 +1,7 @@
 """Qwen 2 and 2.5: biases on q, k and v, for which config.json has no key."""
 
-from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
+from megalite.families.common import Family, preset
+from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS
 
 _SMALL = {"num_kv_heads": 2, "tie_embeddings": True}
 

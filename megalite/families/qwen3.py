@@ -1,6 +1,7 @@
 """Qwen 3, dense: q and k are normalized per head, and the width of a head is a size of its own."""
 
-from megalite.families.common import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS, Family, preset
+from megalite.families.common import Family, preset
+from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS
 
 _GROUPED = {"num_kv_heads": 8, "head_dim": 128}
 _TIED = {**_GROUPED, "tie_embeddings": True}

@@ -6,6 +6,7 @@ Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidd
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -108,7 +109,10 @@ class GPTStage(nn.Module):
         cfg = layers.cfg
         self._offload = offload
         self.first, self.last, self.recompute, self.compiled = first, last, recompute, compiled
-        self.queue = layers.queue
+        self.queue, self.routing = layers.queue, layers.routing
+        self._recompute_options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        self._recompute_options["context_fn"] = layers.routing.passes
+        layers.routing.remembers = recompute == "full"
         self._sequence_shards = layers.tp.size if layers.sequence_parallel else 1
         self._hidden_size, self._dtype = cfg.hidden_size, layers.dtype
         if first:
@@ -160,7 +164,7 @@ class GPTStage(nn.Module):
             for block, rotary in zip(self.layers.values(), self._rotary):
                 rope = ropes[rotary]
                 if self.recompute == "full" and fwd.training:
-                    x = checkpoint(block, x, rope, documents, block_pass, use_reentrant=False, preserve_rng_state=False)
+                    x = checkpoint(block, x, rope, documents, block_pass, **self._recompute_options)
                 else:
                     x = block(x, rope, documents, block_pass)
         if not self.last:

@@ -40,6 +40,14 @@ class LayerKind(ABC):
     def touched(self, cfg: ModelConfig) -> int:
         """Count the values per token that its elementwise kernels read and write in the forward pass."""
 
+    def remembered(self, cfg: Config) -> list[SavedTensor]:
+        """List what it keeps even where its block is recomputed."""
+        return []
+
+    def deferred(self, cfg: Config) -> int:
+        """Compute the bytes that products apart from `matrices` keep for weight gradients that are deferred."""
+        return 0
+
     def weight_work(self, cfg: ModelConfig) -> int:
         """Count the multiply-adds of a token with weights, in its forward pass."""
         return sum(spec.numel for spec in self.matrices(cfg))

@@ -17,11 +17,15 @@ from megalite.config.model import ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.families.parts import Function
+from megalite.model.routing_log import RoutingLog
+from megalite.model.specs import layout_holding
 from megalite.ops import Ops
+from megalite.ops.fp8 import Fp8
 from megalite.sharding import Layout, ParamSpec, Shard
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
+from megalite.tensor_parallel.products import Fp8Products, Products
 
 Rope = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -40,7 +44,11 @@ class Layers:
         ops: the kernels in use.
         rng: dropout streams.
         queue: weight-gradient queue of the stage.
+        fp8: quantization of the blocks' matrices; None: no block's.
+        cp, ep: context- and expert-parallel axes.
+        routing: log of the stage's routers.
         allocate: whether parameters get memory; otherwise buckets hold their weights.
+        tp_chunks: chunks of a linear layer's forward product.
     """
 
     cfg: ModelConfig
@@ -53,12 +61,18 @@ class Layers:
     ops: Ops
     rng: RngStreams
     queue: WgradQueue
+    fp8: Fp8 | None = None
+    cp: Axis = field(default_factory=lambda: Axis("cp"))
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    routing: RoutingLog = field(default_factory=RoutingLog)
     allocate: bool = True
+    tp_chunks: int = 1
     _rotary: dict[object, Rotary] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
         """Make this rank's (uninitialized) shard of a declared parameter."""
-        shard = Shard(self.specs[name], self.layout)
+        spec = self.specs[name]
+        shard = Shard(spec, layout_holding(spec, self.layout))
         param = ShardedParameter.empty(shard, self.dtype, self.device, adds_to_main_grad)
         if not self.allocate:
             param.untyped_storage().resize_(0)
@@ -81,7 +95,15 @@ class Layers:
             "sequence_parallel": self.sequence_parallel,
             "queue": self.queue,
             "ops": self.ops,
+            "products": self.products(self.specs[f"{name}.weight"]),
+            "chunks": self.tp_chunks,
         }
+
+    def products(self, spec: ParamSpec) -> Products:
+        """Make the products of a declared matrix: in FP8 those of the blocks that it applies to."""
+        if self.fp8 is None or not spec.matrix or int(spec.name.split(".")[1]) not in self.fp8.layers:
+            return Products(self.ops)
+        return Fp8Products(self.ops, self.fp8, self.tp, "OI"[dict(spec.sharded_dims)["tp"]])
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
         """Make an embedding with its rows sharded over tp."""
@@ -200,12 +222,15 @@ class Rotary:
     Args:
         dim: number of rotated dimensions of a head.
         theta: base of the frequencies.
-        scaling: Llama 3's scaling of the frequencies, or None.
+        scaling: scaling of the frequencies by Llama 3's rule or YaRN, or None.
         divisor: divisor of all frequencies (position interpolation, Chen et al. 2023).
     """
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None, divisor: float = 1.0) -> None:
         self.dim, self.theta, self.scaling, self.divisor = dim, theta, scaling, divisor
+        self._amplitude = 1.0
+        if scaling is not None and scaling.rope_type == "yarn":
+            self._amplitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +238,7 @@ class Rotary:
         if self._tables is None or len(self._tables[0]) < positions.length:
             freq = self._frequencies(device)
             angles = torch.outer(torch.arange(positions.length, dtype=torch.float32, device=device), freq)
-            self._tables = angles.cos(), angles.sin()
+            self._tables = angles.cos() * self._amplitude, angles.sin() * self._amplitude
         cos, sin = (positions.look_up(table).flatten(0, 1) for table in self._tables)
         return cos, sin
 
@@ -222,8 +247,24 @@ class Rotary:
         scaling = self.scaling
         if scaling is None:
             return freq / self.divisor
-        turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
         # 1 keeps a (high) frequency, 0 divides a (low) one by the factor; linear in between.
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        if scaling.rope_type == "yarn":
+            keep = self._kept_by_yarn(scaling, device)
+        else:
+            turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            keep = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - keep) * freq / scaling.factor + keep * freq
+
+    def _kept_by_yarn(self, scaling: RopeScaling, device: torch.device) -> torch.Tensor:
+        """Return the kept share of every frequency; unlike Llama 3's it is linear in the dimension."""
+        length = scaling.original_max_position_embeddings / (2 * math.pi)
+        first, last = (
+            self.dim * math.log(length / turns) / (2 * math.log(self.theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.dim - 1)
+        at = torch.arange(self.dim // 2, dtype=torch.float32, device=device)
+        return 1 - ((at - first) / (last - first or 0.001)).clamp(0, 1)

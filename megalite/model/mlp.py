@@ -12,9 +12,8 @@ from megalite.model.layers import Layers
 class MLP(nn.Module):
     """Gated (gate_up_proj -> activation -> down_proj) or plain (up_proj -> activation -> down_proj), over x_SBH."""
 
-    def __init__(self, layers: Layers, index: int) -> None:
+    def __init__(self, layers: Layers, name: str) -> None:
         super().__init__()
-        name = f"layers.{index}.mlp"
         self.gated = layers.cfg.gated
         if self.gated:
             self.gate_up_proj = layers.column(f"{name}.gate_up_proj")

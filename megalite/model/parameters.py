@@ -12,7 +12,7 @@ from megalite.config.model import ModelConfig
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.mixers import MIXERS
 from megalite.model.specs import norm
-from megalite.sharding import ParamSpec
+from megalite.sharding import ParamSpec, count_parameters
 
 # Norms of a block by `norm_position`: before attention, after it, before the MLP, after it; "" where there is none.
 NORM_NAMES = {
@@ -45,6 +45,20 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     specs.extend(norm(cfg, "norm"))
     vocabulary("lm_head.weight", tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
     return MappingProxyType({spec.name: _of_width(spec, cfg.width_multiplier) for spec in specs})
+
+
+def active_parameters(cfg: ModelConfig) -> int:
+    """Count the parameters that a token meets: all but the experts that it is not sent to."""
+    specs = param_map(cfg).values()
+    experts = sum(spec.numel for spec in specs if any(axis == "ep" for axis, _ in spec.sharded_dims))
+    idle = experts // cfg.num_experts * (cfg.num_experts - cfg.moe_topk) if cfg.num_experts else 0
+    return count_parameters(param_map(cfg)) - idle
+
+
+def describe_parameters(cfg: ModelConfig) -> str:
+    """Return the number of parameters in words, and of those that a token meets where they are fewer."""
+    total = f"{count_parameters(param_map(cfg)):,} parameters"
+    return total if cfg.num_experts is None else f"{total} ({active_parameters(cfg):,} active)"
 
 
 def _of_width(spec: ParamSpec, width: float) -> ParamSpec:

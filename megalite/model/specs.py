@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 from megalite.config.model import ModelConfig
-from megalite.sharding import ParamSpec
+from megalite.sharding import Layout, ParamSpec
 
 
 def linear(
@@ -40,3 +41,11 @@ def norm_init(cfg: ModelConfig) -> Literal["ones", "zeros"]:
 def out_std(cfg: ModelConfig) -> float:
     """Return the initial deviation of layers that write to the residual stream (GPT-2, section 2.3)."""
     return cfg.init_std / math.sqrt(2 * cfg.num_layers)
+
+
+def layout_holding(spec: ParamSpec, layout: Layout) -> Layout:
+    """Return the layout that a parameter has on a rank: `layout`, or that of the experts' grid."""
+    experts = layout.grid.experts
+    if experts is None or all(axis != "ep" for axis, _ in spec.sharded_dims):
+        return layout
+    return replace(layout, grid=experts, batch=experts.batch)

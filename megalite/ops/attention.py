@@ -46,14 +46,14 @@ def _capped(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float, scale: float | None, softcap: float
 ) -> Tensor:
     """Compute soft-capped attention in plain torch, with the scores in memory."""
-    batch, heads, seq, width = q.shape
+    batch, heads, queries, width = q.shape
     scale = width**-0.5 if scale is None else scale
     # Query heads of a group are stacked along the sequence, instead of repeating k and v.
-    scores = (q.reshape(batch, k.shape[1], -1, width) @ k.transpose(2, 3)).view(batch, heads, seq, seq)
+    scores = (q.reshape(batch, k.shape[1], -1, width) @ k.transpose(2, 3)).view(batch, heads, queries, -1)
     wide = scores.to(torch.promote_types(q.dtype, torch.float32)) * (scale / softcap)
     p = (wide.tanh() * softcap).masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
     p = F.dropout(p, dropout) if dropout else p
-    return (p.view(batch, k.shape[1], -1, seq) @ v).view(q.shape)
+    return (p.view(batch, k.shape[1], -1, k.shape[2]) @ v).view(q.shape)
 
 
 def why_masked(
@@ -132,7 +132,7 @@ def attention(
     softcap: float | None = None,
 ) -> Tensor:
     """Run SDPA, varlen attention with documents, or plain torch with softcap; see the module's contract."""
-    seq, group = q.shape[2], q.shape[1] // k.shape[1]
+    seq = q.shape[2]
     window = seq if mask.window is None else min(mask.window, seq)
     if (documents is not None or window < seq) and (
         why_masked(q.device, q.dtype, q.shape[-1], dropout, softcap) is None
@@ -142,13 +142,20 @@ def attention(
             return _varlen(q, k, v, documents.bounds, documents.longest, window, scale)
         bounds = torch.arange(0, (q.shape[0] + 1) * seq, seq, dtype=torch.int32, device=q.device)
         return _varlen(q, k, v, bounds, seq, window, scale)
-    if softcap is not None:
-        mask_SS = _visible(seq, window, q.device) if documents is None else documents.visible(window)
-        return _capped(q, k, v, mask_SS, dropout, scale, softcap)
     if documents is not None:
-        visible: Tensor | None = documents.visible(window)
-    else:
-        visible = None if window == seq else _visible(seq, window, q.device)
+        return masked(q, k, v, documents.visible(window), dropout, scale, softcap)
+    plain = window == seq and softcap is None
+    return masked(q, k, v, None if plain else _visible(seq, window, q.device), dropout, scale, softcap)
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float, scale: float | None, softcap: float | None
+) -> Tensor:
+    """Attend to the keys that are visible, bool [.., queries, keys]; None: causally, as many queries as keys."""
+    if softcap is not None:
+        assert visible is not None
+        return _capped(q, k, v, visible, dropout, scale, softcap)
+    group = q.shape[1] // k.shape[1]
     if group > 1 and q.is_cuda and (q.dtype == torch.float32 or visible is not None):
         # No fused kernel supports grouped heads in fp32 or with a mask: torch would fall back to S x S scores.
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1

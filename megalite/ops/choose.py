@@ -21,6 +21,7 @@ from megalite.ops import (
     cross_entropy,
     gelu,
     glu,
+    grouped,
     l2_norm,
     lamb,
     layernorm,
@@ -31,7 +32,21 @@ from megalite.ops import (
 from megalite.ops.op import Backend, Missing, Op
 
 BACKEND_NAMES = ("auto", "torch", "triton", "cuda", "cpp", "apex")
-_MODULES = (rmsnorm, layernorm, rope, attention, attend, glu, gelu, cross_entropy, adamw, l2_norm, lamb, matmul)
+_MODULES = (
+    rmsnorm,
+    layernorm,
+    rope,
+    attention,
+    attend,
+    glu,
+    gelu,
+    cross_entropy,
+    adamw,
+    l2_norm,
+    lamb,
+    matmul,
+    grouped,
+)
 # Every op by its name, in the order of the listing.
 OPS: dict[str, Op] = {module.OP.name: module.OP for module in _MODULES}
 
@@ -72,6 +87,9 @@ class Ops:
     linear: Callable[..., Tensor]
     linear_dgrad: Callable[..., Tensor]
     linear_wgrad: Callable[..., None]
+    grouped_linear: Callable[..., Tensor]
+    grouped_dgrad: Callable[..., Tensor]
+    grouped_wgrad: Callable[..., None]
     choices: tuple[Choice, ...] = ()
 
     def describe(self) -> str:

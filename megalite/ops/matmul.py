@@ -1,8 +1,8 @@
 """The three matrix products of a linear layer.
 
 linear(x, w, b=None, out=None) -> y
-    y = x w^T + b. x [..., I], w [O, I], b [O] or None, all of one dtype; y [..., O]. out [N, O]: buffer for the
-    result (x must be [N, I] and b None).
+    y = x w^T + b. x [..., I], w [O, I], b [O] or None, all of one dtype; y [..., O]. out [N, O] or [T, N, O]: buffer
+    for the result (x must be [N, I] or [T, N, I], and b None). T matrices may lie apart, in x and in out.
 
 linear_dgrad(dy, w, out=None) -> dx
     dx = dy w, the input's gradient. dy [..., O]; dx [..., I]. out [N, I]: buffer for the result (dy must be [N, O]).
@@ -28,7 +28,9 @@ from megalite.ops.op import TORCH, Op
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Torch implementation of `linear`; see the module's contract."""
-    return F.linear(x, w, b) if out is None else torch.mm(x, w.t(), out=out)
+    if out is None:
+        return F.linear(x, w, b)
+    return torch.mm(x, w.t(), out=out) if x.dim() == 2 else torch.bmm(x, w.t().expand(len(x), -1, -1), out=out)
 
 
 def linear_dgrad(dy: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:

@@ -98,6 +98,17 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         "(Tensor(a!) param, Tensor update, Tensor(b!)? out_param, Tensor ratios, Tensor offsets, float lr) -> ()",
         _in_place,
     ),
+    "quantize": (
+        "(Tensor x, int rows, int columns) -> (Tensor, Tensor)",
+        lambda x, rows, columns: (
+            x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
+            x.new_empty(-(-x.shape[0] // rows), -(-x.shape[1] // columns), dtype=torch.float32),
+        ),
+    ),
+    "cast_fp8": (
+        "(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
+        lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),
+    ),
 }
 
 

@@ -74,7 +74,7 @@ class Bucket:
         self.rule, self.reduce_dtype, self.overlap = RULES[kind.rule], reduce_dtype, overlap
         batch = params[0].shard.layout.batch
         self.batch = ctx.axis(*batch)
-        self.share_axis, self.replica_axis = ctx.split(*batch, size=sharded.group)
+        self.share_axis, self.replica_axis = ctx.split(*batch, size=sharded.group_of(self.batch.size, ctx.batch.size))
         self.extra_axes = [ctx.axis(name) for name in kind.reduce if name not in batch]
         shares = self.share_axis.size if sharded.state else 1
         # Codecs always work on one share per rank.
@@ -281,6 +281,7 @@ class Bucket:
 
     def gather(self) -> None:
         """Start gathering the shares of all ranks; the weights are complete after `wait_weights`."""
+        self._forget_codes()
         if self.sharded.state:
             _resize(self.weights, self.numel)
             if self.sharded.host and self.sharded.weights:
@@ -296,7 +297,12 @@ class Bucket:
         """Free sharded weights, except for this rank's share."""
         if self.sharded.weights:
             self.wait_weights()
+            self._forget_codes()
             _resize(self.weights, 0)
+
+    def _forget_codes(self) -> None:
+        for param in self.params:
+            param.codes = None
 
 
 def _resize(flat: torch.Tensor, numel: int) -> None:

@@ -272,7 +272,7 @@ def orthonormalize(matrices: Sequence[Tensor]) -> None:
 
 
 def _sides(param: BucketParam) -> tuple[int, int]:
-    return param.shape[0], param.shape[1:].numel()
+    return param.shape[:-1].numel(), param.shape[-1]  # a stack of experts: their matrices one below the other
 
 
 def _matrix(flat: Tensor, param: BucketParam) -> Tensor:

@@ -58,14 +58,19 @@ def make_buckets(
         buckets.append(Bucket(params, kind, ctx, sharded=sharded, **options))
 
     for kind, params in by_kind.items():
-        small_sharded = sharded
-        if sharded.weights:
+        ranks = ctx.axis(*next(p for unit in params for p in unit).shard.layout.batch).size
+        alone = (sharded.group_of(ranks, ctx.batch.size) or ranks) == 1
+        # A rank alone has nothing to share, and only the host to keep weights on.
+        whole = replace(sharded, grad=False, weights=False)
+        own = whole if alone and not sharded.host else sharded
+        small_sharded = own
+        if own.weights:
             large = [sum(p.numel() for p in unit) >= max(1, whole_below) for unit in params]
             for unit, is_large in zip(reversed(params), reversed(large)):
                 if is_large:
-                    make(unit[::-1], kind, sharded)
+                    make(unit[::-1], kind, own)
             params = [[] if is_large else unit for unit, is_large in zip(params, large)]
-            small_sharded = replace(sharded, grad=False, weights=False)
+            small_sharded = whole
         alone_from = whole_below if small_sharded.grad else math.inf
         for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size, alone_from):
             make([params[unit][i] for unit, i in indices], kind, small_sharded)

@@ -102,7 +102,7 @@ class DistributedOptimizer:
             for own in state.bucket.param_shares:
                 shard = own.param.shard
                 if not state.bucket.sharded.weights:
-                    full = shard.initial(seed).to(own.param.device)
+                    full, own.param.codes = shard.initial(seed).to(own.param.device), None
                     own.param.copy_(full)
                     state.master[own.span] = full.view(-1)[own.start : own.stop]
                 elif own.numel:

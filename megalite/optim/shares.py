@@ -19,6 +19,11 @@ INT8_BLOCK = 256
 _PARAM_ALIGN, _BUCKET_ALIGN = 64, 128
 
 
+def group_among(group: int, ranks: int, batch_ranks: int) -> int:
+    """Return how many of the `ranks` that hold a parameter lie in one group of `group` of all batch ranks."""
+    return math.gcd(max(1, group * ranks // batch_ranks), ranks)
+
+
 @dataclass(frozen=True)
 class Sharding:
     """What is sharded over the batch axes, one share per rank; everything else is replicated.
@@ -43,6 +48,10 @@ class Sharding:
     def stage(cls, zero: int, group: int | None = None, each_microbatch: bool = True) -> Sharding:
         """Return what a ZeRO stage shards."""
         return cls(zero >= 1, zero >= 2, zero >= 3, group, each_microbatch)
+
+    def group_of(self, ranks: int, batch_ranks: int) -> int | None:
+        """Return the group of a parameter that `ranks` of all batch ranks hold: those of an expert lie apart."""
+        return None if self.group is None else group_among(self.group, ranks, batch_ranks)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ def codec_states(bucket: Bucket, ctx: ParallelContext) -> list[StateTensor]:
         out.append(_describe(full, "residual", codec.residual, is_owner, _summand(summed)))
         if (q := rights.get(shard.spec.name)) is not None:
             # Equal on all batch ranks, different for each shard.
-            sharded = (*(ctx.axis(axis) for axis, _ in shard.spec.sharded_dims), *bucket.extra_axes)
+            cut = (axis for axis, _ in shard.spec.sharded_dims if axis in shard.layout.grid.names)
+            sharded = (*map(ctx.axis, cut), *bucket.extra_axes)
             is_owner, slices = is_owner and bucket.batch.rank == 0, [Slice((0, 0), tuple(q.shape), 0)]
             name = shard.spec.tied_to or shard.spec.name
             out.append(StateTensor(name, "powersgd", tuple(q.shape), q.view(-1), slices, is_owner, _summand(sharded)))

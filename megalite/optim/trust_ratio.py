@@ -12,6 +12,7 @@ from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.ops import Ops
 from megalite.optim.bucket import Bucket
+from megalite.sharding.parameter import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,13 @@ class ShareTrustRatios:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Start of each parameter in this rank's share, then the end of the share."""
-        owned = self.bucket.owned
-        return (*(own.at for own in self.bucket.param_shares), owned.stop - owned.start)
+        """Start of each parameter, or expert of a stack, in this rank's share, then the end of the share."""
+        owned, starts = self.bucket.owned, []
+        for own in self.bucket.param_shares:
+            size = own.param.numel() // _experts(own.param)
+            firsts = range(0, own.param.numel(), size)
+            starts += [own.at + min(max(first, own.start), own.stop) - own.start for first in firsts]
+        return (*starts, owned.stop - owned.start)
 
     def __call__(
         self,
@@ -40,15 +45,23 @@ class ShareTrustRatios:
         update: torch.Tensor,
         ratio: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Return `ratio`(norms of `weights`, norms of `update`), fp32 [parameters]; 1 where a norm is 0."""
+        """Return `ratio`(norms of `weights`, norms of `update`), fp32 [parameters and experts]; 1 where a norm is 0."""
         if not self.bucket.kind.weight_decay:
-            return torch.ones(len(self.bucket.params), device=weights.device)
+            return torch.ones(len(self.offsets) - 1, device=weights.device)
         squares = torch.stack([self.ops.segment_norms(x, self.offsets).square() for x in (weights, update)])
         squares = squares.to(self.ctx.device)  # offloaded state is on the host
         if self.bucket.sharded.state:
             collectives.all_reduce(squares, self.bucket.share_axis).wait()
-        # Parameters replicated over tp count on one rank only.
-        squares *= torch.tensor([p.shard.is_first("tp") for p in self.bucket.params], device=squares.device)
-        collectives.all_reduce(squares, self.ctx.tp).wait()
+        params = self.bucket.params
+        if "tp" in params[0].shard.layout.grid.names:  # whole experts differ on its ranks
+            # Parameters replicated over tp count on one rank only.
+            counts = [p.shard.is_first("tp") for p in params for _ in range(_experts(p))]
+            squares *= torch.tensor(counts, device=squares.device)
+            collectives.all_reduce(squares, self.ctx.tp).wait()
         weight, step = squares.sqrt().to(weights.device)
         return torch.where((weight > 0) & (step > 0), ratio(weight, step), 1.0)
+
+
+def _experts(param: ShardedParameter) -> int:
+    """Return the number of experts that a parameter stacks; 1 for any other."""
+    return param.shape[0] if ("ep", 0) in param.shard.spec.sharded_dims else 1

@@ -10,8 +10,9 @@ section 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -118,14 +119,14 @@ class UnitWeights:
         self._gather(unit, unit.next)
         x = args[0]
         unit.differentiable = torch.is_grad_enabled() and x.requires_grad
-        return (_LeaveBackward.apply(x, self, unit), *args[1:]) if unit.differentiable else None
+        return (_InBackward.apply(x, partial(self.leave_backward, unit)), *args[1:]) if unit.differentiable else None
 
     def _after_forward(self, unit: _Unit, out: torch.Tensor) -> torch.Tensor | None:
         if unit.in_backward:
             return None
         if self.keep == "none" or (self.keep == "backward" and not unit.differentiable):
             self._release(unit)
-        return _EnterBackward.apply(out, self, unit) if unit.differentiable else None
+        return _InBackward.apply(out, partial(self.enter_backward, unit)) if unit.differentiable else None
 
     def enter_backward(self, unit: _Unit) -> None:
         """Gather the weights of a unit for its backward pass."""
@@ -156,32 +157,18 @@ class UnitWeights:
                 bucket.release()
 
 
-class _LeaveBackward(torch.autograd.Function):
-    """Identity on the input of a unit, the last node of its backward pass."""
+class _InBackward(torch.autograd.Function):
+    """Identity that calls `action` in the backward pass: first there for a unit's output, last for its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: UnitWeights, unit: _Unit) -> torch.Tensor:
-        ctx.weights, ctx.unit = weights, unit
+    def forward(ctx: Any, x: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
+        ctx.action = action
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.weights.leave_backward(ctx.unit)
-        return dx, None, None
-
-
-class _EnterBackward(torch.autograd.Function):
-    """Identity on the output of a unit, the first node of its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, weights: UnitWeights, unit: _Unit) -> torch.Tensor:
-        ctx.weights, ctx.unit = weights, unit
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.weights.enter_backward(ctx.unit)
-        return dy, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.action()
+        return grad, None
 
 
 # Methods that are allowed on released weights; properties are too.

@@ -126,8 +126,8 @@ def _costs_of(cfg: Config) -> Costs:
     """Return `USUAL_COSTS` plus the communication over tp that each operation waits for.
 
     The forward pass of a layer has four collectives (two all-reduces, each a reduce-scatter and an all-gather), and so
-    has its input gradient. A fused backward pass overlaps all-reduces and reduce-scatters of the input gradient with
-    the weight gradients; where these are computed separately, only their own gathers overlap.
+    has its input gradient. A fused backward pass overlaps all of the latter with weight gradients; where these are
+    computed separately, only their own gathers overlap.
     """
     tp, m, usual = cfg.parallel.tp, cfg.model, USUAL_COSTS
     if tp == 1:
@@ -135,9 +135,10 @@ def _costs_of(cfg: Config) -> Costs:
     # Bytes of one collective, 2 h (t - 1) / t per token, relative to the layer's 2 W / t FLOPs per token (W / h here).
     weights = 2 * (m.num_heads + m.kv_heads) * m.head_size + (3 if m.gated else 2) * m.ffn_size
     collective = (tp - 1) / weights * _FLOPS_PER_BYTE
-    hidden = (2 if cfg.sequence_parallel else 4) * collective if cfg.parallel.overlap_tp_reduce else 0.0
     waited = 4 * collective
-    return replace(usual, forward=usual.forward + waited, input_grad=usual.input_grad + waited, overlapped=hidden)
+    hidden = waited if cfg.parallel.overlap_tp_reduce else 0.0
+    forward = usual.forward + waited / cfg.parallel.tp_chunks
+    return replace(usual, forward=forward, input_grad=usual.input_grad + waited, overlapped=hidden)
 
 
 Candidates = tuple[tuple[str, PipelineSchedule], ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ class WeightGradQueue(Protocol):
 
     def defer(self, microbatch: int) -> AbstractContextManager[None]: ...
     def run(self, microbatch: int) -> None: ...
+    def backward(self) -> AbstractContextManager[None]: ...
 
 
 class Stage(Protocol):
@@ -118,7 +119,7 @@ class _Run:
             case "F":
                 self.forward(*key)
             case "B":
-                self.backward(*key, nullcontext())
+                self.backward(*key, self.executor.stages[op.stage].queue.backward())
             case "I":
                 self.backward(*key, self.executor.stages[op.stage].queue.defer(op.microbatch))
             case "W":

@@ -38,7 +38,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     for word in re.split(r"[\s,]+", text.strip()):
         match = re.fullmatch(r"(\d{1,5})(?:\*(\d{1,5}))?", word)
         if match is None:
-            raise ValueError(f"has {word!r}, which is no number of layers")
+            raise ValueError(f"has {word!r}, which is not a number of layers")
         counts += [int(match[1])] * min(int(match[2] or 1), _MOST)
         if len(counts) > _MOST:
             raise ValueError(f"has more than {_MOST} stages")

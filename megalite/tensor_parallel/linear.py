@@ -6,11 +6,13 @@ Shapes: S sequence (s its shard over tp), B micro-batch, I input and O output fe
     column  y_SB(O/T) = x_SBI  W_(O/T)I^T       x is replicated, or gathered from shards x_sBI
     row     y_SBO     = sum over tp of x_SB(I/T) W_O(I/T)^T       y is replicated, or scattered to shards y_sBO
 
-The backward pass computes the weight gradient while the collective of the input gradient is in flight.
+The backward pass computes weight gradients while collectives are in flight: that of the row layer during the sum of the
+column layer's input gradient, that of the column layer during the gather of the next row layer's output gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -22,6 +24,8 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
 from megalite.sharding.parameter import ShardedParameter
+from megalite.tensor_parallel.chunks import gather_linear, linear_scatter
+from megalite.tensor_parallel.products import Products
 
 # Starts the collective that a weight gradient needs, and returns the function that waits for it and adds the gradient.
 WgradWork: TypeAlias = Callable[[], Callable[[], None]]
@@ -35,24 +39,47 @@ class WgradQueue:
 
     Args:
         overlap: compute weight gradients while collectives of input gradients are in flight.
+        one_behind: whether a row layer's weight gradient waits for the next collective, to be computed meanwhile.
     """
 
-    def __init__(self, overlap: bool = True) -> None:
-        self.overlap = overlap
+    def __init__(self, overlap: bool = True, one_behind: bool = False) -> None:
+        self.overlap, self._one_behind = overlap, overlap and one_behind
         self._kept: dict[int, list[WgradWork]] = {}
         self._deferred: list[WgradWork] | None = None
+        self._behind: list[Callable[[], None]] | None = None
 
     @property
     def deferring(self) -> bool:
         """Whether `put` keeps work for later."""
         return self._deferred is not None
 
-    def put(self, work: WgradWork) -> None:
-        """Run `work`, or keep it inside `defer`."""
-        if self._deferred is None:
-            work()()
-        else:
+    def put(self, work: WgradWork, hides: bool = True) -> None:
+        """Run `work`, or keep it: inside `defer`, or where other work hides the collective that `hides` tells of."""
+        if self._deferred is not None:
             self._deferred.append(work)
+            return
+        finish, hidden = work(), bool(self._behind)
+        self.catch_up()
+        if self._behind is None or (hides and not hidden):
+            finish()
+        else:
+            self._behind.append(finish)
+
+    def catch_up(self) -> None:
+        """Run work that waits for a collective: one is in flight."""
+        while self._behind:
+            self._behind.pop()()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surround a backward pass whose weight gradients are computed in it, each behind a collective if possible."""
+        self._behind = [] if self._one_behind else None
+        try:
+            yield
+            with torch.no_grad():
+                self.catch_up()
+        finally:
+            self._behind = None
 
     def wait_unless_overlapping(self, work: collectives.Work) -> None:
         """Wait for a collective, unless the next computation is to overlap with it."""
@@ -94,9 +121,12 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
+        if (num_chunks := layer.num_chunks(len(x))) > 1:
+            y = gather_linear(x, weight, layer.tp, layer.ops, num_chunks)
+            return y if bias is None else y.add_(bias)
         x, work = layer.gather(x)
         work.wait()
-        return layer.ops.linear(x, weight, bias)
+        return layer.products.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -108,7 +138,7 @@ class _ColumnLinear(torch.autograd.Function):
         deferred = layer.queue.deferring
         x, gathering = (x, collectives.FinishedWork()) if deferred else layer.gather(x)
         layer.queue.wait_unless_overlapping(gathering)
-        dx = layer.ops.linear_dgrad(dy, layer.weight)
+        dx = layer.products.dgrad(dy, layer.weight)
         gathering.wait()
         dx, work = layer.reduce(dx)
         layer.queue.wait_unless_overlapping(work)
@@ -129,7 +159,10 @@ class _RowLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        y, work = layer.reduce(layer.ops.linear(x, weight))
+        if (num_chunks := layer.num_chunks(len(x) // layer.tp.size)) > 1:
+            y = linear_scatter(x, weight, layer.tp, layer.ops, num_chunks)
+            return y if bias is None else y.add_(bias)
+        y, work = layer.reduce(layer.products.forward(x, weight))
         work.wait()
         return y if bias is None else y.add_(bias)
 
@@ -138,8 +171,9 @@ class _RowLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         layer = ctx.layer
         full_dy, work = layer.gather(dy)
+        layer.queue.catch_up()
         work.wait()
-        dx = layer.ops.linear_dgrad(full_dy, layer.weight)
+        dx = layer.products.dgrad(full_dy, layer.weight)
         # As in the column layer, only this rank's shard is kept until W.
         deferred = layer.queue.deferring
 
@@ -148,7 +182,7 @@ class _RowLinear(torch.autograd.Function):
             # The bias is added to the scattered output, so its gradient sums over this rank's shard of the sequence.
             accumulate_bias_grad(layer.bias, dy)
 
-        layer.put_grads(dy if deferred else full_dy, deferred, add_grads)
+        layer.put_grads(dy if deferred else full_dy, deferred, add_grads, hides=False)
         return dx, None, None, None
 
 
@@ -162,6 +196,8 @@ class ParallelLinear(nn.Module):
         sequence_parallel: shard the replicated side of the layer (column: input, row: output) along the sequence.
         queue: weight-gradient queue of the pipeline stage.
         ops: the kernels in use.
+        products: the products with the weight; default: those of `ops`.
+        chunks: number of chunks of a forward product with sequence parallelism, see `chunks.py`.
     """
 
     def __init__(
@@ -172,10 +208,17 @@ class ParallelLinear(nn.Module):
         sequence_parallel: bool,
         queue: WgradQueue,
         ops: Ops,
+        products: Products | None = None,
+        chunks: int = 1,
     ) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.chunks = weight, bias, chunks
         self.tp, self.sequence_parallel, self.queue, self.ops = tp, sequence_parallel, queue, ops
+        self.products = products or Products(ops)
+
+    def num_chunks(self, rows: int) -> int:
+        """Return the number of chunks for this rank's part of the sequence; sequences that are generated may be odd."""
+        return math.gcd(rows, self.chunks) if self.sequence_parallel else 1
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, collectives.Work]:
         """Start gathering a tensor of the replicated side along the sequence: (x_S.., work)."""
@@ -187,7 +230,9 @@ class ParallelLinear(nn.Module):
             return collectives.start_reduce_scatter(x, self.tp)
         return x, collectives.all_reduce(x, self.tp)
 
-    def put_grads(self, x: torch.Tensor, is_shard: bool, add: Callable[[torch.Tensor], None]) -> None:
+    def put_grads(
+        self, x: torch.Tensor, is_shard: bool, add: Callable[[torch.Tensor], None], hides: bool = True
+    ) -> None:
         """Queue `add(x)`; a shard is gathered first, overlapping with the work queued before."""
 
         def start() -> Callable[[], None]:
@@ -200,11 +245,11 @@ class ParallelLinear(nn.Module):
 
             return finish
 
-        self.queue.put(start)
+        self.queue.put(start, hides)
 
     def add_weight_grad(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add dy^T x over all tokens to main_grad_OI, in fp32."""
-        self.ops.linear_wgrad(self.weight.main_grad, dy, x, self.weight.has_grad)
+        self.products.wgrad(dy, x, self.weight)
         self.weight.grad_added()
 
 

@@ -101,26 +101,6 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits_NV, targets_N, tp, vocab_size, label_smoothing, z_loss, softcap, ops)
 
 
-def vocab_parallel_argmax(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:
-    """Return the most likely token of each row, int64 [N]; the lowest id among equals. Arguments as above."""
-    first, real = _columns(logits_NV.shape[1], tp, vocab_size)
-    # A rank may hold only padding. Doubles represent every id exactly.
-    best_N2 = torch.full((len(logits_NV), 2), -torch.inf, dtype=torch.float64, device=logits_NV.device)
-    if real:
-        values, ids = logits_NV[:, :real].max(1)
-        best_N2[:, 0], best_N2[:, 1] = values, ids + first
-    best_TN2 = _gather_stats(best_N2, tp)
-    owner_N = best_TN2[..., 0].argmax(0)
-    return best_TN2[owner_N, torch.arange(len(owner_N), device=owner_N.device), 1].long()
-
-
-def gather_vocabulary(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:
-    """Gather all ranks' columns of logits [N, V / T] without the padding: [N, vocab_size]."""
-    gathered, work = collectives.start_all_gather(logits_NV.t(), tp)
-    work.wait()
-    return gathered[:vocab_size].t()
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(

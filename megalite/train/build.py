@@ -11,6 +11,7 @@ from megalite import ops as kernels
 from megalite.base.dtypes import DTYPES
 from megalite.base.log import logger
 from megalite.config.context_parallel import choose_comm, head_ranks
+from megalite.config.fp8 import fp8_layers
 from megalite.config.run import Config
 from megalite.context_parallel import share_attention
 from megalite.dist.context import ParallelContext
@@ -23,6 +24,8 @@ from megalite.model.parameters import param_map
 from megalite.model.partition import stage_layers
 from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
+from megalite.ops.fp8 import Fp8
+from megalite.ops.fp8 import select as select_fp8
 from megalite.ops.sdpa import KERNELS, AttentionCase, select, why_not
 from megalite.optim.bucket import Bucket
 from megalite.optim.loss_scale import LossScaler
@@ -57,7 +60,8 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         needed = offloaded_bytes(cfg, ctx.dp.size, schedule.name, layers, pinned=ctx.device.type != "cpu")
         remedy = "lower --micro-batch-size, or drop --offload"
         check_host_memory(needed[ctx.pp.rank], "--offload activations", remedy)
-    stages = build_stages(cfg, ctx, schedule.placement, dtype, ops)
+    fp8 = select_fp8(cfg.train.fp8, fp8_layers(cfg.model, cfg.train), ctx.device, cfg.train.fp8_emulate)
+    stages = build_stages(cfg, ctx, schedule.placement, dtype, ops, fp8)
     message = next(iter(stages.values())).message(cfg.model.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))
     optimizer, unit_weights = _build_optimizer(cfg, ctx, stages, ops)
@@ -103,7 +107,7 @@ def _with_attention(cfg: Config, ops: Ops, ctx: ParallelContext) -> Ops:
 
 
 def build_stages(
-    cfg: Config, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops
+    cfg: Config, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops, fp8: Fp8 | None = None
 ) -> dict[int, GPTStage]:
     """Build the stages of this rank; parameters are not yet initialized."""
     specs = param_map(cfg.model)
@@ -123,8 +127,12 @@ def build_stages(
             layout=layout,
             ops=ops,
             rng=rng,
-            queue=WgradQueue(cfg.parallel.overlap_tp_reduce),
+            queue=WgradQueue(cfg.parallel.overlap_tp_reduce, one_behind=cfg.sequence_parallel),
+            fp8=fp8,
+            cp=ctx.axis("cp"),
+            ep=ctx.ep,
             allocate=cfg.zero_stage(ctx.batch.size) < 3,
+            tp_chunks=cfg.parallel.tp_chunks,
         )
         last = index == placement.num_stages - 1
         # A tied embedding that is used twice on one rank is one parameter.
@@ -174,7 +182,7 @@ def _build_optimizer(
         units,
         ctx,
         sharded=sharding_of(cfg, ctx),
-        bucket_size=p.bucket_size,
+        bucket_size=p.bucket_elements(ctx.batch.size),
         grad_dtype=DTYPES[cfg.train.grad_dtype],
         reduce_dtype=DTYPES["bf16" if cfg.train.grad_dtype == "bf16" else cfg.train.grad_reduce_dtype],
         overlap=p.overlap_grad_reduce,
@@ -208,6 +216,6 @@ def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[
 def sharding_of(cfg: Config, ctx: ParallelContext) -> Sharding:
     """Return what `--zero` shards over the ranks that see different tokens of a batch."""
     ranks = ctx.batch.size
-    group = cfg.zero_group_size(ranks, local_world_size())
+    group = cfg.parallel.zero_group_size(ranks, local_world_size())
     sharding = Sharding.stage(cfg.zero_stage(ranks), group, cfg.parallel.zero_reduce == "microbatch")
     return replace(sharding, host=cfg.train.offload == "optimizer+params")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -15,7 +14,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megalite.base.child import signal_when_parent_dies
 from megalite.base.console import write_or_drop
 from megalite.base.errors import LocalUserError, UserError
 from megalite.base.log import env_rank, logger, setup_logging, unfinished_code
@@ -23,7 +21,8 @@ from megalite.checkpoint.save import SaveError
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import launched_together, shutdown, under_torchrun
+from megalite.dist.rendezvous import launched_together, shutdown
+from megalite.train.signals import print_stacks, stop_with_torchrun
 from megalite.train.watch.heartbeat import say_goodbye
 from megalite.train.watch.peers import FailureWatch
 
@@ -86,12 +85,8 @@ def leaving_together() -> Iterator[None]:
         print(f"error: {e}", file=sys.stderr)
         _exit(2)
     setup_logging(rank)
-    # A crash in native code, or while reading a mapped file, prints the stack.
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
-    if under_torchrun():
-        # A killed torchrun leaves its ranks running, and nobody could restart them: they save and exit.
-        signal_when_parent_dies(signal.SIGTERM)
+    print_stacks()
+    stop_with_torchrun()
     watch = FailureWatch(lambda reason: _leave_after(rank, reason))
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megalite.base.errors import UserError
+from megalite.base.store import is_url
 from megalite.config.run import Config
 from megalite.data import (
     Dataset,
@@ -14,6 +15,8 @@ from megalite.data import (
     OwnDataset,
     Samples,
     Tokenizer,
+    bring_prefix,
+    bring_tree,
     build_datasets,
     check_tokenizer_matches,
     load_tokenizer,
@@ -24,7 +27,8 @@ from megalite.data import (
 
 def resolve_vocabulary(cfg: Config, own_data: bool = False) -> tuple[Config, Tokenizer | None]:
     """Resolve the vocabulary size from the tokenizer or the data's description, unless given; load the tokenizer."""
-    tokenizer = load_tokenizer(cfg.data.tokenizer) if cfg.data.tokenizer else None
+    bring_data(cfg)
+    tokenizer = load_tokenizer(path) if (path := cfg.local_data.tokenizer) else None
     given = cfg.model.vocab_size
     if given is not None:
         if tokenizer is not None and tokenizer.vocab_size > given:
@@ -66,7 +70,16 @@ def data_prefixes(cfg: Config) -> list[str]:
     """List the token files of the training data."""
     if not cfg.data.data:
         raise UserError("no --data", "training requires tokens", "give --data PREFIX, or --mock-data to try without")
-    return prefixes_of(cfg.data.data)
+    return prefixes_of(cfg.local_data.data)
+
+
+def bring_data(cfg: Config) -> None:
+    """Make local stand-ins for the data and the tokenizer that are in a store."""
+    d, cache = cfg.data, cfg.run.cache_dir
+    for prefix in (word for word in (*d.data, *d.valid_data) if is_url(word)):
+        bring_prefix(prefix, cache, int(cfg.run.cache_gb * 1e9))
+    if d.tokenizer is not None:
+        bring_tree(d.tokenizer, cache)
 
 
 def open_data(
@@ -115,7 +128,7 @@ def _own_datasets(cfg: Config, train: Samples, valid: Samples | None) -> Dataset
 
 def _token_files(cfg: Config, tokenizer: Tokenizer | None, share: tuple[int, int]) -> Datasets:
     """Open the token files of `--data`."""
-    d, model, seed = cfg.data, cfg.model, cfg.train.seed
+    d, model, seed = cfg.local_data, cfg.model, cfg.train.seed
     prefixes = data_prefixes(cfg)
     if tokenizer is not None:
         check_tokenizer_matches(prefixes + (prefixes_of(d.valid_data) if d.valid_data else []), tokenizer)

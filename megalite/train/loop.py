@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.base.errors import UserError
@@ -15,8 +14,11 @@ from megalite.base.log import logger, warn_on_rank_0
 from megalite.checkpoint.save import SaveError
 from megalite.train.evaluate import evaluate
 from megalite.train.exit import DivergenceError, leave_unfinished, raise_together
+from megalite.train.fp8_amax import Fp8Amax
 from megalite.train.rewind import rewind
+from megalite.train.routing import ExpertWatch
 from megalite.train.run import Run, save
+from megalite.train.signals import stop_on_signals
 from megalite.train.step import StepResult, train_step
 from megalite.train.step_record import step_record
 from megalite.train.watch.straggler import StragglerReport
@@ -38,6 +40,8 @@ class Progress:
 
     Attributes:
         stragglers: compares the ranks' own times.
+        fp8_amax: follows the inputs of FP8 products.
+        experts: warns of experts that nobody uses.
         begun: step after which this process started.
         saved_at: step of the last save.
         bad_steps: steps in a row whose update was skipped, overflows of a dynamic loss scale excluded.
@@ -46,11 +50,18 @@ class Progress:
     """
 
     stragglers: StragglerReport
+    fp8_amax: Fp8Amax
+    experts: ExpertWatch
     begun: int
     saved_at: int
     bad_steps: int = 0
     failure: Exception | None = None
     stop: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    def is_over(self, minutes: float) -> bool:
+        """Whether this many minutes have passed; 0: never."""
+        return 0 < minutes * 60 <= time.monotonic() - self.started
 
 
 StepCallback = Callable[[Run, dict[str, Any]], None]
@@ -64,8 +75,7 @@ def fit(run: Run, callbacks: Sequence[StepCallback] = ()) -> None:
         run: from `megalite.start`.
         callbacks: called after every step on every rank, once it is evaluated and its save has begun.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        run.exit_stack.callback(signal.signal, number, signal.signal(number, run.on_signal) or signal.SIG_DFL)
+    stop_on_signals(run)
     for record in steps(run):
         for callback in callbacks:
             run.heartbeat.beat("callback", run.step, OWN)
@@ -86,7 +96,9 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
     log_plan(run)
-    progress = Progress(StragglerReport(run.engine.ctx), run.step, saved_at)
+    engine = run.engine
+    watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model)
+    progress = Progress(*watches, run.step, saved_at)
     with closing(PeriodicCollector()) as garbage:
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
@@ -101,7 +113,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
             run.heartbeat.beat("between steps", run.step, IDLE)
             yield record
     if progress.bad_steps and result.skipped:
-        run.checkpointer.finish()
+        run.heartbeat.beat("last save", run.step, CHILDREN)
+        run.checkpointer.settle()
         raise DivergenceError(
             f"stopped after step {run.step}, whose update was skipped; nothing was saved after step "
             f"{progress.saved_at}: the same command resumes from there"
@@ -109,7 +122,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if progress.saved_at != run.step:
         save_now(run, progress)
     run.heartbeat.beat("last save", run.step, CHILDREN)
-    saved = run.checkpointer.finish()
+    saved = run.checkpointer.settle()
     if run.step < cfg.train.train_steps:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
@@ -146,10 +159,9 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     failure = failure or progress.failure
     run.heartbeat.beat("training", step, patience)
     settle = engine.optimizer.wait_weights
+    stop = run.stop_asked or progress.is_over(engine.cfg.run.max_minutes)
     with run.recorder.step(step), run.profiler.step(step, engine.executor, settle, waited):
-        result = train_step(
-            engine, batch, step, stop=run.stop_asked, failed=failure is not None, loss_limit=run.spikes.limit
-        )
+        result = train_step(engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
     if result.failed:
         raise_together(engine.ctx, failure)
     if not result.targets:
@@ -158,8 +170,9 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     run.step = step
     progress.stop = result.stop
     run.skipped_steps += result.skipped or result.spiked
-    record = step_record(run, result, seconds, waited)
+    record = step_record(run, result, seconds, waited) | progress.fp8_amax.read(step)
     run.metrics.step(record)
+    progress.experts.look(result.routing)
     for rank, own, usual in progress.stragglers.end(seconds):
         run.metrics.event("straggler", step=step, rank=rank, own_seconds=own, peers_seconds=usual)
         if engine.ctx.rank == 0:

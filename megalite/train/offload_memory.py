@@ -14,7 +14,7 @@ def offloaded_bytes(cfg: Config, dp: int, schedule: str, layers: Sequence[range]
     """Compute the bytes of host memory that the activations of each pipeline rank take at most.
 
     Args:
-        cfg: of a run with `--offload activations`.
+        cfg: options of a run with `--offload activations`.
         dp: data-parallel size.
         schedule: name of the schedule.
         layers: layers of every stage.

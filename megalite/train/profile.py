@@ -65,7 +65,7 @@ class StepProfiler:
 
     def __init__(self, cfg: Config, ctx: ParallelContext) -> None:
         self.describe: Callable[[ProfiledSteps], str] = headline
-        self.folder, self.ctx = Path(cfg.run.run_dir) / "profile", ctx
+        self.folder, self.ctx = cfg.run.folder / "profile", ctx
         self.steps = step_range("--profile", cfg.run.profile)
         self._snapshot = cfg.run.memory_snapshot
         self._running: profile | None = None

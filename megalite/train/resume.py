@@ -11,28 +11,35 @@ from typing import Any, NamedTuple
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger
+from megalite.base.store import is_url
 from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.load import Verified, find_good, load_checkpoint, model_config, verify_together
-from megalite.checkpoint.manifest import Manifest, read_manifest
+from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.meta import require_entries
+from megalite.checkpoint.mirror import Mirror
+from megalite.checkpoint.remote import local_copy
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
-from megalite.config.run import Config, rates_at
+from megalite.config.rates import rates_at
+from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.data import VERSION_OF_DATA
 from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.model.parameters import param_map
 from megalite.train.engine import Engine
+from megalite.train.moments import unfit_moments
 
 # Data options that determine the order of samples.
 _ORDER = ("seed", "seq_len", "data", "valid_data", "split", "shuffle", "mock_data", "long_documents")
 
 # Options of other groups that influence updates.
 _UPDATES = {"run": ("on_spike", "spike_threshold"), "data": ("document_mask", "loss_on", "loss_per")}
+
+# Options of the run that decide what is computed; the others say where it writes, how often, and for how long.
+_DECISIVE = ("resume", "reset_data", "reset_optimizer", "reset_step", "init_from_hf", *_UPDATES["run"])
 
 # Model options that a new stage of training may change: they rotate queries and keys, and have no weights.
 _ROTARY = ("rope_theta", "rope_scaling", "rope_linear_factor", "rope_theta_local")
@@ -62,15 +69,13 @@ class Source(NamedTuple):
     @property
     def data_version(self) -> int:
         """Version of the order of samples and of the hash of the data: the checkpoint's, if the run continues it."""
-        meta = self.checkpoint.manifest.meta
-        continues = meta.get("data_hash") and not self.reset_data
-        return int(meta.get("data_version", 1)) if continues else VERSION_OF_DATA
+        meta = {} if self.reset_data else self.checkpoint.manifest.meta
+        return int(meta.get("data_version", 1)) if meta.get("data_hash") else VERSION_OF_DATA
 
     @property
     def resets(self) -> list[str]:
         """The flags that were given."""
-        names = ("data", "optimizer", "step")
-        return [f"--reset-{name}" for name, is_set in zip(names, self[1:]) if is_set]
+        return [f"--reset-{name}" for name, is_set in zip(("data", "optimizer", "step"), self[1:]) if is_set]
 
     def state(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Return the metadata that the run continues from, given what the checkpoint recorded."""
@@ -81,29 +86,34 @@ class Source(NamedTuple):
 
 def check_folders(cfg: Config) -> None:
     """Refuse to train beside, or resume from, checkpoints of Megatron-LM: they would be ignored silently."""
-    run_dir = Path(cfg.run.run_dir)
+    run_dir = cfg.run.folder
     if not step_folders(checkpoints_folder(run_dir)):
         refuse_megatron(run_dir, f"--run-dir {run_dir}")
-    if cfg.run.resume not in ("latest", "never"):
+    if cfg.run.resume not in ("latest", "never") and not is_url(cfg.run.resume):
         refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
 
 
-def choose_checkpoint(engine: Engine) -> Source | None:
+def choose_checkpoint(engine: Engine, mirror: Mirror | None) -> Source | None:
     """Find and verify the checkpoint to start from, the same on every rank; None for a new run."""
     cfg, ctx = engine.cfg, engine.ctx
-    requested, own = cfg.run.resume, checkpoints_folder(cfg.run.run_dir)
+    requested, own = cfg.run.resume, checkpoints_folder(cfg.run.folder)
     if requested == "never":
         return None
     states = engine.optimizer.states()
     find = partial(find_good, ctx=ctx, fallback=cfg.run.resume_fallback, states=states)
     if requested == "latest":
-        newest = find(own)
+        newest = find(own, mirror=mirror)
         return Source(newest) if newest else None
-    path, resets = Path(requested), (cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
-    elsewhere = own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
-    if (elsewhere or any(resets)) and _saved_by(cfg, own, ctx):
-        logger.info(f"the same command has saved checkpoints in {own}: continuing from there, not from {path}")
-        newest = find(own)
+    resets = (cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
+    # Before the URL is read: the run itself may have pruned what it names.
+    again = is_url(requested) and _saved_by(cfg, own, ctx, mirror)
+    path = Path(requested) if again else agree(ctx, lambda: local_copy(requested, cfg.run.cache_dir))
+    if not is_url(requested):
+        elsewhere = own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
+        again = (elsewhere or any(resets)) and _saved_by(cfg, own, ctx, mirror)
+    if again:
+        logger.info(f"the same command has saved checkpoints in {own}: continuing from there, not from {requested}")
+        newest = find(own, mirror=mirror)
         return Source(newest) if newest else None
     if (newest := find(checkpoints_folder(path))) is not None:
         return Source(newest, *resets)
@@ -116,27 +126,41 @@ def choose_checkpoint(engine: Engine) -> Source | None:
     return Source(verify_together(path, ctx, states), *resets)
 
 
-def _saved_by(cfg: Config, root: Path, ctx: ParallelContext) -> bool:
+def _saved_by(cfg: Config, root: Path, ctx: ParallelContext, mirror: Mirror | None) -> bool:
     """Whether the newest checkpoint of a folder was saved with the same options: a job that was started again.
 
-    The layout may differ: it may be started again on fewer hosts.
+    The layout may differ, as it may be started again on fewer hosts, and so may what is not `_DECISIVE`.
     """
-    ours, theirs = json.loads(json.dumps(dataclasses.asdict(cfg))), None
-    for _, path in step_folders(root) if ctx.rank == 0 else ():
-        with contextlib.suppress(BadCheckpoint):
-            theirs = {**read_manifest(path).meta.get("config", {}), "parallel": ours["parallel"]}
-            break
+    ours, theirs = _command({"config": json.loads(json.dumps(dataclasses.asdict(cfg)))}), None
+
+    def read_newest() -> None:
+        nonlocal theirs
+        folders = [path for _, path in step_folders(root)]
+        if not folders and mirror is not None:
+            folders = [mirror.fetch(name) for name in mirror.committed()[:1]]
+        for path in folders:
+            with contextlib.suppress(BadCheckpoint):
+                theirs = _command(read_manifest(path).meta)
+                return
+
+    agree(ctx, lambda: read_newest() if ctx.rank == 0 else None)
     return gather_texts("same" if theirs == ours else "", ctx.world, ctx.device)[0] == "same"
+
+
+def _command(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the options by which a command is recognized."""
+    groups = {group: _recorded(saved, group) for group in GROUPS if group != "parallel"}
+    return {**groups, "run": {name: groups["run"][name] for name in _DECISIVE}}
 
 
 def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, Any]:
     """Check that a checkpoint fits the run, and load it into the engine; return the metadata that it recorded.
 
-    Without moments in it, or with `reset_optimizer`, the optimizer and the loss scale start anew.
+    Without moments that fit, or with `reset_optimizer`, the optimizer and the loss scale start anew.
     """
     path, optimizer, manifest = source.path, engine.optimizer, source.checkpoint.manifest
     saved, ours = manifest.meta, json.loads(json.dumps(meta))
-    with_moments = keeps_moments(engine.cfg, source, manifest)
+    with_moments = not (source.reset_optimizer or unfit_moments(engine.cfg, manifest))
     order = _ORDER_PARTS if saved.get("data_hash") and not source.reset_data else ()
     agree(engine.ctx, lambda: require_entries(saved, [*_PARTS, *(_SCALARS if with_moments else ()), *order], path))
     agree(engine.ctx, lambda: _check_model(engine.cfg, source, saved))
@@ -153,34 +177,17 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
     return saved
 
 
-def keeps_moments(cfg: Config, source: Source, manifest: Manifest) -> bool:
-    """Whether a run continues with the moments of a checkpoint: it holds all of them, and they are not reset."""
-    return not source.reset_optimizer and not _missing_moments(cfg, manifest)
-
-
-def _missing_moments(cfg: Config, manifest: Manifest) -> dict[str, list[str]]:
-    """List by role the parameters whose moment a run needs and a checkpoint does not hold."""
-    missing: dict[str, list[str]] = {}
-    held = {role: manifest.names(role) for role in manifest.tensors}
-    for spec in param_map(cfg.model).values():
-        for role in cfg.optim.states_of(spec.matrix):
-            if spec.tied_to is None and spec.name not in held.get(role, ()):
-                missing.setdefault(role, []).append(spec.name)
-    return missing
-
-
 def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
     """Log where the run starts, and how it differs from the run that saved the checkpoint."""
     manifest = source.checkpoint.manifest
     saved, state = manifest.meta, source.state(manifest.meta)
     start = f"{source.path} at step {saved['step']}"
     start += f" with {' '.join(source.resets)}" if source.resets else ""
-    if keeps_moments(engine.cfg, source, manifest):
+    why = [] if source.reset_optimizer else unfit_moments(engine.cfg, manifest)
+    if not (source.reset_optimizer or why):
         logger.info(f"resumed from {start}")
     else:
         dtype = "fp32" if "master" in manifest.tensors else "bf16"
-        missing = {} if source.reset_optimizer else _missing_moments(engine.cfg, manifest)
-        why = [f"no {role} of {names[0]} and {len(names) - 1} more" for role, names in missing.items()]
         logger.info(
             f"weights from {start} ({dtype}); the optimizer starts at zero" + (f" ({', '.join(why)})" if why else "")
         )
@@ -217,8 +224,8 @@ def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
         theirs = OptimConfig(**optim), TrainConfig(**train)
     except UserError:  # options that this version refuses: nothing to compare with
         return
-    last, following = (rates_at(*theirs, at)[0] for at in (step, step + 1))
-    ours = rates_at(cfg.optim, cfg.train, start + 1)[0]
+    last, following = (rates_at(*theirs, at).lr for at in (step, step + 1))
+    ours = rates_at(cfg.optim, cfg.train, start + 1).lr
     if ours > max(last, following):
         logger.info(
             f"the learning rate rises: {last:.3g} in step {step} of the checkpoint, {ours:.3g} in the next step"
@@ -227,8 +234,10 @@ def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
 
 def _recorded(saved: dict[str, Any], section: str) -> dict[str, Any]:
     """Return a section of the config that a checkpoint records; options that are newer than it have their defaults."""
-    defaults = json.loads(json.dumps(dataclasses.asdict(GROUPS[section]())))
-    return {**defaults, **saved["config"].get(section, {})}
+    given = saved.get("config", {}).get(section, {})
+    # Options of a model have options of their own.
+    whole = model_config(saved, Path("resume")) if section == "model" and given else GROUPS[section]()
+    return {**json.loads(json.dumps(dataclasses.asdict(whole))), **({} if section == "model" else given)}
 
 
 def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:

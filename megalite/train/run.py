@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from megalite.base.log import logger
 from megalite.checkpoint.replicas import check_replicas
 from megalite.checkpoint.save import Checkpointer
 from megalite.data import BatchLoader, Datasets
@@ -46,7 +44,7 @@ class Run:
         skipped_steps: steps of the whole run whose update was skipped.
         saved: (step, folder) of the checkpoints of this run's history, oldest first; the last may not be committed.
         rewinds: number of rewinds to each of them.
-        stop_asked: this process got SIGTERM or SIGINT; set it to stop after the next step.
+        stop_asked: this process got SIGTERM or SIGINT (`signals`); set it to stop after the next step.
         exit_stack: callbacks for the end of the run, called after its own parts are closed.
         closed: whether the run is closed.
     """
@@ -99,16 +97,9 @@ class Run:
             exit_stack.callback(part.close)
         exit_stack.callback(self.heartbeat.beat, "closing", self.step, OWN)
         if kind is None:
-            exit_stack.callback(self.checkpointer.finish)
+            exit_stack.callback(self.checkpointer.settle)
             exit_stack.callback(self.heartbeat.beat, "last save", self.step, CHILDREN)
         exit_stack.__exit__(kind, e, tb)
-
-    def on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        """Ask for a stop after this step; a second Ctrl-C ends the process at once."""
-        if self.stop_asked and signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.stop_asked = True
-        logger.info(f"{signal.Signals(signum).name}: saving after this step, then exiting")
 
 
 def save(run: Run, weights_only: bool = False) -> None:

@@ -19,8 +19,10 @@ from megalite.base.errors import UserError, step_range
 from megalite.base.log import logger, setup_logging
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
+from megalite.checkpoint.mirror import Mirror
 from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
+from megalite.config.fp8 import describe_fp8
 from megalite.config.run import Config
 from megalite.data import (
     VERSION_OF_DATA,
@@ -34,10 +36,9 @@ from megalite.data import (
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.model.parameters import param_map
+from megalite.model.parameters import describe_parameters
 from megalite.ops.attention import why_masked
 from megalite.pipeline.record import Recorder
-from megalite.sharding import count_parameters
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.gpu_readings import GpuReadings
@@ -66,7 +67,7 @@ def open_run(
     """
     with contextlib.ExitStack() as exit_stack:
         agree(ctx, lambda: check_folders(cfg))
-        heartbeat = Heartbeat(Path(cfg.run.run_dir), ctx, cfg.run.watchdog_timeout)
+        heartbeat = Heartbeat(cfg.run.folder, ctx, cfg.run.watchdog_timeout)
         exit_stack.callback(heartbeat.close)
         cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg, train_data is not None))
         text = cli.to_yaml(cfg)
@@ -76,18 +77,18 @@ def open_run(
         datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: build_engine(cfg, ctx))
-        run_dir = Path(cfg.run.run_dir)
+        run_dir = cfg.run.folder
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
         log_banner(engine)
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         checkpointer = _make_checkpointer(cfg, run_dir, ctx)
         exit_stack.callback(checkpointer.close)
-        source = choose_checkpoint(engine)
+        source = choose_checkpoint(engine, checkpointer.mirror)
         datasets.use_version(source.data_version if source else VERSION_OF_DATA)
         meta = {"config": dataclasses.asdict(cfg), **_hashes(datasets, ctx, tokenizer)}
         state = source.state(resume(engine, source, meta)) if source else init_weights(engine)
-        prefixes, learned = prefixes_of(cfg.data.data) if cfg.data.data else (), state.get("chat_template")
+        prefixes, learned = prefixes_of(cfg.local_data.data) if cfg.data.data else (), state.get("chat_template")
         meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
         if source:
             log_start(engine, source, meta)
@@ -110,17 +111,16 @@ def _open_same_data(
     valid_data: Samples | None,
 ) -> Datasets:
     """Open the data, the same on all ranks."""
-    share = (ctx.rank, ctx.world.size)
-    datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, share))
+    datasets = agree(ctx, lambda: open_data(cfg, tokenizer, train_data, valid_data, (ctx.rank, ctx.world.size)))
     identity = agree(ctx, datasets.identity)
     check_equal(ctx, "the data", digest_of(identity), "give every host the same files")
     return datasets
 
 
 def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Checkpointer:
-    folder, keep, on_error = run_dir / "checkpoints", cfg.run.keep_last, cfg.run.save_errors
+    run, place = cfg.run, Mirror.of(cfg.run.run_dir, run_dir)
     scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
-    return Checkpointer(folder, ctx, keep_last=keep, on_error=on_error, scratch=scratch)
+    return Checkpointer(run_dir / "checkpoints", ctx, "", run.keep_last, run.save_errors, scratch, place)
 
 
 def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def make_run(
 ) -> Run:
     """Make the run, given the state that it starts from."""
     cfg, ctx = engine.cfg, engine.ctx
-    run_dir, sizes = Path(cfg.run.run_dir), cfg.train.batches
+    run_dir, sizes = cfg.run.folder, cfg.train.batches
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     following = sizes.following(step)
     datasets.resume_position(state)
@@ -224,14 +224,13 @@ def log_banner(engine: Engine) -> None:
     """Log what is about to be trained."""
     cfg, ctx = engine.cfg, engine.ctx
     *fewer, count = cfg.microbatch_counts(ctx.dp.size)
-    parameters = count_parameters(param_map(cfg.model))
-    cp = f", cp {ctx.axis('cp').size}" * (ctx.axis("cp").size > 1)
+    others = "".join(f", {axis.name} {axis.size}" for axis in (ctx.axis("cp"), ctx.ep) if axis.size > 1)
     sharing = f"ZeRO-{cfg.parallel.zero}" + f", gradients {cfg.train.compress}" * (cfg.train.compress != "none")
     logger.info(
-        f"{cfg.model.arch}, {parameters:,} parameters, on {ctx.world.size} x {ctx.device.type}: dp {ctx.dp.size}, "
-        f"pp {ctx.pp.size}, tp {ctx.tp.size}{cp}; {f'{fewer[0]} to ' if fewer else ''}{count} "
-        f"micro-batch{'es' * (count > 1)} of "
-        f"{cfg.train.micro_batch_size} per dp rank and step; {cfg.train.precision}, {sharing}"
+        f"{cfg.model.arch}, {describe_parameters(cfg.model)}, on {ctx.world.size} x {ctx.device.type}: "
+        f"dp {ctx.dp.size}, pp {ctx.pp.size}, tp {ctx.tp.size}{others}; {f'{fewer[0]} to ' if fewer else ''}{count} "
+        f"micro-batch{'es' * (count > 1)} of {cfg.train.micro_batch_size} per dp rank and step; "
+        f"{cfg.train.precision}{describe_fp8(cfg.model, cfg.train)}, {sharing}"
     )
     if cfg.peak_rate:
         logger.info(f"peak learning rate {cfg.peak_rate}")
@@ -242,7 +241,7 @@ def log_banner(engine: Engine) -> None:
 def _log_documents(engine: Engine) -> None:
     """Log how attention stays within documents, if it does."""
     cfg, dtype = engine.cfg, DTYPES[engine.cfg.train.precision]
-    packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.data.data))
+    packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.local_data.data))
     if not packed and not cfg.data.document_mask:
         return
     model = cfg.model

@@ -15,12 +15,13 @@ from torch.profiler import record_function
 
 from megalite.base.errors import UserError
 from megalite.batch import Documents, MicroBatch, document_bounds
-from megalite.config.run import rates_at
+from megalite.config.rates import StepRates, rates_at
 from megalite.data.rows import Rows
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.train.engine import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
+from megalite.train.routing import RoutingFigures, routing_figures, routing_sums
 
 
 @dataclass(frozen=True)
@@ -31,25 +32,25 @@ class StepResult:
         loss: mean next-token cross-entropy over the global batch; NaN without a target.
         targets: weight of all targets of the global batch, their number unless they have weights.
         grad_norm: global L2 norm before clipping.
-        lr, decoupled_lr, weight_decay: rates of the update.
+        rates: learning rates and weight decay of the update.
         loss_scale: scale under which the gradients were computed.
         skipped: the update was skipped because a gradient was not finite.
         spiked: the update was skipped because the loss was above the limit.
         stop: some rank was asked to stop.
         failed: some rank could not read its data or save; nothing was updated.
+        routing: figures of the routers, where there are experts.
     """
 
     loss: float
     targets: float
     grad_norm: float
-    lr: float
-    decoupled_lr: float
-    weight_decay: float
+    rates: StepRates
     loss_scale: float
     skipped: bool
     spiked: bool
     stop: bool
     failed: bool
+    routing: RoutingFigures | None = None
 
 
 _ALONE = Axis("cp")
@@ -76,43 +77,57 @@ def train_step(
             failed. All ranks learn this from the same all-reduce.
         loss_limit: a mean loss above it is a spike, and the update is skipped.
     """
-    cfg, ctx, optimizer, scale = engine.cfg, engine.ctx, engine.optimizer, engine.scaler.scale
+    cfg, scale = engine.cfg, engine.scaler.scale
     rows = to_rows(batch, engine)
-    microbatches = to_microbatches(rows, cfg.train.micro_batch_size, ctx.device, ctx.axis("cp"))
-    optimizer.start_step(len(microbatches), scale)
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
-    program = engine.train_program(len(microbatches))
-    engine.unit_weights.start_pass()
-    loss_sum = engine.executor.run(program, microbatches, step, ctx.batch.rank, scale / full)
-    engine.unit_weights.end_pass()
-    squared_norm = optimizer.finish_grads()
+    loss_sum = forward_backward(engine, rows, step, scale / full)
+    squared_norm = engine.optimizer.finish_grads()
     totals = sum_over_world(engine, loss_sum, rows, squared_norm, stop, failed)
-    loss_sum_all, targets, squared, stops, failures = collectives.to_host(totals)
+    loss_sum_all, targets, squared, stops, failures, *routed = collectives.to_host(totals)
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
-    lr, decoupled_lr, decay = rates_at(cfg.optim, cfg.train, step)
+    rates = rates_at(cfg.optim, cfg.train, step)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
-        clip = min(1.0, cfg.optim.clip_grad / (grad_norm + 1e-6)) if cfg.optim.clip_grad else 1.0
-        with record_function(OPTIMIZER_RANGE):
-            multiplier = torch.tensor(clip * unscale, dtype=torch.float32, device=ctx.device)
-            optimizer.step(lr, multiplier, decay, decoupled_lr)
+        update(engine, rates, grad_norm, unscale)
     engine.scaler.update(overflow=not finite)
     return StepResult(
         loss=loss,
         targets=targets,
         grad_norm=grad_norm,
-        lr=lr,
-        decoupled_lr=decoupled_lr,
-        weight_decay=decay,
+        rates=rates,
         loss_scale=scale,
         skipped=not finite,
         spiked=spiked,
         stop=stops > 0,
         failed=failures > 0,
+        routing=routing_figures(cfg.model, routed, len(rows) * engine.ctx.dp.size * cfg.model.seq_len),
     )
+
+
+def forward_backward(engine: Engine, rows: Rows, step: int, loss_weight: float) -> torch.Tensor:
+    """Run all micro-batches forward and backward, and start reducing their gradients; return this rank's loss sum."""
+    ctx = engine.ctx
+    microbatches = to_microbatches(rows, engine.cfg.train.micro_batch_size, ctx.device, ctx.axis("cp"))
+    engine.optimizer.start_step(len(microbatches), engine.scaler.scale)
+    program = engine.train_program(len(microbatches))
+    engine.unit_weights.start_pass()
+    for stage in engine.stages.values():
+        stage.routing.clear()
+    loss_sum = engine.executor.run(program, microbatches, step, ctx.batch.rank, loss_weight)
+    engine.unit_weights.end_pass()
+    return loss_sum
+
+
+def update(engine: Engine, rates: StepRates, grad_norm: float, unscale: float) -> None:
+    """Update the weights with gradients that are multiplied by `unscale` and clipped to `--clip-grad`."""
+    limit = engine.cfg.optim.clip_grad
+    clip = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+    with record_function(OPTIMIZER_RANGE):
+        multiplier = torch.tensor(clip * unscale, dtype=torch.float32, device=engine.ctx.device)
+        engine.optimizer.step(rates.lr, multiplier, rates.weight_decay, rates.decoupled_lr)
 
 
 @torch.no_grad()
@@ -127,7 +142,7 @@ def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float
     engine.unit_weights.start_pass()
     loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, ctx.batch.rank)
     engine.unit_weights.end_pass()
-    loss, targets, *_, failures = collectives.to_host(sum_over_world(engine, loss_sum, rows, failed=failed))
+    loss, targets, _, _, failures, *_ = collectives.to_host(sum_over_world(engine, loss_sum, rows, failed=failed))
     return loss / targets if targets else 0.0, targets, failures > 0
 
 
@@ -142,7 +157,8 @@ def sum_over_world(
     """Run the one status all-reduce of a step.
 
     Returns:
-        fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue].
+        fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue],
+        then what routers have counted (`routing_sums`).
     """
     ctx = engine.ctx
     # Ranks of the last stage that see the same tokens hold the same losses; other stages hold zero.
@@ -150,7 +166,8 @@ def sum_over_world(
     counts_rows = ctx.grid.is_first_except(ctx.rank, "pp", "dp") and _has_last_stage(engine)
     # Counted on the host: the step first waits for the GPU when it reads the status, which `collectives.to_host` times.
     targets = rows.total_weight() if counts_rows else 0.0
-    status = torch.zeros(5, dtype=torch.float64, device=ctx.device)
+    routed = routing_sums(engine) if squared_norm is not None else []
+    status = torch.cat((torch.zeros(5, dtype=torch.float64, device=ctx.device), *routed))
     status[0] = loss_sum if is_owner else 0.0
     status[1] = targets
     if squared_norm is not None:

@@ -24,9 +24,9 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "step": run.step,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.decoupled_lr}),
-        **({} if cfg.optim.start_weight_decay is None else {"weight_decay": result.weight_decay}),
+        "lr": result.rates.lr,
+        **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.rates.decoupled_lr}),
+        **({} if cfg.optim.start_weight_decay is None else {"weight_decay": result.rates.weight_decay}),
         **({} if cfg.train.batch_size_schedule is None else {"global_batch_size": size}),
         "loss_scale": result.loss_scale,
         "skipped_steps": run.skipped_steps,
@@ -39,6 +39,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "data_wait_s": waited,
         "grad_bytes_sent": run.engine.optimizer.grad_bytes_sent,
         "memory_gib": peak_memory(ctx.device) / 2**30,
+        **({} if result.routing is None else result.routing.record()),
         **run.gpu.latest,
     }
 

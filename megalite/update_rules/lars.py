@@ -19,7 +19,7 @@ class Lars(UpdateRule):
     The ratio is TRUST * |master| / (|grad| + weight_decay * |master|).
     """
 
-    states = ("exp_avg",)
+    states = own = ("exp_avg",)  # a sum of updates, learning rate and trust ratio included
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share."""

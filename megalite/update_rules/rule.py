@@ -71,11 +71,13 @@ class UpdateRule(ABC):
     Attributes:
         states: names of the fp32 states, one value per weight, initially 0. Checkpoints store them under these names:
             a run that changes its optimizer keeps the states that both have ("exp_avg").
+        own: those of them that mean something else in other optimizers, which do not take them over.
         width_power: power of muP's width multiplier by which the learning rate of the blocks' matrices is divided, and
             their weight decay multiplied; None: unknown, muP is refused.
     """
 
     states: ClassVar[tuple[str, ...]] = ()
+    own: ClassVar[tuple[str, ...]] = ()
     width_power: ClassVar[float | None] = None
 
     @abstractmethod

@@ -10,7 +10,7 @@ from megalite.update_rules.rule import Share, UpdateRule
 class Sgd(UpdateRule):
     """velocity = beta1 * velocity + grad; master = (1 - lr * weight_decay) * master - lr * velocity."""
 
-    states = ("exp_avg",)
+    states = own = ("exp_avg",)  # a sum of gradients, not their average
 
     def update(self, share: Share, cfg: Any) -> None:
         """Update a share."""

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,24 +160,12 @@ def after_kill(root: Path) -> None:
     assert (root / "latest").resolve().name == "step_00000010"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 @pytest.mark.root
 @pytest.mark.parametrize("background", [False, True])
-def test_full_disk(small_disk: Path, background: bool) -> None:
-    checkpointer = Checkpointer(small_disk, ParallelContext.single())
+def test_full_disk(tiny_disk: Path, background: bool) -> None:
+    checkpointer = Checkpointer(tiny_disk, ParallelContext.single())
     checkpointer.save(5, cs.states_at(5), {"step": 5})
-    kept = cs.digest(small_disk / "step_00000005")
+    kept = cs.digest(tiny_disk / "step_00000005")
     big = [cs.ParamSpec("w", (1024, 256))]
     words = r"rank 0: .*rank_00000\.safetensors: ENOSPC .* while writing 3,145,728 bytes"
     if background:
@@ -189,15 +176,15 @@ def test_full_disk(small_disk: Path, background: bool) -> None:
         with pytest.raises(SaveError, match=words):
             checkpointer.save(10, cs.states_at(10, specs=big), {"step": 10})
     checkpointer.close()
-    assert cs.digest(small_disk / "step_00000005") == kept
-    assert sorted(p.name for p in small_disk.iterdir()) == ["latest", "step_00000005"]
+    assert cs.digest(tiny_disk / "step_00000005") == kept
+    assert sorted(p.name for p in tiny_disk.iterdir()) == ["latest", "step_00000005"]
 
 
 @pytest.mark.root
-def test_read_only_folder(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+def test_read_only_folder(tiny_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)
     with pytest.raises(UserError, match=r"must be a directory that this user can write to \(Read-only file system\)"):
-        Checkpointer(small_disk, ParallelContext.single())
+        Checkpointer(tiny_disk, ParallelContext.single())
 
 
 def test_file_size_limit_on_one_rank(pool: WorkerPool, tmp_path: Path) -> None:

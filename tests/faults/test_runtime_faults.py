@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.faults.zygote import Job, Left, Zygote, processes_of
-from tests.ranks import ROOT
+from tests.ranks import ROOT, tmpfs
 
 STEPS = 8
 RUN = [
@@ -334,13 +334,8 @@ def test_a_slow_rank_is_named(zygote: Zygote, tmp_path: Path) -> None:
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
     """A run directory on a file system mounted read-only."""
-    place = tmp_path / "run"
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with tmpfs(tmp_path / "run", "ro") as folder:
+        yield folder
 
 
 @pytest.mark.root

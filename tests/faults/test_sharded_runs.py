@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,18 +62,6 @@ def test_copies_are_compared_before_a_save(zygote: Zygote, tmp_path: Path) -> No
     assert codes(left) == [1, 1]
     assert "the copies of norm.weight on ranks 0, 1 differ (dp)" in left[0].err
     assert committed(tmp_path / "run") == {"step_00000002"}
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)], capture_output=True)
-    if made.returncode:
-        pytest.skip("mounting needs root")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.mark.root

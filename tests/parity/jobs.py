@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,17 +86,25 @@ def train(rank: int, cfg: Config, world: int, steps: int = STEPS) -> list[tuple[
 
 def start(rank: int, cfg: Config, world: int) -> Any:
     """An engine with initial parameters."""
+    (engine,) = engines([cfg], world)
+    spoil_gradients(engine)
+    return engine
+
+
+def engines(cfgs: Sequence[Config], world: int) -> Iterator[Any]:
+    """An engine with initial parameters per config, on one grid: making process groups takes longer than a step."""
     import torch
 
     from megalite.dist.context import ParallelContext
     from megalite.dist.grid import Grid
     from megalite.train.build import build_engine
 
-    topology = Grid.from_config(cfg.parallel, world)
-    engine = build_engine(cfg, ParallelContext.create(topology, torch.device("cpu")))
-    engine.optimizer.init_parameters(cfg.train.seed)
-    spoil_gradients(engine)
-    return engine
+    (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
+    ctx = ParallelContext.create(grid, torch.device("cpu"))
+    for cfg in cfgs:
+        engine = build_engine(cfg, ctx)
+        engine.optimizer.init_parameters(cfg.train.seed)
+        yield engine
 
 
 def spoil_gradients(engine: Any) -> None:
@@ -125,6 +134,22 @@ def init_parameters(stage: Any, seed: int) -> None:
     with torch.no_grad():
         for param in stage.parameters():
             param.copy_(param.shard.initial(seed))
+
+
+def plain_gradients(
+    hf: Any, clip_grad: float, steps: int = STEPS, divisor: float = 1.0, **inputs: Any
+) -> Iterator[tuple[int, tuple[float, float]]]:
+    """(step, (loss, gradient norm)) of a transformers model on the whole fixed batches; the caller updates it."""
+    import torch
+
+    for step, batch in enumerate(batches(steps), 1):
+        tokens = torch.from_numpy(batch)
+        logits = hf(input_ids=tokens[:, :-1], **inputs).logits / divisor
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        hf.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(list(hf.parameters()), clip_grad)
+        yield step, (loss.item(), norm.item())
 
 
 def run_steps(engine: Any, steps: int, first: int = 1) -> list[tuple[float, float]]:

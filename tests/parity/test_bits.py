@@ -35,17 +35,8 @@ Grads = list[tuple[str, Shard, np.ndarray]]
 
 def gradients(rank: int, cfgs: Sequence[Config], world: int) -> list[Grads]:
     """(global name, shard, main_grad) of every parameter of this rank after one forward and backward, by config."""
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
-    from megalite.train.build import build_engine
-
-    # One grid of ranks for all of them: making process groups takes longer than a step.
-    (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
-    ctx = ParallelContext.create(grid, torch.device("cpu"))
     out = []
-    for cfg in cfgs:
-        engine = build_engine(cfg, ctx)
-        engine.optimizer.init_parameters(cfg.train.seed)
+    for engine in jobs.engines(cfgs, world):
         jobs.spoil_gradients(engine)
         out.append(gradients_of(engine))
     return out
@@ -119,6 +110,14 @@ def test_with_dropout_recompute_and_tensor_parallel(pool: WorkerPool) -> None:
     core = {f"{n}-core": jobs.with_train(c, recompute="selective") for n, c in plain.items() if n in ("1f1b", "zb-h1")}
     got = over_schedules(pool, 4, {**plain, **full, **core})
     assert_equal_bits(got, got["naive"])
+
+
+def test_products_in_chunks_give_the_same_gradients(pool: WorkerPool) -> None:
+    cfgs = [config(jobs.gpt2(), {"tp": 2, "tp_chunks": chunks}, micro_batch_size=2) for chunks in (1, 2, 8)]
+    for plain, *chunked in pool.run(2, gradients, cfgs, 2):
+        for grads in chunked:
+            for (name, _, expected), (_, _, got) in zip(plain, grads, strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

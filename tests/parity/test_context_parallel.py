@@ -56,6 +56,7 @@ GRID: dict[Shape, list[Row]] = {
         (LLAMA, 2, {"cp_comm": "gather"}, {}),
         (LLAMA, 3, {"cp_comm": "a2a", "zero_group": "2"}, {}),
         (LLAMA, 1, {"cp_comm": "ring"}, {"recompute": "selective"}),
+        (LLAMA, 1, {"cp_comm": "gather"}, {"z_loss": 1e-2, "loss_chunk": 3}),
         (FEW_HEADS, 2, {"cp_comm": "a2a+ring"}, {"micro_batch_size": 2}),
         (ONE_KEY, 3, {"cp_comm": "a2a"}, {}),
         (GEMMA2, 3, {"cp_comm": "ring"}, {"loss_chunk": 2}),
@@ -94,7 +95,8 @@ def check(pool: WorkerPool, grid: Shape, rows: list[Row]) -> None:
     ]
     ranks = pool.run(world, trained, cfgs, world)
     for i, (model, zero, parallel, train) in enumerate(rows):
-        single = scaled(jobs.make_config(model, precision=train.get("precision", "fp32")))
+        loss = {name: train[name] for name in ("precision", "z_loss") if name in train}
+        single = scaled(jobs.make_config(model, **loss))
         assert_same([rank[i] for rank in ranks], single, f"{grid} {model.arch} zero {zero} {parallel} {train}")
 
 
@@ -107,6 +109,30 @@ def test_same_gradients_however_samples_are_shared(pool: WorkerPool, grid: Shape
 @pytest.mark.parametrize("grid", GRID)
 def test_grid(pool: WorkerPool, grid: Shape) -> None:
     check(pool, grid, GRID[grid])
+
+
+@pytest.mark.parametrize("comm", ["gather", "a2a", pytest.param("ring", marks=pytest.mark.full)])
+def test_recompute_changes_not_a_bit(pool: WorkerPool, comm: str) -> None:
+    modes = ("none", "selective", "full")
+    cfgs = [config(GEMMA2, 1, {"cp": 2, "cp_comm": comm}, recompute=mode, micro_batch_size=4) for mode in modes]
+    for (want, gradients), *others in pool.run(2, trained, cfgs, 2):
+        for steps, boxes in others:
+            assert steps == want
+            for name, (_, held) in boxes.items():
+                for (_, part), (_, expected) in zip(held, gradients[name][1], strict=True):
+                    assert part.tobytes() == expected.tobytes(), name
+
+
+# Seen: 1.2e-5 and 2.9e-4 in bf16, 4e-6 and 3.2e-5 in fp16.
+@pytest.mark.parametrize(("precision", "limits"), [("bf16", (5e-5, 1e-3)), ("fp16", (2e-5, 2e-4))])
+def test_half_precision(pool: WorkerPool, precision: str, limits: tuple[float, float]) -> None:
+    """Loss and norm: blocks of keys round apart from a whole row of them."""
+    comms = ("gather", "ring", "a2a+gather")
+    cfgs = [config(FEW_HEADS, 1, {"cp": 4, "cp_comm": comm}, precision=precision) for comm in comms]
+    ((want, _),) = trained(0, [scaled(jobs.make_config(FEW_HEADS, precision=precision))], 1)
+    for rank in pool.run(4, trained, cfgs, 4):
+        for comm, (steps, _) in zip(comms, rank, strict=True):
+            assert (np.abs(np.array(steps) / np.array(want) - 1).max(0) < limits).all(), comm
 
 
 # (world, cp, tp, pp) -> (model, further layout, training options); evaluation is compared too

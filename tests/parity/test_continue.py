@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,8 @@ def stage(rank: int, arguments: list[str], world: int) -> dict[str, Any]:
     from megalite.train.loop import fit
     from megalite.train.start import open_run
 
-    context = ParallelContext.create(Grid.of(world), torch.device("cpu"))
-    run = open_run(cli.parse(arguments, dialect=DIALECT).config, context)
+    cfg = cli.parse(arguments, dialect=DIALECT).config
+    run = open_run(cfg, ParallelContext.create(Grid.from_config(cfg.parallel, world), torch.device("cpu")))
     try:
         optimizer, scaler = run.engine.optimizer, run.engine.scaler
         start = {
@@ -158,6 +159,22 @@ def test_what_is_reset_and_what_is_kept(pool: WorkerPool, first_stage: Path, tmp
     assert re.findall(r"rises: (\S+) in step 4 of the checkpoint, (\S+) in", log) == [("0", rate)]
 
 
+def test_longer_samples_with_yarn_are_shared(pool: WorkerPool, first_stage: Path, tmp_path: Path) -> None:
+    """The recipe of docs/long_sequences.md: four times the tokens, on two ranks that share them and on one."""
+    yarn = "{rope_type: yarn, factor: 8.0, original_max_position_embeddings: 16}"
+    second = [*STAGE, "--resume", str(first_stage), "--reset-data", "--seq-len", "64", "--train-steps", "6"]
+    second += ["--rope-scaling", yarn, "--precision", "fp32"]
+    for world in (1, 2):
+        pool.run(world, stage, [*second, "--cp", str(world), "--run-dir", str(tmp_path / str(world))], world)
+    alone, shared = (losses(tmp_path / str(world)) for world in (1, 2))
+    assert [step for step, *_ in alone] == [5, 6]
+    np.testing.assert_allclose(shared, alone, rtol=1e-5)
+    model = export_hf(tmp_path / "2", tmp_path / "hf")
+    assert model["rope_parameters"]["rope_type"] == "yarn"
+    # transformers 4 takes the quotient with the original length for the factor.
+    assert model["max_position_embeddings"] == 128
+
+
 @pytest.mark.parametrize("place", ["another_folder", "its_own_folder"])
 def test_a_stage_that_is_started_again_continues(first_stage: Path, tmp_path: Path, place: str) -> None:
     first = tmp_path / "a"
@@ -175,6 +192,36 @@ def test_a_stage_that_is_started_again_continues(first_stage: Path, tmp_path: Pa
     assert (again["step"], again["consumed_samples"]) == (1, 4)
     if place == "another_folder":
         assert stage(0, [*second, "--lr", "5e-3"], 1)["step"] == 0, "another command starts where it says"
+
+
+NEWER = ("fp8", "fp8_emulate", "fp8_keep_bf16", "max_minutes", "layer_types", "moe_dense_layers", "moe_aux_loss_coeff")
+
+
+def test_a_stage_that_an_older_release_began_continues(first_stage: Path, tmp_path: Path) -> None:
+    """Its checkpoints lack the options that have come since; how often and how long a job runs is not what it is."""
+    second = [*STAGE, "--resume", str(first_stage), "--reset-data", "--reset-step", "--run-dir", str(tmp_path)]
+    second += ["--rope-scaling", "{factor: 4.0, original_max_position_embeddings: 16}", "--train-steps", "2"]
+    assert stage(0, [*second, "--save-every", "1"], 1)["step"] == 0
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000002")
+    forget(tmp_path / "checkpoints" / "step_00000001", (*NEWER, "rope_type", "beta_slow", "beta_fast", "truncate"))
+    assert stage(0, [*second, "--max-minutes", "60", "--save-every", "2"], 1)["step"] == 1
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    assert "the same command has saved checkpoints in" in log
+    assert "options changed" not in log.split("the same command")[1], "an option that is newer has its default there"
+
+
+def forget(checkpoint: Path, names: Collection[str]) -> None:
+    """Make a checkpoint of a release that did not have these options."""
+
+    def without(tree: Any) -> Any:
+        return {k: without(v) for k, v in tree.items() if k not in names} if isinstance(tree, dict) else tree
+
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    before, manifest["meta"]["config"] = manifest["meta"]["config"], without(manifest["meta"]["config"])
+    assert before != manifest["meta"]["config"]
+    text = json.dumps(manifest).encode()
+    (checkpoint / "manifest.json").write_bytes(text)
+    (checkpoint / "COMMIT").write_text(hashlib.sha256(text).hexdigest() + "\n")
 
 
 def test_what_a_new_stage_may_not_change(first_stage: Path, tmp_path: Path) -> None:

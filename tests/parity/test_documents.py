@@ -74,20 +74,14 @@ def test_token_losses_are_those_of_each_document_alone(name: str) -> None:
 
 def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:
     """By config: loss and gradient norm of a step on packed documents, the boxes of its gradients, evaluation loss."""
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
-    from megalite.train.build import build_engine
     from megalite.train.step import eval_step, train_step
 
-    (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
-    ctx = ParallelContext.create(grid, torch.device("cpu"))
     out = []
-    for cfg in cfgs:
-        engine = build_engine(cfg, ctx)
-        engine.optimizer.init_parameters(cfg.train.seed)
-        rows = alone() if cfg.train.global_batch_size > jobs.BATCH else packed()
-        share = len(rows) // ctx.dp.size
-        rows = rows[ctx.dp.rank * share : (ctx.dp.rank + 1) * share]
+    for engine in jobs.engines(cfgs, world):
+        rows = alone() if engine.cfg.train.global_batch_size > jobs.BATCH else packed()
+        dp = engine.ctx.dp
+        share = len(rows) // dp.size
+        rows = rows[dp.rank * share : (dp.rank + 1) * share]
         evaluated, *_ = eval_step(engine, rows)
         result = train_step(engine, rows, 1)
         out.append(((result.loss, result.grad_norm, evaluated), boxes_of(engine)))

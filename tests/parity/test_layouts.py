@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from megalite.config.run import Config
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
-MODELS = {"llama": jobs.llama, "gpt2": jobs.gpt2, "gemma2": jobs.gemma2, "gemma3": jobs.gemma3}
+MODELS: dict[str, Any] = {"llama": jobs.llama, "gpt2": jobs.gpt2, "gemma2": jobs.gemma2, "gemma3": jobs.gemma3}
+# Windows in layers that follow no pattern.
+MODELS["layer_types"] = partial(jobs.gemma3, layer_types=("full_attention", *["sliding_attention"] * 2))
 
 # name: (world, layers, layout)
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -44,7 +46,8 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 # Schedules do not know what a layer is: models besides Llama train in those layouts that differ in more than the order.
 OF_EVERY_MODEL = ("tp2", "tp4", "pp4-zb-h1", "pp4-vp2", "dp2-zero1", "tp2-pp2-zb-v-zero1", "tp2-pp2-vp2-dp2-zero1")
-CASES = [(model, layout) for model in MODELS for layout in (LAYOUTS if model == "llama" else OF_EVERY_MODEL)]
+LAYOUTS_OF = {"llama": tuple(LAYOUTS), "layer_types": ("pp4-zb-h1", "tp2-pp2-vp2-dp2-zero1")}
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS_OF.get(model, OF_EVERY_MODEL)]
 
 
 @cache
@@ -147,6 +150,20 @@ def test_overlap_changes_not_a_bit(pool: WorkerPool, layout: dict[str, Any], swi
         cfg = jobs.make_config(jobs.gpt2(), {**layout, **dict.fromkeys(off, False)}, micro_batch_size=2)
         runs.append(pool.run(4, jobs.train, cfg, 4))
     assert all(run == runs[0] for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "parallel", "train"),
+    [
+        ("llama", 2, {"tp": 2, "tp_chunks": 2}, {"micro_batch_size": 2}),
+        ("gpt2", 4, {"tp": 2, "tp_chunks": 4, "zero": 3, "zero_whole_below": 0}, {"recompute": "full"}),
+        ("gemma2", 8, {"tp": 4, "pp": 2, "tp_chunks": 2, "schedule": "zb-h1"}, {}),
+    ],
+)
+def test_products_in_chunks(
+    pool: WorkerPool, model: str, world: int, parallel: dict[str, Any], train: dict[str, Any]
+) -> None:
+    assert_same(pool, world, jobs.make_config(MODELS[model](), parallel, **train))
 
 
 @pytest.mark.slow

@@ -149,13 +149,8 @@ def plain_steps(hf: Any, cfg: Config) -> list[tuple[float, float]]:
         torch.optim.Muon(blocks, momentum=0.95, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw"),
     )
     out = []
-    for step, batch in enumerate(jobs.batches(), 1):
-        tokens = torch.from_numpy(batch)
-        logits = hf(input_ids=tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        hf.zero_grad()
-        loss.backward()
-        out.append((loss.item(), torch.nn.utils.clip_grad_norm_(named.values(), o.clip_grad).item()))
+    for step, figures in jobs.plain_gradients(hf, o.clip_grad):
+        out.append(figures)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, o, jobs.STEPS)

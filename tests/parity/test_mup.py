@@ -22,6 +22,7 @@ from megalite.extras.mup.coordinates import measure, slopes
 from megalite.model.parameters import param_map
 from megalite.schedules.lr import learning_rate
 from megalite.sharding import Shard
+from megalite.update_rules import RULES
 from tests.parity import jobs, test_resume
 from tests.parity.test_muon import CUT, assert_same, trained
 from tests.parity.test_oracle import hf_llama, initial_weights
@@ -57,13 +58,8 @@ def plain_steps(cfg: Config) -> list[tuple[float, float]]:
     if o.optimizer == "muon":
         optimizers.append(torch.optim.Muon(own, momentum=0.95, adjust_lr_fn="match_rms_adamw"))
     out = []
-    for step, batch in enumerate(jobs.batches(), 1):
-        tokens = torch.from_numpy(batch)
-        logits = hf(input_ids=tokens[:, :-1]).logits / M
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        hf.zero_grad()
-        loss.backward()
-        out.append((loss.item(), torch.nn.utils.clip_grad_norm_(named.values(), o.clip_grad).item()))
+    for step, figures in jobs.plain_gradients(hf, o.clip_grad, divisor=M):
+        out.append(figures)
         lr = learning_rate(step, o, jobs.STEPS)
         for made, divisor in by_lr:
             made["lr"] = lr / divisor
@@ -80,6 +76,19 @@ def test_same_as_plain_torch_with_the_table(optimizer: str, monkeypatch: pytest.
         expected = plain_steps(cfg)
     np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-5)
     assert not np.allclose(jobs.train(0, config(optimizer, jobs.llama()), 1), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["rates of the base", "logits of the base"])
+def test_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config("adamw", jobs.llama(mup_base_width=8))
+    if fault == "rates of the base":
+        monkeypatch.setattr(type(RULES["adamw"]), "width_power", 0.0)
+    engine = jobs.start(0, cfg, 1)
+    if fault == "logits of the base":
+        (stage,) = engine.stages.values()
+        stage.lm_head.scale = 1.0
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        np.testing.assert_allclose(jobs.run_steps(engine, jobs.STEPS), plain_steps(cfg), rtol=1e-5)
 
 
 def test_initial_values_and_attention() -> None:

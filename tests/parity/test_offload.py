@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,16 +162,6 @@ def test_too_little_host_memory_is_said_with_both_figures(monkeypatch: pytest.Mo
         UserError, match=r"--offload activations: the host needs 32,768 bytes of memory \(8,192 for each"
     ):
         build_engine(away, single)
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True)
-    if made.returncode:
-        pytest.skip("mounting needs root")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.root

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.schedules.lr import learning_rate
-from tests.parity import jobs
+from tests.parity import jobs, test_resume
 from tests.parity.test_oracle import hf_llama, initial_weights
 from tests.workers import WorkerPool
 
@@ -91,14 +92,8 @@ def test_same_as_a_plain_computation(optimizer: str) -> None:
     groups = pack(list(params))
     states = {names: [torch.zeros(()) for _ in range(3)] for names in groups}
     expected = []
-    for step, batch in enumerate(jobs.batches(), 1):
-        tokens = torch.from_numpy(batch)
-        logits = hf(input_ids=tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        hf.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(params.values(), cfg.optim.clip_grad)
-        expected.append((loss.item(), norm.item()))
+    for step, figures in jobs.plain_gradients(hf, cfg.optim.clip_grad):
+        expected.append(figures)
         with torch.no_grad():
             for names in groups:
                 whole = torch.cat([params[n] for n in names])
@@ -121,3 +116,37 @@ def pack(names: list[str]) -> list[tuple[str, ...]]:
             key = key.replace(part, "gate_up")
         packed.setdefault(key, []).append(name)
     return [tuple(group) for group in packed.values()]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept", "words"),
+    [
+        ("adamw", "lion", True, ""),
+        ("adamw", "lamb", True, ""),
+        ("adamw", "sgd", False, "exp_avg has another meaning in adamw than in sgd, that of embed_tokens.weight"),
+        ("sgd", "lars", False, "exp_avg has another meaning in sgd than in lars"),
+        ("sgd", "adamw", False, "no exp_avg_sq of embed_tokens.weight"),
+        ("muon", "sgd", False, "exp_avg has another meaning in muon than in sgd"),
+        ("adamw", "ademamix", False, "no exp_avg_slow of embed_tokens.weight and 26 more"),
+    ],
+)  # fmt: skip
+def test_moments_of_another_optimizer(tmp_path: Path, first: str, second: str, kept: bool, words: str) -> None:
+    """Those that mean the same are kept; otherwise the run is the one of --reset-optimizer, and the log names them."""
+    flags = [*test_resume.MODEL, "--hidden-dropout", "0", "--muon-ns", "fp32", "--lr", "3e-4"]
+
+    def run(name: str, steps: int, *more: str) -> str:
+        test_resume.train(0, [*flags, *more, "--train-steps", str(steps), "--run-dir", str(tmp_path / name)], 1)
+        return (tmp_path / name / "logs" / "rank_0.log").read_text()
+
+    run("first", 2, "--optimizer", first)
+    changed = ["--optimizer", second, "--resume", str(tmp_path / "first")]
+    log = run("second", 4, *changed)
+    run("reset", 4, *changed, "--reset-optimizer")
+    assert f"--optimizer {first} -> {second}" in log
+    assert ("resumed from" in log) is kept
+    assert words in log
+    after, anew = (test_resume.losses(tmp_path / name) for name in ("second", "reset"))
+    assert (after == anew) is not kept
+    back = run("back", 6, "--optimizer", first, "--resume", str(tmp_path / "second"))
+    assert f"--optimizer {second} -> {first}" in back
+    assert all(np.isfinite(loss) for _, loss, _ in test_resume.losses(tmp_path / "back"))

@@ -103,22 +103,16 @@ def train_plainly(hf: Any, steps: int = jobs.STEPS, **inputs: Any) -> list[tuple
     cfg = jobs.OPTIM
     params = list(hf.parameters())
     groups = [
-        {"params": [p for p in params if p.dim() == 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": cfg.weight_decay},
         {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
     out = []
-    for step, batch in enumerate(jobs.batches(steps), 1):
-        tokens = torch.from_numpy(batch)
-        logits = hf(input_ids=tokens[:, :-1], **inputs).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(params, cfg.clip_grad)
+    for step, figures in jobs.plain_gradients(hf, cfg.clip_grad, steps, **inputs):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg, steps)
         optimizer.step()
-        out.append((loss.item(), norm.item()))
+        out.append(figures)
     return out
 
 

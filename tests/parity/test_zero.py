@@ -26,17 +26,8 @@ Gradients = dict[str, tuple[tuple[int, ...], list[tuple[tuple[slice, ...], np.nd
 
 def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[tuple[list[tuple[float, float]], Gradients]]:
     """By config: (loss, gradient norm) of three steps; this rank's boxes of the first's gradients."""
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
-    from megalite.train.build import build_engine
-
-    # One grid of ranks for all of them: making process groups takes longer than a step.
-    (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
-    ctx = ParallelContext.create(grid, torch.device("cpu"))
     out = []
-    for cfg in cfgs:
-        engine = build_engine(cfg, ctx)
-        engine.optimizer.init_parameters(cfg.train.seed)
+    for engine in jobs.engines(cfgs, world):
         steps = jobs.run_steps(engine, 1)
         boxes = boxes_of(engine)
         out.append((steps + jobs.run_steps(engine, STEPS - 1, first=2), boxes))
@@ -371,9 +362,9 @@ def test_refusals(flags: str, says: str) -> None:
 def test_groups_of_ranks_that_share() -> None:
     sizes = {"full": None, "2": 2, "dp/2": 4, "node": 4, "8": 8}
     cfgs = {name: jobs.make_config(LLAMA, {"zero": 3, "zero_group": name, "tp": 2}) for name in (*sizes, "3", "dp/8")}
-    assert {name: cfgs[name].zero_group_size(8, local_ranks=8) for name in sizes} == sizes
+    assert {name: cfgs[name].parallel.zero_group_size(8, local_ranks=8) for name in sizes} == sizes
     for name in ("3", "dp/8"):
         with pytest.raises(UserError, match=f"--zero-group {name}: .* divide dp 8; use full, or one of 2, 4, 8"):
-            cfgs[name].zero_group_size(8, 8)
+            cfgs[name].parallel.zero_group_size(8, 8)
     with pytest.raises(UserError, match="--zero-group node: must make groups of at least two ranks"):
-        cfgs["node"].zero_group_size(8, local_ranks=2)
+        cfgs["node"].parallel.zero_group_size(8, local_ranks=2)

@@ -57,7 +57,7 @@ def shares_of(grid: Grid, rank: int) -> Iterator[tuple[str, tuple[int, ...], lis
                 units.setdefault(".".join(shard.spec.name.split(".")[:2]), []).append(shard)
         by_unit = list(units.values())
         numels = [[math.prod(shard.shape) for shard in unit] for unit in by_unit]
-        for indices in plan_buckets(numels, ParallelConfig().bucket_size, math.inf):
+        for indices in plan_buckets(numels, ParallelConfig().bucket_elements(grid["dp"]), math.inf):
             yield from _of_bucket([by_unit[unit][i] for unit, i in indices], grid["dp"], coords["dp"])
 
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from examples.corpus import python_corpus
 from megalite.extras.prepare.train_tokenizer import train_tokenizer
+from tests.installed import Installed, install
 
 # How long an example takes says more about the machine's other work than about the rule.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,3 +35,9 @@ def tokenizer_dir(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     out = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer([str(corpus)], 1200, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Run a program of an environment that has megalite from its wheel."""
+    return install(tmp_path_factory.mktemp("installed"))

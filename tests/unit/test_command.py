@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import subprocess
 import sys
-import venv
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megalite.extras.command import COMMANDS
+from tests.installed import Installed
 from tests.ranks import ROOT
 
 # The help, and a line of what must not have been imported for it.
@@ -23,7 +20,6 @@ atexit.register(lambda: print(*{{"torch", "matplotlib"}} & sys.modules.keys()))
 sys.argv = ["megalite", "{}", "--help"]
 runpy.run_module("megalite", None, "__main__")
 """
-FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "pretrain_gpt.py")
 DOORS = {
     "cluster_check": "check",
     "convert_hf": "convert",
@@ -53,46 +49,6 @@ USES = [
     ("mup check --widths 16 32 --png widths.png", "without: slopes of log size"),
     (f"estimate --world 2 --vocab-size 64 {SIZES} --json", '{"rank"'),
 ]
-
-Installed = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Run a program of an environment that has megalite from its wheel, in an empty folder.
-
-    The packages that megalite depends on are those of the environment that runs the tests.
-    """
-    tmp = tmp_path_factory.mktemp("installed")
-    for name in ("csrc", "megalite"):
-        shutil.copytree(ROOT / name, tmp / "source" / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for name in FILES:
-        shutil.copy(ROOT / name, tmp / "source")
-    # Native kernels have tests of their own.
-    environment = {**os.environ, "MEGALITE_CUDA": "0", "CXX": "/no/compiler"}
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(tmp), str(tmp / "source")]
-    subprocess.run([*pip, *build], env=environment, check=True)
-    (wheel,) = tmp.glob("megalite-*.whl")
-    venv.create(tmp / "env", with_pip=False)
-    python = tmp / "env" / "bin" / "python"
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
-    (site,) = (tmp / "env" / "lib").glob("python*/site-packages")
-    # As lines of plain folders, whose own .pth files, with the checkout in them, are not read.
-    shared = [path for path in sys.path if Path(path).name == "site-packages"]
-    (site / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
-    (tmp / "work").mkdir()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-
-    def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [str(python.with_name(program)), *words]
-        return subprocess.run(command, cwd=tmp / "work", env=environment, capture_output=True, text=True, timeout=300)
-
-    places = "import megalite, pretrain_gpt, sys; print(megalite.__file__, pretrain_gpt.__file__, *sys.path)"
-    package, script, *path = run("python", "-c", places).stdout.split()
-    assert (Path(package), Path(script)) == (site / "megalite/__init__.py", site / "pretrain_gpt.py")
-    assert str(ROOT) not in path
-    return run
 
 
 def test_the_list_of_commands(installed: Installed) -> None:

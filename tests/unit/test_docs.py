@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -199,7 +200,7 @@ def test_bash_blocks_are_bash(page: str, text: str) -> None:
 @pytest.mark.parametrize(("page", "command"), [c for c in commands() if "pretrain_gpt.py" in c[1] and "…" not in c[1]])
 def test_training_commands_are_accepted(page: str, command: str) -> None:
     """As they stand; a launcher's words before the program are left out."""
-    cli.parse(command.partition("pretrain_gpt.py")[2].split(), dialect=DIALECT)
+    cli.parse(shlex.split(command.partition("pretrain_gpt.py")[2]), dialect=DIALECT)
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

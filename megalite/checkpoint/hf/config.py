@@ -7,22 +7,33 @@ transformers 5 writes `rope_parameters` and `dtype`; 4.57, vLLM and llama.cpp re
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, get_type_hints
 
 from megalite.base.errors import UserError
 from megalite.checkpoint.safetensors_io import BadCheckpoint
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.layer_types import FULL, SLIDING
+from megalite.config.model import ROUTER_LOSSES, SCALING_FIELDS, ModelConfig, RopeScaling
 from megalite.config.values import fits, rule_of
 from megalite.families import FAMILIES
 from megalite.families.common import Family
+from megalite.families.experts import dense_layers
 from megalite.families.parts import ACTIVATIONS
 
 _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
-_SCALING_KEYS = {"default": (), "llama3": tuple(f.name for f in dataclasses.fields(RopeScaling)), "linear": ("factor",)}
-_NUMBERS = ("rope_theta", "rope_theta_local", "partial_rotary_factor", "factor", *_SCALING_KEYS["llama3"])
+_STRETCH = ("factor", "original_max_position_embeddings")
+_SCALING_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (*_STRETCH, *SCALING_FIELDS["llama3"]),
+    "yarn": _STRETCH,
+}
+_MSCALE = ("mscale", "mscale_all_dim")
+_NUMBERS = ("rope_theta", "rope_theta_local", "partial_rotary_factor", *_SCALING_KEYS["llama3"], "beta_slow",
+            "beta_fast", "attention_factor", *_MSCALE)  # fmt: skip
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Options that a run may change without changing the meaning of the weights.
-TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std")
+TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std", *ROUTER_LOSSES)
 
 
 def _activations(family: Family) -> dict[str, str]:
@@ -56,12 +67,17 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
 
     options: dict[str, Any] = dict(family.options)
     source_of: dict[str, str] = {}
+    given = {name for key, name in family.fields if key in values}
     for key, name in family.fields:
+        if key not in values and name in given:
+            continue  # the field has another key
         if key not in values:
             raise BadCheckpoint(where, f"has no {key}", "use the config.json that belongs to the weights")
         if name in source_of and options[name] != values[key]:
             raise refuse(key, f"differs from {source_of[name]} {options[name]!r}, and megalite has one value for both")
         options[name], source_of[name] = values[key], key
+    if "moe_dense_layers" in options:
+        options["moe_dense_layers"] = dense_layers(options, values["decoder_sparse_step"])
     window = values.get("sliding_window")
     if isinstance(window, int) and window >= (options["max_position_embeddings"] or 0):
         # No shorter than the longest sequence, so equal to full attention.
@@ -71,8 +87,8 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         if (values.get(key, value) or None) != (value or None):
             raise refuse(key, f"is not supported: megalite computes {value!r}")
     if "window" in options:
-        options["window_pattern"] = _read_pattern(config, options, where)
-    elif any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        options.update(_read_pattern(config, options, where))
+    elif any(kind != FULL for kind in config.get("layer_types") or ()):
         raise BadCheckpoint(f"{where}: layer_types", "must all be full_attention", "convert another model")
     written = str(values.get(family.activation))
     names = {_ALIASES.get(theirs, theirs): ours for ours, theirs in _activations(family).items()}
@@ -97,6 +113,7 @@ def _check_types(values: dict[str, Any], family: Family, where: str) -> None:
     hints, old = get_type_hints(ModelConfig), (family.old_theta, family.local_theta, family.partial_rotary)
     expected: dict[str, Any] = {
         **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), int),
+        "decoder_sparse_step": int,
         **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
         **dict.fromkeys((key for key in old if key), float),
         **{key: hints[name] for key, name in family.fields},
@@ -120,24 +137,22 @@ def _check_type(where: str, key: str, value: Any, hint: Any) -> None:
         raise BadCheckpoint(f"{where}: {key} {value!r:.80}", f"is of the wrong type: {rule_of(hint)}", "correct it")
 
 
-def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -> int:
-    """Read `window_pattern`: from `layer_types`, which must follow one, else from the older key or the family."""
-    default, types = options.get("window_pattern", 0), config.get("layer_types")
-    written = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", default))
-    if types is None:
-        return int(written)
-    first = types.index("full_attention") + 1 if "full_attention" in types else 0
-    for pattern in (written, default, first) if len(types) == options["num_layers"] else ():
-        if types == _layer_types(options["num_layers"], options["window"], pattern):
-            return int(pattern)
-    rule = "must be n sliding_attention and one full_attention, repeated"
-    raise BadCheckpoint(f"{where}: layer_types", rule, "convert another model")
+def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -> dict[str, Any]:
+    """Read which layers have the window: from `layer_types`, else from the older key or the family."""
+    written = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
+    pattern = {"window_pattern": options.get("window_pattern", 0) if written is None else written}
+    if (types := config.get("layer_types")) is None:
+        return pattern
+    if len(types) != options["num_layers"] or not set(map(str, types)) <= {FULL, SLIDING}:
+        rule = f"must name {options['num_layers']} layers, each {SLIDING} or {FULL}"
+        raise BadCheckpoint(f"{where}: layer_types", rule, "convert another model")
+    # Without a window, or with one as long as the model's positions, all layers see everything.
+    return {**pattern, "layer_types": tuple(types)} if options["window"] is not None else pattern
 
 
-def _layer_types(num_layers: int, window: int | None, pattern: int) -> list[str]:
+def _layer_types(cfg: ModelConfig) -> list[str]:
     """Name the attention of each layer as transformers does."""
-    full = [window is None or (pattern > 0 and (i + 1) % pattern == 0) for i in range(num_layers)]
-    return ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
+    return [FULL if cfg.window_of(layer) is None else SLIDING for layer in range(cfg.num_layers)]
 
 
 def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
@@ -177,7 +192,7 @@ def _new_rope(rope: dict[str, Any], family: Family, where: str) -> dict[str, Any
 
 
 def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
-    """Read the scaling of the frequencies: none, llama3 or linear."""
+    """Read the scaling of the frequencies: none, llama3, yarn or linear."""
     kind = rope.get("rope_type", "default")
     if kind not in _SCALING_KEYS:
         rule = f"is not one of {', '.join(_SCALING_KEYS)}"
@@ -185,9 +200,19 @@ def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
     missing = [key for key in _SCALING_KEYS[kind] if key not in rope]
     if missing:
         raise BadCheckpoint(where, f"rope scaling {kind} has no {', '.join(missing)}", "correct it")
-    if kind == "llama3":
-        return {"rope_scaling": RopeScaling(**{key: rope[key] for key in _SCALING_KEYS[kind]})}
+    if kind in SCALING_FIELDS:
+        given = {key: rope[key] for key in (*_STRETCH, *SCALING_FIELDS[kind]) if rope.get(key) is not None}
+        return {"rope_scaling": RopeScaling(rope_type=kind, **_with_amplitude(rope, given))}
     return {"rope_linear_factor": float(rope["factor"])} if kind == "linear" else {}
+
+
+def _with_amplitude(rope: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Compute YaRN's `attention_factor` where a config.json has it as the ratio of two scales (DeepSeek-V2's keys)."""
+    scales = [float(rope.get(key) or 0) for key in _MSCALE]
+    if "attention_factor" in given or not all(scales):
+        return given
+    own, all_dims = (0.1 * scale * math.log(given["factor"]) + 1.0 for scale in scales)
+    return {**given, "attention_factor": own / all_dims}
 
 
 def _with_type(rope: dict[str, Any]) -> dict[str, Any]:
@@ -217,13 +242,15 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
         **family.constants,
     }
     for key, name in family.fields:
-        out[key] = getattr(cfg, name)
+        value = getattr(cfg, name)
+        out[key] = list(value) if isinstance(value, tuple) else value
     out[family.activation] = _activations(family).get(cfg.activation, cfg.activation)
     if cfg.position == "rope":
         out.update(_write_rope(cfg, family))
     if ("sliding_window", "window") in family.fields:
-        out["layer_types"] = _layer_types(cfg.num_layers, cfg.window, cfg.window_pattern)
-        out["sliding_window_pattern"] = cfg.window_pattern
+        out["layer_types"] = _layer_types(cfg)
+        # Older readers know the pattern alone.
+        out.update({} if cfg.layer_types else {"sliding_window_pattern": cfg.window_pattern})
     out.update({key: special.get(key) for key in _SPECIAL})
     _check_round_trip(cfg, out)
     return out
@@ -232,7 +259,11 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
 def _write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "default"}
     if cfg.rope_scaling is not None:
-        scaling = {"rope_type": "llama3", **dataclasses.asdict(cfg.rope_scaling)}
+        kind = cfg.rope_scaling.rope_type
+        fields = [name for name in (*_STRETCH, *SCALING_FIELDS[kind]) if name != "attention_factor"]
+        scaling = {"rope_type": kind, **{name: getattr(cfg.rope_scaling, name) for name in fields}}
+        if cfg.rope_scaling.attention_factor:
+            scaling["attention_factor"] = cfg.rope_scaling.attention_factor
     elif cfg.rope_linear_factor != 1:
         scaling = {"rope_type": "linear", "factor": cfg.rope_linear_factor}
     partial = {"partial_rotary_factor": cfg.rope_fraction} if family.partial_rotary else {}

@@ -14,9 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.base.dtypes import DTYPES, STORED, torch_name
+from megalite.base.slices import Slice, box_index
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
-from megalite.checkpoint.hf.packing import file_shapes, row_runs
+from megalite.checkpoint.hf.packing import FileTensor, file_tensors
+from megalite.checkpoint.hf.text_part import text_config, text_tensors
 from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, parse_header
 from megalite.config.model import ModelConfig
@@ -52,13 +54,15 @@ class HFSource:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        raw = _read_json(self.folder, "config.json")
         where = str(self.folder / "config.json")
+        content = _read_json(self.folder, "config.json")
+        raw = text_config(content, where)
         self.family: Family = family_of(raw, where)
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
         self.specs: Mapping[str, ParamSpec] = param_map(self.config)
-        self._tensors = self._rename(self._find_tensors())
+        found = self._find_tensors()
+        self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
         self._check()
         types = {STORED[t.dtype] for t in self._tensors.values()}
         self.dtype = torch_name(next((dtype for dtype in DTYPES.values() if types == {dtype}), torch.float32))
@@ -69,21 +73,26 @@ class HFSource:
             if spec.tied_to is None:
                 yield spec, self.family.place(spec.name)
 
+    def parts(self, spec: ParamSpec, packing: Packing) -> Iterator[FileTensor]:
+        """Yield the tensors of the folder that make up a tensor of megalite."""
+        return file_tensors(packing, spec, self.config.num_heads)
+
     def read(self, spec: ParamSpec, packing: Packing, offset: Sequence[int], out: torch.Tensor) -> None:
         """Fill `out` (any type, any device) with the elements of megalite's tensor from `offset` on; read no others."""
-        low, high, transposed = offset[0], offset[0] + out.shape[0], packing.how == "transposed"
-        inner = [slice(o, o + n) for o, n in zip(offset[1:], out.shape[1:])]
-        for name, runs in row_runs(packing, spec, self.config.num_heads):
-            overlaps = [(a, max(low, b), min(high, b + n), b) for a, b, n in runs if low < b + n and b < high]
-            if not overlaps:
-                continue
-            source = self._tensors[name]
-            for there, first, last, here in overlaps:
-                box = [slice(there + first - here, there + last - here), *inner]
-                target = out[first - low : last - low]
-                for row, rows in self._rows(source, box[::-1] if transposed else box):
-                    into = target.t() if transposed else target
+        for part in self.parts(spec, packing):
+            for there, box in part.overlaps(Slice(tuple(offset), tuple(out.shape))):
+                target = out[box_index([b - o for b, o in zip(box.offset, offset)], box.shape)]
+                target = target.view(box.shape[-len(there) :])
+                into = target.t() if part.transposed else target
+                for row, rows in self._rows(self._tensors[part.name], there[::-1] if part.transposed else there):
                     into[row : row + len(rows)].copy_(rows)
+
+    def full(self, spec: ParamSpec, packing: Packing, box: Slice | None = None) -> torch.Tensor:
+        """Read a full tensor of megalite, or a box of it, fp32."""
+        box = box or Slice((0,) * len(spec.shape), spec.shape)
+        out = torch.empty(box.shape)
+        self.read(spec, packing, box.offset, out)
+        return out
 
     def _rows(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
         """Read a box of a tensor, some rows at a time."""
@@ -93,12 +102,6 @@ class HFSource:
             yield from read_rows(fd, source.path, source, offset, shape, StagingBuffer())
         finally:
             os.close(fd)
-
-    def full(self, spec: ParamSpec, packing: Packing) -> torch.Tensor:
-        """Read a full tensor of megalite, fp32."""
-        out = torch.empty(spec.shape)
-        self.read(spec, packing, (0,) * out.dim(), out)
-        return out
 
     def _find_tensors(self) -> dict[str, _Tensor]:
         """List the tensors of the file, or of the files of the index, which must list exactly these."""
@@ -158,7 +161,7 @@ class HFSource:
         where = str(self.folder)
         expected: dict[str, tuple[int, ...]] = {}
         for spec, place in self.tensors():
-            expected.update(zip(place.names, file_shapes(place, spec)))
+            expected.update({part.name: part.shape for part in self.parts(spec, place)})
         head = self.family.place("lm_head.weight").names[0]
         tied = self.specs["lm_head.weight"].tied_to is not None
         extra = sorted(self._tensors.keys() - expected.keys() - ({head} if tied else set()))

@@ -39,7 +39,7 @@ runs start from torchrun, Slurm or Kubernetes -> use LOCAL_MACHINE
     compute_environment="LOCAL_MACHINE"
 all weights are sharded -> drop it
     fsdp_config.fsdp_ignored_modules
-mixtures of experts are not supported -> drop it
+experts have megalite's own options -> use --num-experts and --ep
     deepspeed_config.deepspeed_moe_layer_cls_names megatron_lm_config.megatron_lm_num_experts=0|1|null
     megatron_lm_config.megatron_lm_expert_model_parallel_size=1|null
 samples are shared by --cp -> use parallelism_config_cp_size, or --cp

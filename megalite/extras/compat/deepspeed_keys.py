@@ -35,6 +35,7 @@ IGNORED = """
     zero_optimization.use_all_reduce_for_fetch_params
     zero_optimization.stage3_model_persistence_threshold zero_optimization.model_persistence_threshold
     zero_optimization.mics_hierarchical_params_gather
+    zero_optimization.parameter_alignment zero_optimization.save_muon_momentum_buffer_in_memory
     zero_optimization.offload_optimizer.* zero_optimization.offload_param.*
     activation_checkpointing.* tensor_parallel.* pipeline.* compile.*
 """
@@ -44,6 +45,8 @@ gradients are always accumulated by the step -> drop it
     managed_gradient_accumulation=true
 gradients are those of the mean over the batch -> use mean
     gradient_allreduce_op="mean"
+the gradient norm is always computed -> use true
+    zero_optimization.compute_grad_norm=true
 gradients of the embedding are dense -> drop it
     sparse_gradients
 weight decay is decoupled (AdamW); there is no L2 -> use true
@@ -61,7 +64,7 @@ masters, optimizer states and accumulated gradients are fp32 -> drop it
 another key replaced it -> write offload_optimizer with device cpu
     zero_optimization.cpu_offload zero_optimization.cpu_offload_use_pin_memory
 another key replaced it -> write offload_param with device cpu
-    zero_optimization.cpu_offload_params
+    zero_optimization.cpu_offload_param zero_optimization.cpu_offload_params
 states and weights are offloaded whole -> use 1
     zero_optimization.offload_optimizer.ratio=1|1.0 zero_optimization.offload_param.ratio=1|1.0
 megalite has nothing like it -> drop it

@@ -41,9 +41,11 @@ _ABOUT_COMPATIBILITY = (
 )
 
 METAVARS = {
-    "DIR": "run_dir init_from_hf offload_dir",
+    "DIR": "run_dir init_from_hf offload_dir cache_dir",
     "FILE": "config calibration deepspeed_config accelerate_config",
     "PATH": "tokenizer",
+    "N ...": "moe_dense_layers",
+    "TYPE ...": "layer_types",
     "[WEIGHT] PREFIX ...": "data valid_data",
     "W,W,W": "split",
     "A:B": "record_schedule profile",

@@ -72,6 +72,7 @@ _SPELLINGS: dict[str, str] = {
     "eval_every": "eval-interval",
     "eval_steps": "eval-iters",
     "log_every": "log-interval",
+    "max_minutes": "exit-duration-in-mins",
 }
 
 RENAMED: dict[str, str] = {flag: ours for ours, flags in _SPELLINGS.items() for flag in flags.split()}
@@ -234,6 +235,11 @@ def _minutes(_: str, written: str, minutes: float, options: Mapping[str, Any]) -
     return 60 * minutes
 
 
+def _tensorboard(_: str, written: str, folder: str, options: Mapping[str, Any]) -> bool:
+    logger.info(f"{written}: events are written to {Path(options['run_dir']) / 'tensorboard'}")
+    return True
+
+
 COMPUTED: dict[str, ComputedOption] = {
     "rampup-batch-size": ComputedOption("batch_size_schedule", tuple[int, ...], _ramp),
     "step-batch-size-schedule": ComputedOption("batch_size_schedule", str, _step_schedule),
@@ -248,6 +254,7 @@ COMPUTED: dict[str, ComputedOption] = {
     "distributed-timeout-minutes": ComputedOption("watchdog_timeout", float, _minutes),
     "num-distributed-optimizer-instances": ComputedOption("zero_group", int, _instances),
     "load": ComputedOption("resume", str, _load),
+    "tensorboard-dir": ComputedOption("tensorboard", str, _tensorboard),
 }
 """Their flag -> how our option is computed from it, in the order of computation."""
 

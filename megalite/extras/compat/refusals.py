@@ -48,7 +48,7 @@ norms, softmax and loss are always computed in fp32
 initial values depend only on the seed and the name of the parameter, on any device and layout
     use-cpu-initialization no-initialization init-model-with-meta-device
 the type of the tokenizer is read from its files
-    tokenizer-type tokenizer-metadata legacy-tokenizer trust-remote-code no-save-tokenizer-assets
+    tokenizer-type tokenizer-metadata tiktoken-pattern legacy-tokenizer trust-remote-code no-save-tokenizer-assets
 padding follows from --vocab-size, --vocab-divisible-by and --tp, and never counts
     padded-vocab-size no-pad-vocab-size
 the loss is always divided by the number of targets of the whole step; the mask is always causal
@@ -79,8 +79,8 @@ _MATTERS = """
 --cp shares every sample, and --cp-comm says how -> use --cp N, with --cp-comm a2a for DeepSpeed-Ulysses
     cp-partition* hierarchical-context-parallel-sizes hybrid-context-parallel
     ds-sequence-parallel-size=1 force-ds-sequence-parallel
-mixture of experts is outside megalite's scope -> choose a dense model
-    num-experts*=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 expert-* moe-* topk mlp-type=standard
+experts have megalite's own options -> use --num-experts, --moe-topk, --moe-ffn-size, --ep and --etp
+    num-experts-* expert-model-parallel-size=1 expert-tensor-parallel-size expert-* moe-* topk mlp-type=standard
     enable-expert-tensor-parallelism create-moe-param-group use-tutel *-moe-*
 there is no separate FSDP engine -> use --zero 3, or --zero 2; --zero-group for hybrid sharding
     use-megatron-fsdp use-torch-fsdp2 *fsdp-*
@@ -138,19 +138,19 @@ a checkpoint is read as a whole, by its path -> drop it; --resume selects the ch
 checkpoints are kept by number, not by distance -> use --keep-last
     save-retain-interval
 a run stops at --train-steps, or with a checkpoint at SIGTERM -> let the scheduler send it before its time limit
-    exit-duration-in-mins kill-switch-path adlr-autoresume*
+    kill-switch-path adlr-autoresume*
 a run stops at --train-steps -> give the step at which it should end as --train-steps
     exit-* skip-train
 no step is left out in advance -> use --on-spike
     iterations-to-skip
 the watchdog has one time limit -> use --watchdog-timeout SECONDS
     distributed-timeout-seconds-after-init
-events are written to RUN_DIR/tensorboard -> give --tensorboard
-    tensorboard-dir
 wandb reads it from its environment -> set WANDB_ENTITY
     wandb-entity
-8-bit and 4-bit training is not supported -> drop it, and use --precision bf16
-    fp8* fp4* first-last-layers-bf16 num-layers-at-*-in-bf16 *kitchen* quant-recipe
+FP8 has its own recipes, without delayed scaling, for the blocks' products only -> use --fp8 and --fp8-keep-bf16
+    fp8* first-last-layers-bf16 num-layers-at-*-in-bf16
+4-bit training is not supported -> drop it, and use --precision bf16
+    fp4* *kitchen* quant-recipe
 matrices are orthogonalized whole, q, k, v, gate and up apart, at the size of AdamW's updates -> drop it
     muon-tp-mode=duplicated|distributed muon-no-split-qkv muon-scale-mode=spectral muon-extra-scale-factor=0.2 muon-*
 muP has one recipe, the table in docs/mup.md; its base width is that of the tuned model -> use --mup-base-width

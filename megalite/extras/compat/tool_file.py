@@ -92,7 +92,7 @@ class ToolFile:
 
     def set(self, option: str, value: Any, key: str, *, default: bool = False) -> None:
         """Set an option; `default`: it is not in the file, but implied by its block."""
-        if isinstance(value, float) and value.is_integer() and TYPES[option] is int:
+        if isinstance(value, float) and value.is_integer() and TYPES[option] in (int, int | None):
             value = int(value)  # 5e8
         written = f"{self.path}: {key} {_shown(value)}"
         try:

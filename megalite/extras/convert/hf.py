@@ -13,10 +13,9 @@ import torch
 from megalite.base.dtypes import DTYPES, stored_name, torch_name
 from megalite.base.errors import UserError
 from megalite.base.log import logger
-from megalite.base.slices import Slice
 from megalite.checkpoint.entries import TensorEntry
 from megalite.checkpoint.hf.config import write_config
-from megalite.checkpoint.hf.packing import file_shapes, split
+from megalite.checkpoint.hf.packing import FileTensor, file_tensors, pieces
 from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.load import model_config, weights_of
 from megalite.checkpoint.manifest import Manifest, read_manifest
@@ -52,8 +51,9 @@ def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTE
     """
     hf = HFSource(source)
     tensors = [
-        ImportedTensor("master", spec.name, spec.shape, lambda s=spec, p=packing: hf.full(s, p))  # type: ignore[misc]
+        ImportedTensor("master", spec.name, spec.shape, lambda s=spec, p=packing, b=box: hf.full(s, p, b), box)  # type: ignore[misc]
         for spec, packing in hf.tensors()
+        for box in pieces(spec)
     ]
     meta = {
         "step": 0,
@@ -95,8 +95,7 @@ def export_hf(
         _verify_weights(reader)
         meta = reader.manifest.meta
         cfg = model_config(meta, path)
-        # Rotary positions have no end: a model that was trained on longer sequences is used on them too.
-        cfg = dataclasses.replace(cfg, max_position_embeddings=max(cfg.positions, cfg.seq_len))
+        cfg = dataclasses.replace(cfg, max_position_embeddings=_exported_positions(cfg))
         weight_dtype = _export_dtype(meta, dtype)
         tokenizer = tokenizer or recorded_tokenizer(meta)
         with new_folder(out) as folder:
@@ -114,6 +113,15 @@ def export_hf(
     finally:
         reader.close()
     return config
+
+
+def _exported_positions(cfg: ModelConfig) -> int:
+    """Return the length that config.json names."""
+    if cfg.rope_scaling is not None and cfg.rope_scaling.rope_type == "yarn":
+        # transformers 4 takes this quotient of lengths for YaRN's factor, whatever `factor` says.
+        return round(cfg.rope_scaling.factor * cfg.rope_scaling.original_max_position_embeddings)
+    # Rotary positions have no end: a model that was trained on longer sequences is used on them too.
+    return max(cfg.positions, cfg.seq_len)
 
 
 def _verify_weights(reader: ShardReader) -> None:
@@ -150,21 +158,23 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
     specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
     _check_names(reader.path, specs, tensors)
 
-    def group(spec: ParamSpec) -> TensorGroup:
-        packing = family.place(spec.name)
-
+    def group(spec: ParamSpec, part: FileTensor) -> TensorGroup:
         def make() -> list[torch.Tensor]:
-            full = torch.empty(spec.shape, dtype=torch.float32)
-            reader.read(tensors[spec.name], Slice((0,) * len(spec.shape), spec.shape), full)
+            full = torch.empty(part.shape)
+            for box, rows in part.views(full):
+                reader.read(tensors[spec.name], box, rows)
             if spec.name == "lm_head.weight":
                 full /= cfg.width_multiplier
-            return split(packing, full.to(dtype), spec, cfg.num_heads)
+            return [full.to(dtype)]
 
-        return TensorGroup(
-            tuple((n, stored_name(dtype), s) for n, s in zip(packing.names, file_shapes(packing, spec))), make
-        )
+        return TensorGroup(((part.name, stored_name(dtype), part.shape),), make)
 
-    shards = split_shards([group(spec) for spec in specs.values()], shard_bytes)
+    groups = [
+        group(spec, part)
+        for spec in specs.values()
+        for part in file_tensors(family.place(spec.name), spec, cfg.num_heads)
+    ]
+    shards = split_shards(groups, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,25 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class ImportedTensor:
-    """A full fp32 tensor of the new checkpoint: kind ("master", "exp_avg", "exp_avg_sq"), global name, shape."""
+    """A full fp32 tensor of the new checkpoint, or a box of it.
+
+    Attributes:
+        kind: "master", "exp_avg" or "exp_avg_sq".
+        name, shape: its global name and shape.
+        make: makes the values, of the box's shape.
+        box: the box; None: the full tensor.
+    """
 
     kind: str
     name: str
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
+    box: Slice | None = None
+
+    @property
+    def stored(self) -> Slice:
+        """The box that is stored."""
+        return self.box or Slice((0,) * len(self.shape), self.shape)
 
 
 def write_checkpoint(
@@ -63,20 +76,24 @@ def write_checkpoint(
     Raises:
         UserError: `out` is not empty or cannot be written. Nothing is left behind.
     """
-    keys = {box_key(t.kind, t.name, (0,) * len(t.shape)): t for t in tensors}
-    groups = [TensorGroup(((key, "F32", t.shape),), lambda t=t: [t.make()]) for key, t in keys.items()]  # type: ignore[misc]
+    keys = {box_key(t.kind, t.name, t.stored.offset): t for t in tensors}
+    groups = [TensorGroup(((key, "F32", t.stored.shape),), lambda t=t: [t.make()]) for key, t in keys.items()]  # type: ignore[misc]
     with new_folder(out) as folder:
         files: list[FileEntry] = []
-        entries: dict[str, dict[str, TensorEntry]] = {}
+        boxes: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, Slice]]] = {}
         for number, shard in enumerate(split_shards(groups, shard_bytes)):
             stored = [t for g in shard for t in g.tensors]
             header, begins = make_header(stored)
             name = f"rank_{number:05d}.safetensors"
             size, crcs = write_file(folder / name, shard_bytes_of(header, shard, torch.float32))
             files.append(FileEntry(name, size, len(header), tuple(crcs)))
-            for key, dtype, shape in stored:
-                box = Slice((0,) * len(shape), shape, begins[key])
-                entries.setdefault(keys[key].kind, {})[keys[key].name] = TensorEntry(dtype, shape, ((number, box),))
+            for key, _, _ in stored:
+                tensor = keys[key]
+                box = replace(tensor.stored, at=begins[key])
+                boxes.setdefault((tensor.kind, tensor.name, tensor.shape), []).append((number, box))
+        entries: dict[str, dict[str, TensorEntry]] = {}
+        for (kind, name, full), held in boxes.items():
+            entries.setdefault(kind, {})[name] = TensorEntry("F32", full, tuple(held))
         run_id = f"import-{secrets.token_hex(4)}"
         manifest = Manifest(run_id, meta["step"], {"world": 1}, meta, tuple(files), entries)
         commit_in_place(folder, manifest)

@@ -6,23 +6,24 @@ import contextlib
 import dataclasses
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
-from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
 from megalite.base.errors import UserError
 from megalite.base.hardware import available_memory, process_memory
 from megalite.base.log import logger
+from megalite.config.options import with_options
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import local_world_size
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.device import device_in_use, machine
-from megalite.extras.plan.memory.ranks import RankMemory, least_memory, memory_per_rank
+from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
+from megalite.extras.plan.report import flags as flags_of
+from megalite.extras.plan.search import layout_options, search
 from megalite.extras.plan.time.step import step_time
 from megalite.pipeline.choose import names_of
 
@@ -31,14 +32,6 @@ _FILL = 0.9
 # Other memory of a process, bytes: communication buffers and workspace; threads and libraries loaded late.
 _BESIDES = {"cuda": 2**30, "cpu": 128 * 2**20}
 _OFFERED = 3
-_ZERO: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-_RECOMPUTE: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-_OFFLOAD: tuple[Literal["none", "activations", "optimizer", "optimizer+params"], ...] = (
-    "none",
-    "activations",
-    "optimizer",
-    "optimizer+params",
-)
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ def diagnosing_memory(cfg: Config, grid: Grid, device: torch.device, rank: int) 
     except Exception as e:
         if is_out_of_memory(e):
             text = page(context, str(e).splitlines()[0] if str(e) else type(e).__name__)
-            path = Path(context.cfg.run.run_dir) / "logs" / f"out_of_memory_rank_{rank}.txt"
+            path = context.cfg.run.folder / "logs" / f"out_of_memory_rank_{rank}.txt"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text + "\n")
@@ -165,79 +158,48 @@ def _account(memory: RankMemory) -> list[str]:
 def remedies(cfg: Config, grid: Grid, budget: int, cluster: Cluster, host: int = 0) -> list[Remedy]:
     """Find up to three changes with which every rank needs at most `budget` bytes, cheapest first.
 
-    Global batch, model and number of ranks stay the same. A change is skipped if a cheaper one changes a subset of its
-    flags.
+    They are layouts of the planner's search, with none of the memory that the run already saves given back. Global
+    batch, model and number of ranks stay the same. A change is skipped if a cheaper one changes a subset of its flags.
 
     Args:
         cluster: devices of the ranks; the planner's step time on it orders the changes.
         host: bytes that each rank may offload; 0: offload is not offered.
     """
-    now = predicted_seconds(cfg, grid.world, cluster)
-    candidates = [(c[0], c[1], predicted_seconds(c[1], grid.world, cluster) / now)
-                  for c in _candidates(cfg, grid, host > 0)]  # fmt: skip
-    candidates.sort(key=lambda c: (c[2], len(c[0])))
+    now, old = predicted_seconds(cfg, grid.world, cluster), layout_options(cfg)
+    fixed = {"vp"} | ({"schedule"} if old["schedule"] != "auto" else set())
+    fixed |= {"offload"} if host == 0 or old["offload"] != "none" else set()
+    try:
+        layouts = search(cfg, cluster, fixed, budget, math.inf if "offload" in fixed else host)
+    except UserError:
+        return []
     offers: list[Remedy] = []
-    for flags, changed, slower in candidates:
-        if any(_names(remedy.flags) <= _names(flags) for remedy in offers):
+    for layout in layouts:
+        new = layout.options | ({} if "schedule" in fixed else {"schedule": "auto"})
+        if layout.grid.batch_ranks == 1 and new["offload"] != "optimizer+params":
+            new |= {"zero": old["zero"], "zero_group": old["zero_group"]}  # there is nothing to shard over
+        flags = tuple(" ".join(flags_of({name: new[name]})) for name in new if new[name] != old[name])
+        known = any(_names(remedy.flags) <= _names(flags) for remedy in offers)
+        if known or not flags or not layout.fits or not _saves(old, new):
             continue
-        try:
-            changed_grid = Grid.from_config(changed.parallel, grid.world)
-            if least_memory(changed, changed_grid) > budget:
-                continue
-            ranks = memory_per_rank(changed, changed_grid)
-        except UserError:
-            continue
-        total, offloaded = max(m.total for m in ranks), max(m.host for m in ranks)
-        if total <= budget and (offloaded <= host or changed.train.offload == cfg.train.offload):
-            offers.append(Remedy(flags, total, slower))
+        # `auto` chooses among the schedules once more.
+        total = max(rank.total for rank in memory_per_rank(with_options(cfg, new), layout.grid))
+        if total <= budget:
+            offers.append(Remedy(flags, total, layout.time.total / now))
         if len(offers) == _OFFERED:
             break
     return offers
 
 
+def _saves(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether no option of a layout takes more memory than before."""
+    modes = ("none", "selective", "full")
+    grows = all(new[name] >= old[name] for name in ("tp", "pp", "zero"))
+    again = modes.index(new["recompute"]) >= modes.index(old["recompute"])
+    return grows and again and new["micro_batch_size"] <= old["micro_batch_size"]
+
+
 def _names(flags: tuple[str, ...]) -> set[str]:
     return {flag.split()[0] for flag in flags}
-
-
-def _candidates(cfg: Config, grid: Grid, offload: bool) -> Iterator[tuple[tuple[str, ...], Config]]:
-    """Yield (flags, config) of every change."""
-    p, t = cfg.parallel, cfg.train
-    smaller = [t.micro_batch_size >> k for k in range(t.micro_batch_size.bit_length())]
-    batches = [size for size in smaller if t.micro_batch_size % size == 0]
-    modes = _RECOMPUTE[_RECOMPUTE.index(t.recompute) :]
-    tps = [p.tp << k for k in range(grid.world.bit_length())]
-    pps = [p.pp << k for k in range(grid.world.bit_length())]
-    zeros = [zero for zero in _ZERO if zero >= p.zero]
-    places = list(_OFFLOAD) if offload and t.offload == "none" else [t.offload]
-    for tp, pp, batch, mode, zero, place in product(tps, pps, batches, modes, zeros, places):
-        # A single data-parallel rank has nothing to shard over.
-        alone = grid.world == tp * pp and place != "optimizer+params"
-        if grid.world % (tp * pp) or (alone and zero != p.zero):
-            continue
-        # Offload is offered for the current layout only: changing tp or pp costs less.
-        if place != t.offload and (tp, pp) != (p.tp, p.pp):
-            continue
-        sequence = p.sequence_parallel or tp > 1
-        changes: dict[str, tuple[object, object]] = {
-            "--tp": (p.tp, tp),
-            "--pp": (p.pp, pp),
-            "--micro-batch-size": (t.micro_batch_size, batch),
-        }
-        changes |= {"--recompute": (t.recompute, mode), "--zero": (p.zero, zero), "--offload": (t.offload, place)}
-        flags = tuple(f"{flag} {new}" for flag, (old, new) in changes.items() if old != new)
-        if sequence and not p.sequence_parallel:
-            flags += ("--sequence-parallel",)
-        if not flags:
-            continue
-        try:
-            changed = dataclasses.replace(
-                cfg,
-                parallel=dataclasses.replace(p, tp=tp, pp=pp, zero=zero, sequence_parallel=sequence),
-                train=dataclasses.replace(t, micro_batch_size=batch, recompute=mode, offload=place),
-            )
-        except UserError:
-            continue
-        yield flags, changed
 
 
 def predicted_seconds(cfg: Config, world: int, cluster: Cluster) -> float:

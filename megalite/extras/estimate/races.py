@@ -58,7 +58,7 @@ def check_rank(
     order = Order()
     storages = _Storages(order)
     with ExitStack() as exit_stack:
-        log = exit_stack.enter_context(recorded_world(rank, grid.world, partial(_post, order, storages)))
+        log = exit_stack.enter_context(recorded_world(rank, grid, partial(_post, order, storages)))
         device = exit_stack.enter_context(fake_cuda())
         exit_stack.enter_context(target_backends(cfg.train.ops))
         exit_stack.enter_context(_fake_streams(order, storages))

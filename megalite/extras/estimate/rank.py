@@ -109,7 +109,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
     """
     _check(cfg, grid, rank)
     with ExitStack() as exit_stack:
-        log = exit_stack.enter_context(recorded_world(rank, grid.world))
+        log = exit_stack.enter_context(recorded_world(rank, grid))
         device = exit_stack.enter_context(fake_cuda())
         exit_stack.enter_context(target_backends(cfg.train.ops))
         tracker = exit_stack.enter_context(Tracker(log))
@@ -173,6 +173,9 @@ def _check(cfg: Config, grid: Grid, rank: int) -> None:
         raise UserError(flag, "requires a real device: it cannot be estimated", "drop it")
     if cfg.parallel.device == "cpu":
         raise UserError("--device cpu", "estimates are for GPUs", "drop it")
+    if cfg.model.num_experts:
+        rule = "how many tokens an expert gets is known only in a run"
+        raise UserError(f"--num-experts {cfg.model.num_experts}", rule, "use --dry-run or megalite plan")
 
 
 @contextmanager

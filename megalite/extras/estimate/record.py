@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megalite.dist.grid import Grid
+
 
 @dataclass(frozen=True)
 class Communication:
@@ -104,9 +106,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 class _Group(_ProcessGroup):
     """The methods of `torch.distributed.ProcessGroup` that training calls."""
 
-    def __init__(self, rank: int, ranks: tuple[int, ...], log: list[Event], on_post: OnPost) -> None:
+    def __init__(self, rank: int, ranks: tuple[int, ...], everyone: str, log: list[Event], on_post: OnPost) -> None:
         super().__init__(rank, len(ranks))
-        self._ranks, self._log, self._on_post = ranks, log, on_post
+        self._ranks, self._everyone, self._log, self._on_post = ranks, everyone, log, on_post
 
     def getBackendName(self) -> str:
         return "recording"
@@ -117,7 +119,7 @@ class _Group(_ProcessGroup):
     def _post(self, kind: str, *tensors: torch.Tensor, peer: int | None = None) -> _Work:
         numel = max(x.numel() for x in tensors)
         global_peer = None if peer is None else self._ranks[peer]
-        axis = "world" if self.group_desc == "default_pg" else self.group_desc
+        axis = self._everyone if self.group_desc == "default_pg" else self.group_desc
         event = Communication(kind, axis, self._ranks, global_peer, numel, tensors[0].dtype)
         self._log.append(event)
         return _Work(self._log, len(self._log) - 1, self._on_post(event, tensors))
@@ -150,16 +152,20 @@ class _Group(_ProcessGroup):
 
 
 @contextmanager
-def recorded_world(rank: int, world: int, on_post: OnPost = lambda event, tensors: _nothing) -> Iterator[list[Event]]:
-    """Simulate `rank` of a world of `world` ranks without peers; yields the log of all operations.
+def recorded_world(rank: int, grid: Grid, on_post: OnPost = lambda event, tensors: _nothing) -> Iterator[list[Event]]:
+    """Simulate `rank` of a grid without peers; yields the log of all operations.
 
-    Reductions and messages leave their tensors unchanged; a gather returns copies of this rank's tensor.
+    Reductions and messages leave their tensors unchanged; a gather returns copies of this rank's tensor. Where an axis
+    shares the world's communicator, operations over all ranks are listed under its name.
     """
     log: list[Event] = []
+    world, factors = grid.world, tuple(name for name in grid.names if grid[name] > 1)
+    shares_world = factors == grid.batch or (len(factors) == 1 and factors != ("pp",))
+    everyone = "x".join(factors) if shares_world else "world"
 
     def make(options: Any, _: Any) -> _Group:
         ranks = tuple(options.global_ranks_in_group) or tuple(range(world))
-        return _Group(options.group_rank, ranks, log, on_post)
+        return _Group(options.group_rank, ranks, everyone, log, on_post)
 
     dist.Backend.register_backend("recording", make, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group("recording", store=dist.HashStore(), rank=rank, world_size=world)

@@ -74,7 +74,8 @@ def generate(argv: Sequence[str]) -> None:
     if model.tokenizer is None:
         raise UserError(f"{args.path}", "its run recorded no tokenizer that still exists", "pass --tokenizer")
     if args.chat:
-        from megalite.extras.inference.conversation import Sampling, begin, talk
+        from megalite.extras.inference.conversation import begin, talk
+        from megalite.extras.inference.generate import Sampling
 
         sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
         talk(begin(model, args.chat_template, args.system, sampling, args.seed), args.prompt)

@@ -11,23 +11,13 @@ from typing import Any
 from megalite.base.errors import UserError, printable
 from megalite.data.tokenizer import Tokenizer
 from megalite.data.tokenizer_files import read_json
-from megalite.extras.inference.generate import new_tokens
+from megalite.extras.inference.generate import Sampling, new_tokens
 from megalite.extras.inference.load import Model
 from megalite.extras.prepare.chat import ControlWords, turn_ends
 from megalite.extras.prepare.find_template import find_template, make_template
 from megalite.extras.prepare.template import ChatTemplate, Renderer, TemplateFailure
 
 _HELP = "A line is a turn. /new begins a new conversation, Ctrl-D ends."
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are drawn; see `generate`."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
 
 
 @dataclass
@@ -71,7 +61,7 @@ class Conversation:
             raise UserError("--chat", rule, "use the tokenizer that the model was trained with")
         ids: list[int] = []
         written = ""
-        for new in new_tokens(self.model, prompt, seed=self.seed, stop_ids=self._ends, **vars(self.sampling)):
+        for new in new_tokens(self.model, prompt, self.sampling, self.seed, self._ends):
             ids.append(new)
             decoded = self.tokenizer.decode(ids)
             # A character may take several tokens.

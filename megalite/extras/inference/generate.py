@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from megalite.dist.seeding import derive
 from megalite.extras.inference.load import Model
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a text is drawn; see `generate`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
 
 
 def generate(
@@ -38,29 +49,22 @@ def generate(
         The new token ids.
     """
     stops = () if stop_id is None else (stop_id,)
-    return list(new_tokens(model, prompt, max_new_tokens, temperature, top_k, seed, top_p, stops))
+    return list(new_tokens(model, prompt, Sampling(max_new_tokens, temperature, top_k, top_p), seed, stops))
 
 
 @torch.no_grad()
 def new_tokens(
-    model: Model,
-    prompt: list[int],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    top_p: float,
-    stop_ids: Collection[int],
+    model: Model, prompt: list[int], sampling: Sampling, seed: int, stop_ids: Collection[int]
 ) -> Iterator[int]:
     """Yield the new token ids one by one, without the one of `stop_ids` that ends the text. See `generate`."""
     device = next(model.stage.parameters()).device
     tokens = torch.tensor([prompt], device=device)
     generator = torch.Generator(device).manual_seed(derive(seed, "generate") >> 65)
-    for _ in range(max_new_tokens):
+    for _ in range(sampling.max_new_tokens):
         # The window slides once the text is longer than the model's positions; every token is recomputed.
         window = tokens[:, -model.cfg.positions :]
         logits = model.logits(window)[0, -1, : model.words].float()
-        new = choose_token(logits, temperature, top_k, top_p, generator).view(1, 1)
+        new = choose_token(logits, sampling.temperature, sampling.top_k, sampling.top_p, generator).view(1, 1)
         if int(new) in stop_ids:
             return
         tokens = torch.cat((tokens, new), dim=1)

@@ -19,13 +19,13 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
+from megalite.dist.context import Axis, ParallelContext
 from megalite.extras.inference.load import Weights
 from megalite.model.gpt import GPTStage
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
-from megalite.tensor_parallel.loss import gather_vocabulary, vocab_parallel_argmax, vocab_parallel_cross_entropy
+from megalite.tensor_parallel.loss import vocab_parallel_cross_entropy
 from megalite.train.build import build_stages
 
 _END, _SCORE, _NEXT = range(3)
@@ -204,7 +204,7 @@ class _AnswerStage(torch.nn.Module):
         scored = targets_SB >= 0
         logits_NV, targets_N = logits_SBV[scored], targets_SB[scored]
         out = torch.zeros(2, *targets_SB.shape, dtype=torch.float64, device=targets_SB.device)
-        out[1, scored] = (vocab_parallel_argmax(logits_NV, tp, stage.vocab_size) == targets_N).double()
+        out[1, scored] = (_likeliest(logits_NV, tp, stage.vocab_size) == targets_N).double()
         loss_N = vocab_parallel_cross_entropy(logits_NV, targets_N, tp, stage.vocab_size, stage.ops)
         out[0, scored] = -loss_N.double()
         return out.transpose(1, 2)
@@ -213,4 +213,31 @@ class _AnswerStage(torch.nn.Module):
         """Return all logits of each row's last position, fp32 [1, B, V]."""
         last_B = targets_SB.argmax(0)
         logits_BV = logits_SBV[last_B, torch.arange(len(last_B), device=last_B.device)]
-        return gather_vocabulary(logits_BV, self._ctx.tp, self._stage.lm_head.vocab_size).float().unsqueeze(0)
+        return _gather_vocabulary(logits_BV, self._ctx.tp, self._stage.lm_head.vocab_size).float().unsqueeze(0)
+
+
+def _likeliest(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:
+    """Return the most likely token of each row, int64 [N]; the lowest id among equals.
+
+    Args:
+        logits_NV: this rank's columns [N, padded V / tp].
+        vocab_size: vocabulary size without padding.
+    """
+    first = tp.rank * logits_NV.shape[1]
+    real = max(0, min(logits_NV.shape[1], vocab_size - first))
+    # A rank may hold only padding. Doubles represent every id exactly.
+    best_N2 = torch.full((len(logits_NV), 2), -torch.inf, dtype=torch.float64, device=logits_NV.device)
+    if real:
+        values, ids = logits_NV[:, :real].max(1)
+        best_N2[:, 0], best_N2[:, 1] = values, ids + first
+    best_TN2, work = collectives.start_all_gather(best_N2.unsqueeze(0), tp)
+    work.wait()
+    owner_N = best_TN2[..., 0].argmax(0)
+    return best_TN2[owner_N, torch.arange(len(owner_N), device=owner_N.device), 1].long()
+
+
+def _gather_vocabulary(logits_NV: torch.Tensor, tp: Axis, vocab_size: int) -> torch.Tensor:
+    """Gather all ranks' columns of logits [N, V / T] without the padding: [N, vocab_size]."""
+    gathered, work = collectives.start_all_gather(logits_NV.t(), tp)
+    work.wait()
+    return gathered[:vocab_size].t()

@@ -12,6 +12,7 @@ from pathlib import Path
 from megalite.base.errors import UserError, require
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import read_config
+from megalite.checkpoint.hf.text_part import text_config
 from megalite.config.model import ModelConfig
 from megalite.extras.launch.emit import BatchJob, KubernetesOptions, SlurmOptions, kubernetes_manifest, slurm_script
 from megalite.extras.launch.layout_check import check_layout
@@ -146,4 +147,4 @@ def _read_model(folder: str) -> ModelConfig:
     except (OSError, BadFile) as e:
         raise UserError(f"--init-from-hf {folder}", f"{path} cannot be read ({e})", "give a model's folder") from None
     require(isinstance(config, dict), f"--init-from-hf {folder}", f"{path} holds no object", "give a model's folder")
-    return read_config(config, str(path))
+    return read_config(text_config(config, str(path)), str(path))

@@ -38,4 +38,4 @@ def check_layout(script: Sequence[str], world: int, read_model: Callable[[str], 
             return
         names_of(parsed.config, grid["dp"])
         if parsed.config.parallel.zero_group != "node":  # the number of ranks per host is not known yet
-            parsed.config.zero_group_size(grid.batch_ranks, world)
+            parsed.config.parallel.zero_group_size(grid.batch_ranks, world)

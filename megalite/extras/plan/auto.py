@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import UserError
@@ -13,6 +12,7 @@ from megalite.checkpoint.folder import checkpoints_folder, step_folders
 from megalite.config.cli import CommandLine, read_yaml
 from megalite.config.options import LAYOUT, LAYOUT_DETAILS, with_options
 from megalite.config.run import Config
+from megalite.dist.grid import Grid
 from megalite.dist.rendezvous import world_size
 from megalite.extras.plan import device
 from megalite.extras.plan.report import describe, flags, why_second
@@ -37,9 +37,9 @@ def settle_layout(parsed: CommandLine) -> Config:
         kept = {name: value for name, value in recorded.items() if name not in parsed.layout}
         cfg = with_options(cfg, kept)
         words = " ".join(flags({name: kept[name] for name in LAYOUT if name in kept}))
-        logger.info(f"--layout auto: resuming in the layout of {Path(cfg.run.run_dir) / 'config.yaml'}: {words}")
+        logger.info(f"--layout auto: resuming in the layout of {cfg.run.folder / 'config.yaml'}: {words}")
         return cfg
-    world = world_size(otherwise=parsed.world or cfg.parallel.tp * cfg.parallel.pp)
+    world = world_size(otherwise=parsed.world or Grid.from_config(cfg.parallel).world)
     choice = choose_layout(with_vocab_size(cfg), world, parsed.layout)
     for line in choice.report():
         logger.info(line)
@@ -48,7 +48,7 @@ def settle_layout(parsed: CommandLine) -> Config:
 
 def _recorded(cfg: Config) -> dict[str, Any] | None:
     """Read the layout of the run that would be resumed from this run directory; None for a new run."""
-    run_dir = Path(cfg.run.run_dir)
+    run_dir = cfg.run.folder
     written = run_dir / "config.yaml"
     if cfg.run.resume == "never" or not written.exists() or not step_folders(checkpoints_folder(run_dir)):
         return None

@@ -191,6 +191,21 @@ def write_calibration(path: Path, device: Device, constants: Constants, **about:
         raise UserError(f"{path}", f"cannot be written ({e.strerror})", "choose a path you can write to") from None
 
 
+def read_tree(path: Path, given: str, remedy: str) -> dict[str, Any]:
+    """Read a JSON file whose content is an object, or else take it as an empty one.
+
+    Raises:
+        UserError: the file is missing or not JSON; `given` and `remedy` are those of the message.
+    """
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise UserError(given, e.strerror or str(e), remedy) from None
+    except (ValueError, RecursionError):
+        raise UserError(given, "is not JSON", remedy) from None
+    return tree if isinstance(tree, dict) else {}
+
+
 def read_calibration(path: Path) -> tuple[Device, Constants]:
     """Read a device and constants that `write_calibration` wrote.
 
@@ -198,16 +213,10 @@ def read_calibration(path: Path) -> tuple[Device, Constants]:
         UserError: the file is missing, or is not a calibration.
     """
     given, remedy = f"--calibration {path}", "write it with megalite plan calibrate"
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(given, e.strerror or str(e), remedy) from None
-    except (ValueError, RecursionError):
-        raise UserError(given, "is not JSON", remedy) from None
-    parts = []
+    tree, parts = read_tree(path, given, remedy), []
     for kind in (Device, Constants):
         name = "device" if kind is Device else "constants"
-        part = tree.get(name) if isinstance(tree, dict) else None
+        part = tree.get(name)
         if not isinstance(part, dict):
             raise UserError(given, f"is not a calibration: it has no {name}", remedy)
         names = {f.name for f in dataclasses.fields(kind)}

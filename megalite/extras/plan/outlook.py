@@ -39,7 +39,7 @@ def outlook(best: Candidate, cluster: Cluster, tokens: float | None, price: floa
 
     Args:
         tokens: length of the training; None: its pace only.
-        price: of a GPU hour, in any currency; None: no cost.
+        price: price of a GPU hour, in any currency; None: no cost.
 
     Raises:
         UserError: a price without tokens, or a negative one.

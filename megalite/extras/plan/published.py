@@ -7,9 +7,8 @@ measurements. A stack with an unknown name has no extra overhead.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist.grid import Grid
-from megalite.extras.plan.cluster import FITTED, Cluster, Constants
+from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_tree
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.in_flight import in_flight_by_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
@@ -128,11 +127,10 @@ class Run:
         """Compute (states, activations with logits) of a pipeline rank at the peak, in allocated bytes."""
         cfg, sw, p, dp = self.cfg, self.row["sw"], self.cfg.parallel, self.grid.batch_ranks
         placement = placement_of(self.schedule, p.pp, p.vp)
-        local = replace(cfg, model=replace(cfg.model, seq_len=cfg.model.seq_len // self.grid["cp"]))
-        tokens = cfg.train.micro_batch_size * local.model.seq_len
+        tokens = cfg.train.micro_batch_size * cfg.model.seq_len // p.cp
         layers = stage_layers(cfg)
         elements = parameters_on_rank(cfg, p.tp, placement, layers, rank)
-        kept = self._per_block(local, tokens)
+        kept = self._per_block(cfg, tokens)
         activations = self._blocks_held(layers, rank) * kept[cfg.train.recompute]
         # A block is recomputed when the logits are gone.
         live = kept["none"] - kept[cfg.train.recompute]
@@ -176,13 +174,8 @@ def read_runs(path: Path) -> list[Run]:
         UserError: the file is missing or is not of this format.
     """
     given, remedy = f"--reference {path}", "give published runs as in benchmarks/plan/published.json"
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise UserError(given, e.strerror or str(e), remedy) from None
-    except (ValueError, RecursionError):
-        raise UserError(given, "is not JSON", remedy) from None
-    rows = tree.get("rows") if isinstance(tree, dict) else None
+    tree = read_tree(path, given, remedy)
+    rows = tree.get("rows")
     if not isinstance(rows, list):
         raise UserError(given, "has no list of rows", remedy)
     runs = []
@@ -217,14 +210,14 @@ def _read(row: Mapping[str, Any]) -> Run:
         attention_dropout=0.1 * m["dropout"],
     )
     parallel = ParallelConfig(
-        tp=o["tp"], pp=o["pp"], vp=o["vpp"], sequence_parallel=o["sp"], zero=o["zero"],
+        tp=o["tp"], pp=o["pp"], vp=o["vpp"], cp=o["cp"], cp_comm="ring", sequence_parallel=o["sp"], zero=o["zero"],
         pipeline_layout=_layout(row, model, o["pp"] * o["vpp"]),
     )  # fmt: skip
     train = TrainConfig(
         micro_batch_size=o["mbs"], global_batch_size=o["gbs"], precision="bf16", recompute=o["recompute"]
     )
     cfg = Config(model=model, parallel=parallel, train=train)
-    grid = Grid((("pp", o["pp"]), ("dp", o["dp"]), ("cp", o["cp"]), ("tp", o["tp"])), batch=("dp", "cp"))
+    grid = Grid.of(o["pp"] * o["dp"] * o["cp"] * o["tp"], tp=o["tp"], pp=o["pp"], cp=o["cp"])
     engine = Engine(
         fused=sw["fused"],
         flash=o["flash"],

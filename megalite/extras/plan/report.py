@@ -11,21 +11,24 @@ from typing import Any
 import yaml
 
 from megalite.base.errors import UserError
+from megalite.config.context_parallel import choose_comm
 from megalite.config.options import GROUP_OF
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.experts import expert_rows, imbalance_text
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
-from megalite.extras.plan.memory.stages import vocab_rows
+from megalite.extras.plan.memory.stages import span, vocab_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
+from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import StepTime, model_flops
 from megalite.model.flops import flops_per_token
-from megalite.model.parameters import param_map
+from megalite.model.parameters import describe_parameters, param_map
 from megalite.model.partition import block_costs, stage_layers
+from megalite.model.saved import element_size, tokens
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.schedule import Costs, Placement
 from megalite.pipeline.simulate import simulate
-from megalite.sharding import count_parameters
 from megalite.update_rules import RULES
 
 
@@ -62,9 +65,10 @@ def search_text(candidates: list[Candidate], cluster: Cluster, asked: Sequence[s
     cfg, fits, changes = candidates[0].cfg, [f for f in candidates if f.fits], Changes(candidates)
     m, device = cfg.model, cluster.device
     lines = [
-        f"{count_parameters(param_map(m)):,} parameters on {cluster.gpus} x {device.name} ({cluster.domain} linked "
+        f"{describe_parameters(m)} on {cluster.gpus} x {device.name} ({cluster.domain} linked "
         f"at {device.nvlink / 1e9:g} GB/s, network {cluster.network / 1e9:g} GB/s each); "
         f"{cfg.train.global_batch_size:,} samples of {m.seq_len:,} tokens, {cfg.train.precision}",
+        *imbalance_text(candidates[0].cfg),
         f"{len(candidates):,} layouts, {len(fits):,} fit into {candidates[0].limit / 1e9:.1f} GB "
         f"({SHARE:.0%} of the device)",
     ]
@@ -111,7 +115,8 @@ def _search_table(fits: Sequence[Candidate], best: Candidate, cluster: Cluster, 
 def describe(layout: Candidate) -> list[str]:
     """Describe a layout in a few words; options at their defaults are left out."""
     o = layout.options
-    words = [f"dp {layout.grid['dp']}", f"tp {o['tp']}", f"pp {o['pp']}"]
+    words = [f"dp {layout.grid['dp']}", *[f"cp {o['cp']}"] * (o["cp"] > 1), f"tp {o['tp']}", f"pp {o['pp']}"]
+    words += [f"ep {o['ep']}"] * (o["ep"] > 1) + ["whole experts"] * (o["etp"] == "1")
     words += [f"vp {o['vp']}"] * (o["vp"] > 1) + [str(o["schedule"])] * (o["pp"] > 1)
     words += [f"micro-batch {o['micro_batch_size']}", f"zero {o['zero']}"]
     words += [f"group {o['zero_group']}"] * (o["zero_group"] != "full")
@@ -176,8 +181,9 @@ def command(layout: Candidate, cluster: Cluster, asked: Sequence[str]) -> str:
 def to_yaml(layout: Candidate) -> str:
     """Write the options of a layout as YAML for --config."""
     tree: dict[str, dict[str, Any]] = {}
-    by_hand = layout.cfg.parallel.pipeline_layout
-    for name, value in {**layout.options, **({} if by_hand is None else {"pipeline_layout": by_hand})}.items():
+    given = {name: getattr(layout.cfg.parallel, name) for name in ("cp_comm", "pipeline_layout")}
+    given = {name: value for name, value in given.items() if value not in (None, "auto")}
+    for name, value in {**layout.options, **given}.items():
         tree.setdefault(GROUP_OF[name], {})[name] = value
     return yaml.safe_dump(tree, sort_keys=False)
 
@@ -219,9 +225,10 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
         ("model", f"{m.arch}: {m.num_layers} layers, hidden {m.hidden_size}, {m.num_heads} heads "
          f"({m.kv_heads} key/value), MLP {m.ffn_size}, sequence {m.seq_len}"),
         ("vocabulary", f"{m.vocab:,}, padded to {padded:,}"),
-        ("parameters", f"{count_parameters(param_map(m)):,}"),
+        ("parameters", describe_parameters(m).replace(" parameters", "")),
         ("layout", f"{grid.world} ranks = dp {grid['dp']} x pp {p.pp}{shared} x tp {p.tp}{sequence}; vp {p.vp}, "
          f"ZeRO-{p.zero}, {t.precision}, recompute {t.recompute}"),
+        *expert_rows(cfg, grid),
         ("batch", f"{t.global_batch_size} samples = {per_step:,} tokens per step; {schedule.num_microbatches} "
          f"micro-batch{'es' * (schedule.num_microbatches > 1)} of {t.micro_batch_size} per dp rank"),
         *([("", f"ramp: {t.batches.summary}; all figures are of the largest")] if t.batch_size_schedule else []),
@@ -229,6 +236,7 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
         ("FLOPs", f"{flops.causal:.4g} per token (causal attention), {flops.full:.4g} (full attention)"),
         ("", f"forward and backward; matrices {flops.matrices:.3g}, attention {flops.causal_attention:.3g} causal, "
          f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step"),
+        *context_rows(cfg),
         *([("peak rate", cfg.peak_rate)] if cfg.peak_rate else []),
         *update_rows(cfg),
     ]  # fmt: skip
@@ -241,6 +249,16 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
         f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n{offloaded}"
         "not counted: the allocator's slack, the device's context, communication buffers, workspace of single kernels"
     )
+
+
+def context_rows(cfg: Config) -> list[tuple[str, str]]:
+    """Say how attention reaches the tokens of other ranks, and what it sends; nothing without cp."""
+    p = cfg.parallel
+    comm, why = choose_comm(cfg.model, p, cfg.data.within_documents)
+    passes = messages(cfg.model, Context.of(cfg), p.tp, tokens(cfg), element_size(cfg))
+    forward, backward = (_in("MiB", round(sum(message.sent for message in each))) for each in passes)
+    sent = f"a rank sends {forward} MiB forward, {backward} backward per block and micro-batch"
+    return [("context", f"{comm} ({why}); {sent}")] * (p.cp > 1)
 
 
 def update_rows(cfg: Config) -> list[tuple[str, str]]:
@@ -264,7 +282,7 @@ def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Place
     """Format one line per pipeline rank; * marks the one with the most memory."""
     temporary = ("temporary",) if any(rank.temporary for rank in ranks) else ()
     columns = ("weights", "main_grad", "optimizer", "activations", "logits", *temporary, "total")
-    where = [" + ".join(_span(layers[s]) for s in placement.stages_of(rank)) for rank in range(len(ranks))]
+    where = [" + ".join(span(layers[s]) for s in placement.stages_of(rank)) for rank in range(len(ranks))]
     width = max(len("layers"), *(len(text) for text in where))
     title = f"{'pp rank':<9}{'layers':<{width}}{'parameters':>16}" + "".join(f"{c:>12}" for c in columns)
     lines = [f"{title}  ({unit})"]
@@ -273,12 +291,6 @@ def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Place
         name = f"{rank}{' *' if rank == worst else ''}"
         lines.append(f"{name:<9}{where[rank]:<{width}}{memory.parameters:>16,}{cells}")
     return "\n".join(lines)
-
-
-def _span(layers: range) -> str:
-    if not layers:
-        return "none"
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
 def _in(unit: str, size: int) -> str:

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megalite.base.collector import without_collector
 from megalite.base.errors import UserError
-from megalite.config.options import LAYOUT
+from megalite.config.options import GROUP_OF, LAYOUT
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
-from megalite.extras.plan.memory.activations import block_activations
+from megalite.extras.plan.layouts import batches, shapes, sharded
 from megalite.extras.plan.memory.ranks import RankMemory, kept_per_rank, states_per_rank
 from megalite.extras.plan.time.step import StepTime, step_time
-from megalite.model.partition import blocks_by_kind
 from megalite.pipeline.schedule import check_schedule
 
 SHARE = 0.9
 """Share of the device's memory that a layout may use; the rest is for the allocator, the context and buffers."""
 SAME_TIME = 1.03
 """Times within this factor count as equal; the simpler layout is then better."""
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
-_MOST_PP = 64
 _OFFLOADS = (("activations", "optimizer"), ("optimizer+params",))
-# Options that change together: the schedule follows vp, the ZeRO group follows the stage; dp follows tp and pp.
-_CHOICES = (("tp", "sequence_parallel"), ("pp",), ("vp", "schedule"), ("micro_batch_size",), ("recompute",),
-            ("zero", "zero_group"), ("offload",))  # fmt: skip
+# Options that change together: the schedule follows vp, the ZeRO group follows the stage; dp follows tp, pp and cp.
+_CHOICES = (("tp", "sequence_parallel"), ("cp",), ("ep", "etp"), ("pp",), ("vp", "schedule"), ("micro_batch_size",),
+            ("recompute",), ("zero", "zero_group"), ("offload",))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,9 +58,7 @@ class Candidate:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options of `LAYOUT` by name."""
-        groups = (self.cfg.parallel, self.cfg.train)
-        return {name: next(getattr(g, name) for g in groups if hasattr(g, name)) for name in LAYOUT}
+        return layout_options(self.cfg)
 
     @property
     def cause(self) -> str | None:
@@ -85,7 +78,13 @@ class Candidate:
         """Sort key of layouts of equal time: the simpler first. Sharding over dp alone is simpler than a pipeline."""
         o = self.options
         again = ("none", "selective", "full").index(o["recompute"])
-        return o["offload"] != "none", again, o["pp"], o["tp"], o["zero"] != 1, o["zero"], o["vp"], str(o)
+        axes = o["pp"], o["tp"], o["cp"], o["ep"]
+        return o["offload"] != "none", again, *axes, o["zero"] != 1, o["zero"], o["vp"], str(o)
+
+
+def layout_options(cfg: Config) -> dict[str, Any]:
+    """Return the options of `LAYOUT` by name."""
+    return {name: getattr(getattr(cfg, GROUP_OF[name]), name) for name in LAYOUT}
 
 
 def search(
@@ -97,7 +96,8 @@ def search(
 ) -> list[Candidate]:
     """Evaluate every layout, those that fit first, by time.
 
-    Offload is considered only if nothing fits without it, and offloaded weights only if nothing else fits.
+    Few tokens on a rank of cp are considered only if nothing fits with many, offload only if nothing fits without it,
+    and offloaded weights only if nothing else fits.
 
     Args:
         cfg: options of the run.
@@ -111,8 +111,10 @@ def search(
     limit = SHARE * cluster.device.memory if limit is None else limit
     host_limit = SHARE * cluster.device.host_memory if host_limit is None else host_limit
     names = frozenset(fixed)
-    with _without_gc():
+    with without_collector():
         candidates = list(_evaluate(cfg, cluster, names, limit, host_limit, ("none",)))
+        if not any(f.fits for f in candidates) and "cp" not in names:
+            candidates += _evaluate(cfg, cluster, names, limit, host_limit, ("none",), few_tokens=True)
         for offloads in () if "offload" in names else _OFFLOADS:
             if not any(f.fits for f in candidates):
                 candidates += _evaluate(cfg, cluster, names, limit, host_limit, offloads)
@@ -120,22 +122,10 @@ def search(
         flags = " ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
         raise UserError(
             f"{cluster.gpus} ranks, --global-batch-size {cfg.train.global_batch_size} {flags}".rstrip(),
-            "no tp, pp and micro-batch size divide both",
+            "no tp, cp, pp and micro-batch size divide both",
             "change the batch size or the number of ranks, or give fewer options",
         )
     return sorted(candidates, key=lambda f: (not f.fits, f.time.total, f.order))
-
-
-@contextmanager
-def _without_gc() -> Iterator[None]:
-    """Suspend garbage collection: the search makes no cycles of objects, and it would take a third of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def pick(candidates: list[Candidate]) -> Candidate | None:
@@ -182,17 +172,18 @@ def _keys(layout: Candidate) -> list[tuple[Any, ...]]:
 
 
 def _evaluate(
-    cfg: Config, cluster: Cluster, fixed: frozenset[str], limit: float, host_limit: float, offloads: tuple[str, ...]
-) -> Iterator[Candidate]:
+    cfg: Config, cluster: Cluster, fixed: frozenset[str], limit: float, host_limit: float, offloads: tuple[str, ...],
+    few_tokens: bool = False,
+) -> Iterator[Candidate]:  # fmt: skip
     """Yield every valid layout. States do not depend on the batch, nor activations on ZeRO: each is computed once.
 
     Micro-batches larger than one whose activations alone do not fit are skipped.
     """
-    for shape in _shapes(cfg, cluster, fixed):
+    for shape in shapes(cfg, cluster, fixed, few_tokens):
         grid = Grid.from_config(shape.parallel, cluster.gpus)
         states: dict[tuple[Any, ...], list[RankMemory]] = {}
         too_large: set[tuple[str, str]] = set()
-        for batch in _batches(shape, grid, fixed, offloads):
+        for batch in batches(shape, grid, fixed, offloads):
             schedule, dp = batch.parallel.schedule, grid["dp"]
             mode = (batch.train.recompute, batch.train.offload)
             if mode in too_large:
@@ -205,94 +196,10 @@ def _evaluate(
             kept = kept_per_rank(batch, grid, schedule)
             if max(activations + logits for activations, logits, _ in kept) > limit:
                 too_large.add(mode)
-            for sharded in _sharded(batch, cluster, grid.batch_ranks, fixed):
-                p = sharded.parallel
-                key = (p.zero, p.zero_group, sharded.train.offload)
+            for layout in sharded(batch, cluster, grid.batch_ranks, fixed):
+                p = layout.parallel
+                key = (p.zero, p.zero_group, layout.train.offload)
                 if key not in states:
-                    states[key] = states_per_rank(sharded, grid, schedule)
+                    states[key] = states_per_rank(layout, grid, schedule)
                 ranks = [rank.with_kept(*peak) for rank, peak in zip(states[key], kept)]
-                yield Candidate(sharded, grid, ranks, step_time(sharded, grid, cluster, schedule), limit, host_limit)
-
-
-def _shapes(cfg: Config, cluster: Cluster, fixed: frozenset[str]) -> Iterator[Config]:
-    """Yield tp, pp, vp and schedule."""
-    p, world, layers = cfg.parallel, cluster.gpus // cfg.parallel.cp, cfg.model.num_layers
-    for tp in _held(fixed, "tp", p.tp, [n for n in range(1, cluster.domain + 1) if world % n == 0]):
-        deepest = min(world // tp, layers, _MOST_PP)
-        for pp in _held(fixed, "pp", p.pp, [n for n in range(1, deepest + 1) if world % (tp * n) == 0]):
-            # A --pp that is kept may not go with every tp.
-            for vp in () if world % (tp * pp) else _held(fixed, "vp", p.vp, _chunks(layers, pp)):
-                for schedule in _held(fixed, "schedule", p.schedule, _schedules(pp, vp)):
-                    sp = p.sequence_parallel and ("sequence_parallel" in fixed or cfg.model.seq_len % tp == 0)
-                    asked = {"tp": tp, "pp": pp, "vp": vp, "schedule": schedule, "sequence_parallel": sp}
-                    yield from _valid(cfg, asked, {})
-
-
-def _chunks(layers: int, pp: int) -> list[int]:
-    """List the values of vp worth trying: the fewest chunks for each number of layers per chunk."""
-    if pp == 1:
-        return [1]
-    sizes: dict[int, int] = {}
-    for vp in range(1, layers // pp + 1):
-        sizes.setdefault(-(-layers // (pp * vp)), vp)
-    return sorted(sizes.values())
-
-
-def _schedules(pp: int, vp: int) -> list[str]:
-    if pp == 1:
-        return ["1f1b"]
-    if vp == 1:
-        return ["1f1b", "zb-h1"]
-    return ["interleaved", "zb-v"] if vp == 2 else ["interleaved"]
-
-
-def _batches(cfg: Config, grid: Grid, fixed: frozenset[str], offloads: tuple[str, ...]) -> Iterator[Config]:
-    """Yield micro-batch size, recomputation and offload."""
-    t = cfg.train
-    share, remainder = divmod(t.global_batch_size, grid["dp"])
-    if remainder:
-        return
-    for samples in _held(fixed, "micro_batch_size", t.micro_batch_size, _MICRO_BATCHES):
-        if share % samples:
-            continue
-        for recompute in _held(fixed, "recompute", t.recompute, ("none", "selective", "full")):
-            if recompute == "selective" and "recompute" not in fixed and not _selective_saves(cfg):
-                continue
-            if recompute == "full" and cfg.parallel.schedule.startswith("zb") and "schedule" not in fixed:
-                continue  # a split backward keeps what recomputation brings back
-            for offload in _held(fixed, "offload", t.offload, offloads):
-                asked = {"micro_batch_size": samples, "recompute": recompute, "offload": offload}
-                asked_zero = {"zero": 3} if offload == "optimizer+params" and "zero" not in fixed else {}
-                yield from _valid(cfg, asked_zero, asked)
-
-
-def _selective_saves(cfg: Config) -> bool:
-    """Whether recomputing the attention core saves a twentieth of a block's activations: not with fused attention."""
-    return any(
-        block_activations(cfg, kind, "selective") < 0.95 * block_activations(cfg, kind, "none")
-        for kind in blocks_by_kind(cfg.model)
-    )
-
-
-def _sharded(cfg: Config, cluster: Cluster, dp: int, fixed: frozenset[str]) -> Iterator[Config]:
-    """Yield ZeRO stages and groups."""
-    p = cfg.parallel
-    stages = (3,) if cfg.train.offload == "optimizer+params" else (1,) if dp == 1 else (1, 0, 2, 3)
-    for zero in _held(fixed, "zero", p.zero, stages):
-        near = cluster.domain // p.tp
-        split = zero >= 2 and 1 < near < dp and dp % near == 0
-        for group in _held(fixed, "zero_group", p.zero_group, ("full", str(near)) if split else ("full",)):
-            yield from _valid(cfg, {"zero": zero, "zero_group": group}, {})
-
-
-def _held(fixed: frozenset[str], name: str, value: Any, choices: Iterable[Any]) -> Iterable[Any]:
-    return (value,) if name in fixed else choices
-
-
-def _valid(cfg: Config, parallel: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[Config]:
-    """Yield the changed config, or nothing if its options do not fit together."""
-    try:
-        p = replace(cfg.parallel, **parallel) if parallel else cfg.parallel
-        yield dataclasses.replace(cfg, parallel=p, train=replace(cfg.train, **train) if train else cfg.train)
-    except UserError:
-        return
+                yield Candidate(layout, grid, ranks, step_time(layout, grid, cluster, schedule), limit, host_limit)

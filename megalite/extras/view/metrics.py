@@ -86,6 +86,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _step_of(record: dict[str, Any]) -> int | None:
-    """Return the step that a line is about, None where it is no number."""
+    """Return the step that a line is about, None if it is not a number."""
     step = record.get("step")
     return step if type(step) is int else None

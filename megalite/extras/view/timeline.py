@@ -116,7 +116,7 @@ def perfetto_trace(
     Args:
         simulation: the step.
         microseconds: length of one unit of cost; the default reads costs as milliseconds.
-        name: of the processes, before the rank.
+        name: name of the processes, before the rank.
         first_process: number of rank 0's process, so that several traces can be shown together.
     """
     events: list[dict[str, Any]] = []

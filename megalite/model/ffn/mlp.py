@@ -21,12 +21,7 @@ class DenseMLP(FeedForward):
     """gate_up_proj -> activation -> down_proj, or up_proj -> activation -> down_proj."""
 
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
-        hidden, ffn, bias = cfg.hidden_size, cfg.ffn_size, cfg.mlp_bias
-        if cfg.gated:
-            first = linear(f"{name}.gate_up_proj", 2 * ffn, hidden, 0, bias=bias, std=cfg.init_std, parts=(ffn, ffn))
-        else:
-            first = linear(f"{name}.up_proj", ffn, hidden, 0, bias=bias, std=cfg.init_std)
-        return [*first, *linear(f"{name}.down_proj", hidden, ffn, 1, bias=bias, std=out_std(cfg))]
+        return mlp_specs(cfg, name, cfg.ffn_size)
 
     def saved(self, cfg: Config) -> list[SavedTensor]:
         features, e = cfg.model.ffn_size, element_size(cfg)
@@ -41,4 +36,14 @@ class DenseMLP(FeedForward):
     def module(self, layers: Layers, index: int) -> nn.Module:
         from megalite.model.mlp import MLP
 
-        return MLP(layers, index)
+        return MLP(layers, f"layers.{index}.mlp")
+
+
+def mlp_specs(cfg: ModelConfig, name: str, ffn: int) -> list[ParamSpec]:
+    """Declare a dense MLP of the inner width `ffn`."""
+    hidden, bias = cfg.hidden_size, cfg.mlp_bias
+    if cfg.gated:
+        first = linear(f"{name}.gate_up_proj", 2 * ffn, hidden, 0, bias=bias, std=cfg.init_std, parts=(ffn, ffn))
+    else:
+        first = linear(f"{name}.up_proj", ffn, hidden, 0, bias=bias, std=cfg.init_std)
+    return [*first, *linear(f"{name}.down_proj", hidden, ffn, 1, bias=bias, std=out_std(cfg))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.config.context_parallel import choose_comm
+from megalite.config.context_parallel import choose_comm, head_ranks
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.model.kinds import Mixer
@@ -56,7 +56,11 @@ class GroupedQueryAttention(Mixer):
         comm, _ = choose_comm(m, cfg.parallel, cfg.data.within_documents)
         if cfg.parallel.cp > 1 and "a2a" in comm:
             rows += [inside(cfg, "output of attention before it is sent back", e * q)]
-        if cfg.parallel.cp > 1 and comm != "a2a":  # block by block: masks and scores are made again
+        spread = cfg.parallel.cp // (head_ranks(m, cfg.parallel) if "a2a" in comm else 1)
+        if spread > 1 and m.attention_dropout:  # at once: gathered keys are kept
+            rows += [inside(cfg, "gathered keys and values", 2 * (spread - 1) * (4 * q if on_cpu else e * kv))]
+            rows += [] if on_cpu else [SavedTensor("summand of the scores", e * tokens(cfg) * m.seq_len)]
+        elif spread > 1:  # block by block: masks and scores are made again
             return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]

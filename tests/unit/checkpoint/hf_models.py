@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megalite.families import FAMILIES
 
@@ -19,12 +20,19 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+EXPERTS: dict[str, Any] = {**GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
     "original_max_position_embeddings": 16,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}
@@ -57,8 +65,42 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}}
         | {"sliding_window_pattern": 3},
     ),
+    "llama_yarn": ("llama", {**GROUPED, "rope_parameters": YARN_ROPE}),
+    "qwen3_yarn": ("qwen3", {**GROUPED, "head_dim": 16, "rope_parameters": {**YARN_ROPE, "attention_factor": 0.8}}),
+    "gpt_neox_yarn": (
+        "gpt_neox",
+        {**SIZES, "hidden_size": 64, "rope_parameters": {**YARN_ROPE, "partial_rotary_factor": 0.5, "truncate": False}},
+    ),
+    "gemma3_yarn": (
+        "gemma3_text",
+        {**GROUPED, "head_dim": 12, "num_hidden_layers": 4, "query_pre_attn_scalar": 20, "sliding_window": 5}
+        | {
+            "rope_parameters": {
+                "full_attention": {**YARN_ROPE, "attention_factor": 1.0},
+                "sliding_attention": LOCAL_ROPE,
+            }
+        }
+        | {"sliding_window_pattern": 3},
+    ),
+    "gemma3_layer_types": (
+        "gemma3_text",
+        {**GROUPED, "head_dim": 12, "num_hidden_layers": 4, "sliding_window": 5}
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+    ),
     "gemma3_capped": ("gemma3_text", {**GROUPED, "sliding_window": 64, "final_logit_softcapping": 1.5}),
     "phi3": ("phi3", {**GROUPED, "pad_token_id": 0}),
+    "mixtral": ("mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", EXPERTS),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**EXPERTS, "num_hidden_layers": 4, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
+        | {"mlp_only_layers": [2]},
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**EXPERTS, "head_dim": 12, "num_hidden_layers": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
+        | {"norm_topk_prob": True},
+    ),
 }
 # A family without a case of its own is tested with Llama's keys.
 CASES = _CASES | {name: (name, GROUPED) for name in FAMILIES if name not in {family for family, _ in _CASES.values()}}
@@ -97,6 +139,15 @@ def _old_keys(options: dict[str, Any]) -> dict[str, Any]:
         old["rope_theta"] = rope.pop("rope_theta")
         old["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return old
+
+
+def gradients(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients under the names and in the shapes of the file, as transformers itself writes weights."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.grad)
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
 
 
 def tokens() -> torch.Tensor:

@@ -19,16 +19,17 @@ from torch.nn import functional as F
 import megalite
 from megalite.base.errors import UserError
 from megalite.checkpoint.hf.config import read_config, write_config
-from megalite.checkpoint.hf.packing import split
+from megalite.checkpoint.hf.packing import file_tensors
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.manifest import read_manifest
 from megalite.data import Rows
+from megalite.dist.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
 from megalite.train.step import to_microbatches
 from tests.parity.jobs import make_config, start
-from tests.unit.checkpoint.hf_models import CASES, load_model, logits_of, make_model, tokens
+from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, tokens
 from tests.unit.checkpoint.jobs import hf_job
 from tests.workers import WorkerPool
 
@@ -70,14 +71,21 @@ def test_every_family_is_tested() -> None:
     assert {model_type for model_type, _ in CASES.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}], ids=str)
+LAYOUTS = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
+EXPERTS = [
+    (case, {"ep": 2, **layout}) for case in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe") for layout in LAYOUTS[:2]
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "parallel"), [*((case, layout) for case in CASES for layout in LAYOUTS), *EXPERTS], ids=str
+)
 def test_logits_and_round_trip(
     pool: WorkerPool, models: Any, tmp_path: Path, case: str, parallel: dict[str, int]
 ) -> None:
     folder, expected = models(case)
     cfg = make_config(dataclasses.replace(hf_model_config(folder), seq_len=16), parallel)
-    world = cfg.parallel.tp * cfg.parallel.pp
+    world = Grid.from_config(cfg.parallel).world
     logits = pool.run(world, hf_job, cfg, world, str(folder), str(tmp_path / "ckpt"))[-1]
     np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
     export_hf(tmp_path / "ckpt", tmp_path / "out")
@@ -85,13 +93,13 @@ def test_logits_and_round_trip(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_transformers(models: Any, case: str) -> None:
+def test_loss_and_gradients_are_those_of_transformers(models: Any, tmp_path: Path, case: str) -> None:
     folder, _ = models(case)
     # Without the padding token: transformers gives its embedding no gradient.
     hf, ids = load_model(folder), tokens() % 88 + 2
     expected = F.cross_entropy(hf(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
     expected.backward()
-    theirs = {name: p.grad for name, p in hf.named_parameters()}
+    theirs = gradients(hf, tmp_path)
 
     model = dataclasses.replace(hf_model_config(folder), seq_len=15, hidden_dropout=0.0, attention_dropout=0.0)
     cfg = make_config(model, micro_batch_size=2, global_batch_size=2)
@@ -107,10 +115,10 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, case: str) ->
         if spec.tied_to is None:
             where = FAMILIES[model.arch].place(spec.name)
             mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
-            for name, part in zip(where.names, split(where, mine, spec, model.num_heads), strict=True):
-                # In memory transformers 5 calls this head otherwise than in the file.
-                reference = theirs["lm_head.weight" if name == "embed_out.weight" else name]
-                assert (part - reference).norm() <= 1e-5 * reference.norm(), name
+            for part in file_tensors(where, spec, model.num_heads):
+                reference = theirs[part.name]
+                for box, rows in part.views(reference):
+                    assert (mine[box.index] - rows).norm() <= 1e-5 * reference.norm(), part.name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -224,9 +232,10 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
 import json, resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
+from megalite.dist.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.checkpoint.hf.config import write_config
-from megalite.checkpoint.hf.packing import file_shapes
+from megalite.checkpoint.hf.packing import file_tensors
 from megalite.config.model import ModelConfig
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
@@ -235,8 +244,8 @@ cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4
 (root / "hf").mkdir()
 for spec in param_map(cfg).values():
     where = FAMILIES["llama"].place(spec.name)
-    for name, shape in zip(where.names, file_shapes(where, spec)):
-        save_file({name: torch.ones(shape)}, root / "hf" / f"{name}.safetensors")
+    for part in file_tensors(where, spec, cfg.num_heads):
+        save_file({part.name: torch.ones(part.shape)}, root / "hf" / f"{part.name}.safetensors")
 index = {p.stem: p.name for p in (root / "hf").glob("*.safetensors")}
 (root / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 (root / "hf" / "config.json").write_text(json.dumps(write_config(cfg, "float32", {})))
@@ -267,7 +276,8 @@ def test_transformers_4_reads_it_alike(models: Any, tmp_path: Path) -> None:
     code = """
 import sys, numpy as np, torch, transformers
 from pathlib import Path
-from tests.unit.checkpoint.hf_models import CASES, logits_of, make_model
+from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, tokens
+from megalite.dist.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
 assert transformers.__version__.startswith("4.57"), transformers.__version__
 for case in CASES:

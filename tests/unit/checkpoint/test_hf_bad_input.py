@@ -127,6 +127,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "rope_of_text": (edit_config(rope_parameters={"rope_theta": "big"}), "rope_theta 'big': is of the wrong type"),
     "rope_type_as_list": (edit_config(rope_parameters={"rope_type": [1]}), "rope_type [1]: is of the wrong type"),
     "layer_types_as_number": (edit_config(layer_types=5), "layer_types 5: is of the wrong type"),
+    "layer_types_of_a_family_without": (
+        edit_config(layer_types=["sliding_attention"] * 2),
+        "must all be full_attention",
+    ),
     "many_layers": (edit_config(num_hidden_layers=10**8), "--num-layers 100000000: must be at least 1 and below 10001"),
     "many_extents": (
         with_header(a={"dtype": "F32", "shape": [2**50] * 100_000, "data_offsets": [0, 8]}),
@@ -137,7 +141,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         "more than the limit of 8388608",
     ),
     "activation": (edit_config(hidden_act="relu"), "hidden_act 'relu'"),
-    "rope": (edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}), "rope_type 'yarn'"),
+    "rope": (edit_config(rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}), "rope_type 'longrope'"),
     "rope_twice": (edit_config(rope_theta=77.0), "rope_theta: rope_parameters say 500.0, the old keys 77.0"),
     "missing": (edit_tensors(lambda t: t.pop(Q)), f"tensor {Q} is missing, required by its config.json"),
     "extra": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(2)})), "tensor model.extra is unexpected"),

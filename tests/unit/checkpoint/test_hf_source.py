@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import starmap
+from itertools import product, starmap
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,8 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monkey
         whole = source.full(spec, where)
         assert read == [spec.numel]
         rows = [(a, b) for a in range(0, spec.shape[0], 7) for b in (a + 1, min(a + 17, spec.shape[0]))]
-        columns = [()] if len(spec.shape) == 1 else [((0, spec.shape[1]),), ((3, 11),)]
-        for box in ((r, *c) for r in rows for c in columns):
+        inner = [[(0, n), (3, 11)] for n in spec.shape[1:]]
+        for box in product(rows, *inner):
             expected = whole[tuple(slice(low, high) for low, high in box)]
             out = torch.full(expected.shape, torch.nan, dtype=torch.float64)
             read[0] = 0

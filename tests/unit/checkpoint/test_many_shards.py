@@ -31,15 +31,6 @@ from tests.workers import WorkerPool
 WIDTH = 4
 
 
-@pytest.fixture
-def few_files() -> Iterator[None]:
-    """Let this process open 256 files."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def write_checkpoint(folder: Path, shards: int) -> Path:
     """Write a checkpoint of one matrix, whose rows i * WIDTH to (i + 1) * WIDTH - 1 are in shard i."""
     folder.mkdir()

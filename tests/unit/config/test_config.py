@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any, get_args
 from typing import get_type_hints as hints
@@ -10,6 +11,7 @@ from typing import get_type_hints as hints
 import pytest
 
 from megalite.base.errors import UserError
+from megalite.config import cli
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig, RopeScaling
 from megalite.config.optim import OptimConfig
@@ -28,6 +30,13 @@ def test_defaults_follow_the_other_sizes() -> None:
     assert m.ffn_hidden_size == 192  # 8/3 * 64 = 170.7, up to a multiple of 64
     assert ModelConfig(**MODEL, activation="gelu").ffn_hidden_size == 256
     assert ModelConfig(**MODEL, head_dim=16).head_size == 16
+
+
+def test_buckets_of_many_ranks_are_larger() -> None:
+    """As in Megatron-LM: max(40M, 1M x dp)."""
+    millions = [ParallelConfig().bucket_elements(ranks) / 1e6 for ranks in (1, 40, 64, 1024)]
+    assert millions == [40, 40, 64, 1024]
+    assert ParallelConfig(bucket_size=5000).bucket_elements(1024) == 5000
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,7 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
     (RopeScaling, {"factor": 0.5}, "--rope-scaling", "needs factor >= 1"),
     (RopeScaling, {"low_freq_factor": 4.0}, "--rope-scaling", "low_freq_factor < high_freq_factor"),
     (ParallelConfig, {"tp": 0}, "--tp 0", "must be at least 1"),
+    (ParallelConfig, {"tp_chunks": 2}, "--tp-chunks 2", "requires --tp above 1 with sequence parallelism"),
     (ParallelConfig, {"bucket_size": 0}, "--bucket-size 0", "must be at least 1"),
     (TrainConfig, {"global_batch_size": 0}, "--global-batch-size 0", "must be at least 1"),
     (TrainConfig, {"seed": -1}, "--seed -1", "must be at least 0"),
@@ -119,7 +129,14 @@ def test_bad_value_is_named_with_its_rule(cls: type, options: dict[str, Any], gi
         ({"num_kv_heads": 2}, {"tp": 4}, "--num-kv-heads 2", "divisible by --tp 4"),
         ({"num_heads": 6, "hidden_size": 48}, {"tp": 4}, "--num-heads 6", "divisible by --tp 4"),
         ({"ffn_hidden_size": 90}, {"tp": 4}, "--ffn-hidden-size 90", "divisible by --tp 4"),
-        ({"seq_len": 30}, {"tp": 4}, "--seq-len 30", "divisible by --tp 4 with sequence parallelism"),
+        ({"seq_len": 30}, {"tp": 4}, "--seq-len 30", "divisible by --tp 4 x --tp-chunks 1 with sequence parallelism"),
+        ({"seq_len": 32}, {"tp": 4, "tp_chunks": 3}, "--seq-len 32", "divisible by --tp 4 x --tp-chunks 3"),
+        (
+            {"seq_len": 48},
+            {"tp": 2, "cp": 4, "tp_chunks": 4},
+            "--seq-len 48",
+            "divisible by --tp 2 x --tp-chunks 4 x --cp 4",
+        ),
         ({"num_layers": 3}, {"pp": 2, "vp": 2}, "--pp 2 --vp 2", "makes 4 stages of 3 layers"),
     ],
 )
@@ -183,3 +200,26 @@ def test_frozen_and_names_unique() -> None:
     assert len(names) == len(set(names))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().model.num_layers = 3  # type: ignore[misc]
+
+
+def test_layer_types_name_windows_one_by_one() -> None:
+    full, sliding = "full_attention", "sliding_attention"
+
+    def windows(types: Any, **options: Any) -> list[int | None]:
+        cfg = ModelConfig(**{"num_layers": 4, "window": 5, "layer_types": types, **options})
+        assert ModelConfig.from_dict(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+        return [cfg.window_of(layer) for layer in range(cfg.num_layers)]
+
+    assert windows((full, sliding, sliding, full)) == [None, 5, 5, None]
+    assert windows((full, sliding)) == [None, 5, None, 5]
+    assert windows((sliding, full), window_pattern=3) == [5, None, 5, None]
+    # What follows a pattern is that pattern: one description per model.
+    assert ModelConfig(num_layers=4, window=5, layer_types=(sliding, full)) == ModelConfig(
+        num_layers=4, window=5, window_pattern=2
+    )
+    assert windows((full,), window=None) == [None] * 4
+    flags = ["--window", "5", "--num-layers", "3", "--layer-types", full, sliding, sliding]
+    assert cli.parse(flags).config.model.layer_types == (full, sliding, sliding)
+    for types, options in (((sliding,), {"window": None}), (("local",), {}), ((full,) * 5, {})):
+        with pytest.raises(UserError, match="--layer-types .*: must name at most 4 layers"):
+            windows(types, **options)

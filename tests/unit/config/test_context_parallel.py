@@ -43,6 +43,7 @@ def test_bad_input(flags: str, says: str) -> None:
         ("--cp 2 --num-heads 8 --num-kv-heads 1 --seq-len 8192", "ring", "the 4096 tokens"),
         ("--cp 2 --num-heads 8 --num-kv-heads 1 --seq-len 8192 --document-mask", "gather", "documents"),
         ("--cp 2 --num-heads 8 --attention-dropout 0.1", "a2a", "dropout"),
+        ("--cp 4 --num-heads 6 --attention-dropout 0.1", "gather", "no dropout"),
         ("--cp 4 --num-heads 8 --cp-comm ring", "ring", "as requested"),
     ],
 )

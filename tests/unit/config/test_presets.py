@@ -7,12 +7,15 @@ import pytest
 from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
 from megalite.families import FAMILIES, PRESETS
-from megalite.model.parameters import param_map
+from megalite.model.flops import flops_per_token
+from megalite.model.parameters import active_parameters, param_map
+from megalite.model.partition import block_costs, layer_split
 
 # Published numbers of trained parameters, which the family files hold beside the shapes: safetensors metadata of the
 # models' Hugging Face pages, Pythia's README table, and the model card of GPT-NeoX-20B. Brown et al. 2020, table 2.1,
 # publish only a rounded number, "175.0B"; "tiny" is ours.
 PUBLISHED = {name: preset.parameters for family in FAMILIES.values() for name, preset in family.presets.items()}
+ACTIVE = {n: preset.active for family in FAMILIES.values() for n, preset in family.presets.items() if preset.active}
 EXACT = {name: number for name, number in PUBLISHED.items() if isinstance(number, int)}
 ROUNDED = {name: number for name, number in PUBLISHED.items() if isinstance(number, float)}
 # Families whose blocks `formula` knows; all others are counted against the published number alone.
@@ -23,6 +26,10 @@ TIED = {"qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b"
 TIED |= {"llama-3.2-1b", "llama-3.2-3b"}
 # Google publishes the counts of Gemma 3 with the vision model: 416,866,032, and a projection with a norm of 1,152.
 WITH_VISION = {"gemma-3-4b": 4_300_079_472, "gemma-3-12b": 12_187_325_040, "gemma-3-27b": 27_432_406_640}
+
+
+SPARSE = ["--num-layers", "6", "--hidden-size", "64", "--ffn-hidden-size", "256", "--num-experts", "8"]
+SPARSE += ["--moe-ffn-size", "32", "--vocab-size", "512", "--seq-len", "64"]
 
 
 def formula(preset: str, m: ModelConfig) -> int:
@@ -58,6 +65,52 @@ def test_presets_are_those_of_the_families() -> None:
 @pytest.mark.parametrize("preset", EXACT)
 def test_published_count(preset: str) -> None:
     assert count(model(preset)) == EXACT[preset]
+
+
+# Counts of transformers' own models of the published shapes, made without memory; a token's with `num_experts_per_tok`.
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
+        ("qwen1.5-moe-a2.7b", 14_315_784_192, 2_689_173_504),
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+        ("olmoe-1b-7b", 6_919_161_856, 1_282_017_280),
+    ],
+)
+def test_total_and_active(preset: str, total: int, active: int) -> None:
+    m = model(preset)
+    assert (count(m), active_parameters(m)) == (EXACT[preset], ACTIVE[preset]) == (total, active)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_token_meets_and_multiplies_the_same_parameters(preset: str) -> None:
+    """FLOPs of products are 6 for each parameter of a matrix that a token meets, the embedding apart."""
+    m = model(preset)
+    assert active_parameters(m) == ACTIVE.get(preset, count(m))
+    apart = [s for s in param_map(m).values() if len(s.shape) == 1 or s.name.startswith("embed_")]
+    tied = m.vocab * m.hidden_size if m.tie_embeddings else 0
+    flops = flops_per_token(m)
+    assert flops.matrices + flops.head == 6 * (active_parameters(m) - sum(s.numel for s in apart) + tied)
+
+
+@pytest.mark.parametrize(("preset", "counts"), [("qwen3-30b-a3b", [7, 7, 7, 7, 6, 6, 6, 2]), ("mixtral-8x7b", [4] * 8)])
+def test_stages_by_active_work(preset: str, counts: list[int]) -> None:
+    """By all its parameters, a layer of experts would outweigh the output layer by far."""
+    m = model(preset)
+    costs, head = block_costs(m)
+    stages = layer_split(m, 8)
+    assert [len(s) for s in stages] == counts
+    work = [sum(costs[i] for i in s) + head * (s is stages[-1]) for s in stages]
+    assert max(work) - min(work) <= max(costs)
+
+
+def test_dense_layers_between_weigh_what_they_compute() -> None:
+    m = parse([*SPARSE, "--moe-dense-layers", "0", "1"]).config.model
+    h, dense, experts = 64, 3 * 64 * 256, 3 * 2 * 64 * 32 + 8 * 64
+    attention = 4 * h * h + h * 64  # the products of a causal mask: half of 2 x 64 positions
+    costs, _ = block_costs(m)
+    assert costs == (1.0, 1.0, *[(attention + experts) / (attention + dense)] * 4)
+    assert [len(s) for s in layer_split(m, 2)] == [2, 4]
 
 
 @pytest.mark.parametrize("preset", ROUNDED)

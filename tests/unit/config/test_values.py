@@ -35,6 +35,8 @@ CASES: list[tuple[Any, Any, bool, Any]] = [
     (Literal[0, 1], "1", False, 1),
     (Literal[0, 1], 7, True, ...),  # not offered any more
     (Literal[0, 1], True, False, ...),
+    (Literal["off", "x"], False, False, "off"),  # YAML's `off` without quotes
+    (Literal["off", "x"], True, False, ...),
     (NAME, "b", True, "b"),
     (NAME, "c", True, ...),
     (tuple[int, ...], [1, 2], True, (1, 2)),

@@ -62,7 +62,9 @@ def part(x: Tensor, size: int, rank: int) -> Tensor:
     return torch.cat([x[:, :, run.start : run.stop] for run in runs_of(S, size, rank)], 2).permute(2, 0, 1, 3)
 
 
-def attended(rank: int, size: int, variant: str, dtype: torch.dtype, rows: int) -> list[list[Tensor]]:
+def attended(
+    rank: int, size: int, variant: str, dtype: torch.dtype, rows: int, dropout: float = 0.0
+) -> list[list[Tensor]]:
     """By case: this rank's out, dq, dk and dv."""
     ctx = ParallelContext.create(Grid.of(size, cp=size), torch.device("cpu"))
     attention = share_attention(variant, min(VARIANTS[variant], size), ctx, resolve("auto", "cpu", dtype))
@@ -74,7 +76,7 @@ def attended(rank: int, size: int, variant: str, dtype: torch.dtype, rows: int) 
             *leaves, dy = (part(x, size, rank).to(dtype).contiguous() for x in drawn(heads, kv_heads))
             leaves = [x.requires_grad_() for x in leaves]
             q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
-            y = attention(q, k, v, Mask(window), documents if packed else None, softcap=softcap)
+            y = attention(q, k, v, Mask(window), documents if packed else None, softcap=softcap, dropout=dropout)
             y.backward(dy.permute(1, 2, 0, 3))
             out.append([y.detach().permute(2, 0, 1, 3), *(x.grad for x in leaves)])
     return out
@@ -116,6 +118,55 @@ def test_attention_is_the_formula(pool: WorkerPool, variant: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_in_every_type(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype) -> None:
     check(pool, size, variant, dtype, rows=512)
+
+
+WITH_DROPOUT = ("gather", "a2a", "a2a+gather")
+
+
+@pytest.mark.parametrize("variant", WITH_DROPOUT)
+def test_dropout_that_drops_nothing_is_the_formula(pool: WorkerPool, variant: str) -> None:
+    error, where = largest_error(pool.run(4, attended, 4, variant, torch.float64, 5, 1e-14), torch.float64)
+    assert error < LIMITS[torch.float64], where
+
+
+def dropped(rank: int, variant: str) -> tuple[Tensor, list[tuple[float, float]]]:
+    """Share of the keys kept by each query that weighs all alike; by case, a slope of the loss, by gradient and not."""
+    ctx = ParallelContext.create(Grid.of(4, cp=4), torch.device("cpu"))
+    attention = share_attention(variant, VARIANTS[variant], ctx, resolve("auto", "cpu", torch.float64))
+
+    def run(leaves: list[Tensor], case: Any) -> Tensor:
+        torch.manual_seed(rank)
+        *_, window, softcap, packed = case
+        q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
+        documents = Documents(STARTS.t()) if packed else None
+        return attention(q, k, v, Mask(window), documents, softcap=softcap, dropout=0.25).permute(2, 0, 1, 3)
+
+    slopes = []
+    for case in CASES:
+        *leaves, dy = (part(x, 4, rank).contiguous() for x in drawn(*case[:2]))
+        ways = [torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(rank)) for x in leaves]
+        ends = [(run([x + at * way for x, way in zip(leaves, ways)], case) * dy).sum() for at in (1e-6, -1e-6)]
+        leaves = [x.requires_grad_() for x in leaves]
+        run(leaves, case).backward(dy)
+        own = sum((x.grad * way).sum().item() for x, way in zip(leaves, ways) if x.grad is not None)
+        slopes.append((((ends[0] - ends[1]) / 2e-6).item(), own))
+    alike = [torch.zeros(S // 4, B, 4, 16, dtype=torch.float64)] * 2
+    return run([*alike, torch.ones_like(alike[0])], (4, 4, None, None, False)), slopes
+
+
+@pytest.mark.parametrize("variant", WITH_DROPOUT)
+def test_dropout_drops_a_share_and_differentiates_it(pool: WorkerPool, variant: str) -> None:
+    ranks = pool.run(4, dropped, variant)
+    for slopes in zip(*(slopes for _, slopes in ranks)):
+        measured, by_gradient = (sum(each) for each in zip(*slopes))
+        assert by_gradient == pytest.approx(measured, rel=1e-6)
+    shares = [kept * 0.75 for kept, _ in ranks]
+    for rank, kept in enumerate(shares):
+        keys = torch.tensor([at + 1 for run in runs_of(S, 4, rank) for at in run])[:, None, None, None]
+        assert torch.equal((kept * keys).round(decimals=9), (kept * keys).round())
+    assert torch.stack(shares).mean().item() == pytest.approx(0.75, abs=0.02)
+    # The first tokens see other keys on every rank; the last ones nearly the same.
+    assert len({tuple(kept[-1].flatten().tolist()) for kept in shares}) == 4
 
 
 FAULTS = ("documents not masked", "windows not masked", "log-sum-exp 0 of what sees no key", "one hop short")

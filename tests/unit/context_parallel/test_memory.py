@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ SEQ = 128
 VARIANTS = ("gather", "ring", "a2a", "a2a+gather")
 
 
-def config(layers: int, cp: int, comm: str) -> Config:
+def config(layers: int, cp: int, comm: str, **options: Any) -> Config:
     # Heads for two of four ranks, where tokens are exchanged for heads among two neighbors only.
     heads = {"num_heads": 2, "num_kv_heads": 2} if "+" in comm else {"num_heads": 8, "num_kv_heads": 4}
-    model = jobs.llama(layers, hidden_size=64, seq_len=SEQ, ffn_hidden_size=176, **heads)
+    model = jobs.llama(layers, hidden_size=64, seq_len=SEQ, ffn_hidden_size=176, **heads, **options)
     return jobs.make_config(model, {"cp": cp, "cp_comm": comm, "device": "cpu"})
 
 
@@ -46,6 +47,12 @@ def saved(rank: int, cfgs: Sequence[Config], world: int) -> list[int]:
             stage(batch.tokens_SB, batch, ForwardPass(1, 0, 0, training=True))
         out.append(sum(x.untyped_storage().nbytes() for x in kept.values()))
     return out
+
+
+def test_dropout_keeps_gathered_keys(pool: WorkerPool) -> None:
+    cfgs = [config(n, 4, "gather", attention_dropout=0.1) for n in (2, 4)]
+    for less, more in pool.run(4, saved, cfgs, 4):
+        assert more - less == pytest.approx(2 * block_activations(cfgs[0], BlockKind()), rel=0.02)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

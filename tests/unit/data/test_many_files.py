@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +86,6 @@ def test_without_checksums_one_rank_reads(tmp_path: Path, reads: dict[str, int])
     assert open_all(prefixes, 1, 2).identity() == first.identity()
     assert reads["bin"] == 0
     assert reads["idx"] < 100 * 200
-
-
-@pytest.fixture
-def few_files() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.usefixtures("few_files")

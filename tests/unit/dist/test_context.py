@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.dist.collectives import all_reduce
 from megalite.dist.device import pick_device
 from megalite.dist.context import ParallelContext, neighbor_pairs
 from megalite.dist.rendezvous import backend_of, group_timeout
 from megalite.dist.grid import Grid
 from megalite.base.errors import UserError
-from megalite.extras.estimate.record import recorded_world
+from megalite.extras.estimate.record import Communication, recorded_world
 
 
 def test_neighbors_meet_in_three_rounds() -> None:
@@ -42,6 +43,7 @@ def test_every_call_that_makes_groups_partitions_the_world(
 ) -> None:
     """Backends that split the world's communicator need every rank in every call (NCCL from torch 2.15 on)."""
     world, made = 4 * tp * pp, list[tuple[int, ...]]()
+    grid = Grid.of(world, tp=tp, pp=pp)
     new_group = dist.new_group
 
     def recorded(ranks: list[int], **options: object) -> dist.ProcessGroup:
@@ -51,8 +53,8 @@ def test_every_call_that_makes_groups_partitions_the_world(
     monkeypatch.setattr(dist, "new_group", recorded)
     calls = []
     for rank in range(world):
-        with recorded_world(rank, world):
-            context = ParallelContext.create(Grid.of(world, tp=tp, pp=pp), torch.device("cpu"))
+        with recorded_world(rank, grid):
+            context = ParallelContext.create(grid, torch.device("cpu"))
             context.split("dp", size=2)
         calls.append(made.copy())
         made.clear()
@@ -62,6 +64,51 @@ def test_every_call_that_makes_groups_partitions_the_world(
     for groups in zip(*calls):
         assert all(rank in group for rank, group in enumerate(groups))
         assert sum(map(len, set(groups))) == world
+
+
+@pytest.mark.parametrize(
+    ("sizes", "made"),
+    [
+        ({"dp": 4}, []),
+        ({"tp": 4}, []),
+        ({"dp": 2, "cp": 2}, ["cp", "dp"]),
+        ({"dp": 2, "tp": 2}, ["tp", "dp"]),
+        ({"pp": 4}, ["pp", "pp_grad", "ends"]),
+    ],
+    ids=str,
+)
+def test_an_axis_of_all_ranks_shares_the_communicator_of_the_world(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], made: list[str]
+) -> None:
+    """Each further one costs an NCCL communicator with its buffers; messages keep theirs."""
+    grid, names = Grid(tuple((name, sizes.get(name, 1)) for name in ("pp", "dp", "cp", "tp"))), list[str]()
+    new_group = dist.new_group
+
+    def recorded(ranks: list[int], group_desc: str, **options: object) -> dist.ProcessGroup:
+        names.append(group_desc)
+        return new_group(ranks, group_desc=group_desc, **options)
+
+    monkeypatch.setattr(dist, "new_group", recorded)
+    with recorded_world(1, grid) as log:
+        context = ParallelContext.create(grid, torch.device("cpu"))
+        of_all = [axis for axis in context.axes.values() if axis.ranks == (0, 1, 2, 3) and axis.name != "pp"]
+        log.clear()
+        for axis in (*of_all, context.world):
+            all_reduce(torch.zeros(1), axis).wait()
+            assert axis.group is dist.group.WORLD
+            assert axis.dropped is context.world.dropped
+    assert names == made
+    # The estimate lists all of them under one name, as they wait in one stream.
+    assert {event.axis for event in log if isinstance(event, Communication)} == {of_all[0].name if of_all else "world"}
+
+
+def test_experts_on_all_ranks_have_a_communicator_of_their_own() -> None:
+    """Their messages would wait for the sums of gradients in the world's."""
+    grid = Grid.of(4, ep=4)
+    with recorded_world(1, grid):
+        context = ParallelContext.create(grid, torch.device("cpu"))
+        assert context.ep.ranks == context.dp.ranks == (0, 1, 2, 3)
+        assert context.ep.group is not dist.group.WORLD is context.dp.group
 
 
 def test_the_backend_whose_groups_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,28 @@ def test_products_of_axes_in_any_order() -> None:
     grid = Grid((("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2)))
     assert grid.groups("dp", "cp") == grid.groups("cp", "dp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
     assert [r for r in range(16) if grid.is_first(r, "cp", "tp")] == [0, 4, 8, 12]
+
+
+def test_groups_of_experts_on_sixteen_ranks() -> None:
+    cut = Grid.of(16, tp=2, ep=4).experts
+    assert cut is not None
+    assert cut.groups("ep") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert cut.groups("edp")[:2] == [(0, 8), (1, 9)]
+    assert cut.groups("tp")[:2] == [(0, 1), (2, 3)]
+    whole = Grid.of(16, tp=2, ep=4, etp="1").experts
+    assert whole is not None
+    assert whole.groups("ep") == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert whole.groups("edp")[0] == (0, 4, 8, 12)
+    assert whole["tp"] == 1
+    # Stages and shared samples: the neighbors of dp x cp, never over pp.
+    staged = Grid.of(16, tp=2, cp=2, pp=2, ep=4).experts
+    assert staged is not None
+    assert staged.groups("ep") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert Grid.of(16, tp=2).experts is None
+
+
+def test_experts_must_fit_the_ranks() -> None:
+    with pytest.raises(UserError, match="--ep 16 --etp tp on 4 ranks: must divide the 4 ranks of dp x cp .*1, 2, 4"):
+        Grid.of(4, ep=16)
+    with pytest.raises(UserError, match="--ep 8 --etp 1 on 4 ranks: must divide the 4 ranks of tp x cp x dp"):
+        Grid.of(4, tp=2, ep=8, etp="1")

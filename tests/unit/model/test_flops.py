@@ -36,12 +36,19 @@ def test_causal_figures(cfg: ModelConfig, causal: float) -> None:
 
 
 def test_every_preset_counts_as_its_dimensions_say() -> None:
-    """Matrices 6 L W with W = h (2 q + 2 kv) + g h f, causal attention 6 L q s, head 6 V h."""
+    """Matrices 6 L W with W = h (2 q + 2 kv) + g h f, causal attention 6 L q s, head 6 V h.
+
+    f: the width of the MLP; of experts those that a token goes to, and the shared one. Their routers are h E, h.
+    """
     for name in PRESETS:
         m = parse(["--preset", name]).config.model
         q, kv, matrices = m.num_heads * m.head_size, m.kv_heads * m.head_size, 3 if m.gated else 2
         flops = flops_per_token(m)
-        weights = m.hidden_size * (2 * q + 2 * kv + matrices * m.ffn_size)
+        width, routers = m.ffn_size, 0
+        if m.num_experts is not None:
+            width = m.moe_topk * m.expert_ffn_size + m.moe_shared_ffn_size
+            routers = m.num_experts + m.moe_shared_gate
+        weights = m.hidden_size * (2 * q + 2 * kv + matrices * width + routers)
         assert flops.matrices == 6 * m.num_layers * weights, name
         assert flops.head == 6 * m.vocab * m.hidden_size, name
         if m.window is None or m.window >= m.seq_len:

@@ -10,7 +10,7 @@ import torch
 
 from megalite import ops as kernels
 from megalite.batch import ForwardPass, Positions
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.model import SCALING_FIELDS, ModelConfig, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import RngStreams
@@ -49,7 +49,15 @@ def tiny(**options: Any) -> ModelConfig:
 
 @pytest.mark.parametrize(
     ("theta", "fraction", "scaling"),
-    [(10000.0, 1.0, None), (500000.0, 1.0, RopeScaling(8.0, 1.0, 4.0, 64)), (10000.0, 0.25, None)],
+    [
+        (10000.0, 1.0, None),
+        (500000.0, 1.0, RopeScaling(original_max_position_embeddings=64)),
+        (10000.0, 0.25, None),
+        (10000.0, 1.0, RopeScaling("yarn", 8.0, 64)),
+        (500000.0, 0.5, RopeScaling("yarn", 8.0, 4096, truncate=False)),
+        (10000.0, 1.0, RopeScaling("yarn", 8.0, 64, beta_slow=0.25, beta_fast=4.0, attention_factor=0.9)),
+        (300.0, 1.0, RopeScaling("yarn", 8.0, 64)),
+    ],
 )
 def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, scaling: RopeScaling | None) -> None:
     from transformers import LlamaConfig
@@ -57,20 +65,18 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
 
     cfg = tiny(hidden_size=512, rope_theta=theta, rope_fraction=fraction, rope_scaling=scaling, seq_len=256)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    amplitude = 1.0
     if scaling is not None:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": theta,
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
-        }
+        fields = ("factor", "original_max_position_embeddings", *SCALING_FIELDS[scaling.rope_type])
+        rope |= {name: getattr(scaling, name) for name in fields}
+        rope["attention_factor"] = scaling.attention_factor or None
+        rope |= {"rope_type": scaling.rope_type, "partial_rotary_factor": fraction}
     hf = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=256)
     if scaling is not None:
-        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, CPU)
-        # All three regimes are there: kept, divided by 8, in between.
-        plain = 1 / theta ** (torch.arange(0, 128, 2) / 128)
+        frequencies, amplitude = ROPE_INIT_FUNCTIONS[scaling.rope_type](hf, CPU)
+        # Frequencies are kept or divided by 8, or in between.
+        dim = int(128 * fraction)
+        plain = 1 / theta ** (torch.arange(0, dim, 2) / dim)
         ratio = plain / frequencies
         assert ratio.min() == pytest.approx(1)
         assert ratio.max() == pytest.approx(8)
@@ -83,8 +89,8 @@ def test_rotary_tables_are_those_of_transformers(theta: float, fraction: float, 
     cos, sin = rotary(Positions.of_samples(256), CPU)
     angles = torch.outer(torch.arange(256.0), frequencies)
     assert cos.dtype == sin.dtype == torch.float32
-    torch.testing.assert_close(cos, angles.cos(), rtol=0, atol=3e-5)
-    torch.testing.assert_close(sin, angles.sin(), rtol=0, atol=3e-5)
+    torch.testing.assert_close(cos, angles.cos() * amplitude, rtol=0, atol=3e-5)
+    torch.testing.assert_close(sin, angles.sin() * amplitude, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -149,7 +149,7 @@ def test_layouts_by_hand(text: str, counts: list[int]) -> None:
         ("--pipeline-layout 3,2", "has 2 stages, but --pp 1 --vp 1 makes 1"),
         ("--pp 2 --pipeline-layout 3,2", "must have the 4 layers of --num-layers; it has 5"),
         ("--pp 2 --pipeline-layout 2,two", "has '2', which is no part of a layout"),
-        ("--pp 2 --pipeline-layout 2,-2", "has '-2', which is no number of layers"),
+        ("--pp 2 --pipeline-layout 2,-2", "has '-2', which is not a number of layers"),
         ("--pp 2 --pipeline-layout tt|ttL", "must begin with E"),
         ("--pp 2 --pipeline-layout Ettm|ttL", "has 'm', which is no part of a layout"),
         ("--pp 2 --pipeline-layout Ett|tLtL", "has 'L' in a stage"),

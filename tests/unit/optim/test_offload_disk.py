@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megalite.base.slices import Slice
+from megalite.checkpoint.fragments import SavedBox
 from megalite.checkpoint.snapshot import Snapshot
-from megalite.checkpoint.writer import SavedBox
 from megalite.optim.offload_disk import DiskStates, ScratchFile
 
 SHARES = [5000, 3, 9000, 1024]

@@ -195,6 +195,38 @@ def test_kept_work_runs_by_micro_batch_and_once_while_the_next_input_travels() -
         queue.run(0)
 
 
+def test_each_collective_of_a_backward_pass_hides_a_weight_gradient() -> None:
+    """An output layer, two row and two column layers; the gathers of row layers follow `catch_up`."""
+    queue, done = WgradQueue(one_behind=True), list[str]()
+
+    def put(name: str, collective_in_flight: bool) -> None:
+        queue.put(lambda: lambda: done.append(name), collective_in_flight)
+
+    with queue.backward():
+        put("output", True)
+        assert done == ["output"]  # nothing else hides the sum of its input gradient
+        for block in "ab":
+            done.clear()
+            queue.catch_up()
+            assert done == ([] if block == "a" else ["column a"])
+            put(f"row {block}", False)
+            put(f"column {block}", True)
+            assert done[-1] == f"row {block}"
+        done.clear()
+    assert done == ["column b"]
+
+    def interrupted() -> None:
+        with queue.backward():
+            put("interrupted", False)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with queue.backward():
+        pass
+    assert done == ["column b"]
+
+
 def embedding(rank: int, world: int, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
     tp = ParallelContext.create(Grid.of(world, tp=world), CPU).tp if world > 1 else Axis("tp")
     g = torch.Generator().manual_seed(2)

@@ -93,3 +93,16 @@ def test_a_collector_that_is_off_is_left_alone() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_run_ends_with_a_save_when_its_time_is_over(tmp_path: Path) -> None:
+    """After the first step that begins beyond --max-minutes; the same command goes on from there."""
+    run = [*RUN, "--mock-data", "--train-steps", "3", "--run-dir", str(tmp_path)]
+    for begun in (1, 2):
+        with open_run(cli.parse([*run, "--max-minutes", "1e-9"]).config, ParallelContext.single()) as limited:
+            fit(limited)
+        assert limited.step == begun
+        assert limited.saved[-1][0] == begun
+    with open_run(cli.parse([*run, "--max-minutes", "1e6"]).config, ParallelContext.single()) as unlimited:
+        fit(unlimited)
+    assert unlimited.step == 3

@@ -20,7 +20,7 @@ from megalite.dist.context import Axis
 from megalite.extras.plan.calibration.machine import Machine, least_squares
 from megalite.extras.plan.cluster import Constants
 from megalite.extras.plan.memory.stages import vocab_rows
-from megalite.extras.plan.time.block import Rates
+from megalite.extras.plan.time.rates import Rates
 
 SAMPLES = (1, 4)
 UNKNOWN = 1e30

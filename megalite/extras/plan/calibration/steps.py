@@ -24,7 +24,7 @@ from megalite.extras.plan.calibration.alone import SAMPLES, UNKNOWN
 from megalite.extras.plan.calibration.machine import Machine, at_least, least_squares, require_consistent
 from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.extras.plan.memory.stages import vocab_rows
-from megalite.extras.plan.time.block import Block, Rates, block_time, engine_of, head_time
+from megalite.extras.plan.time.block import Block, Workload, block_time, engine_of, head_time
 from megalite.extras.plan.time.step import step_time
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
@@ -93,11 +93,8 @@ def fit_block(
 def _predicted(cfg: Config, samples: int, device: Device, constants: Constants) -> dict[str, Block]:
     """Predict a block and the ends of the model on a rank alone."""
     one = single(cfg)
-    rates, engine = Rates.of(one, Cluster(device, 1, 1, device.network, constants)), engine_of(one)
-    return {
-        "block": block_time(one.model, one.model.block_kind(0), samples, 1, 1, False, "none", rates, engine),
-        "ends": head_time(one.model, samples, vocab_rows(one), 1, 1, False, rates, engine),
-    }
+    load = replace(Workload.of(one, Cluster(device, 1, 1, device.network, constants)), samples=samples)
+    return {"block": block_time(load, one.model.block_kind(0), "none"), "ends": head_time(load, vocab_rows(one))}
 
 
 @dataclass(frozen=True)

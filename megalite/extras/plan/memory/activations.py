@@ -32,9 +32,9 @@ def saved_by_block(cfg: Config, kind: BlockKind, recompute: str | None = None) -
         recompute: overrides the mode of the config.
     """
     mode = recompute or cfg.train.recompute
-    if mode == "full":
-        return [_on_residual(cfg, "input of the block")]
     mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
+    if mode == "full":
+        return [_on_residual(cfg, "input of the block"), *feed_forward.remembered(cfg)]
     core = mixer.core(cfg) if mode == "none" else mixer.core_input(cfg)
     return [*_residual_stream(cfg), *core, *mixer.saved(cfg), *feed_forward.saved(cfg)]
 
@@ -46,7 +46,7 @@ def deferred_bytes(cfg: Config, kind: BlockKind) -> int:
     """
     m = cfg.model
     # With a parallel residual, both sub-layers have the same gradient.
-    residual, inner = -m.hidden_size if m.parallel_residual else 0, 0
+    residual, inner, apart = -m.hidden_size if m.parallel_residual else 0, 0, 0
     for part in (MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]):
         inputs = set()
         for matrix in part.matrices(m):
@@ -55,7 +55,8 @@ def deferred_bytes(cfg: Config, kind: BlockKind) -> int:
             inner += sum(matrix.shape[dim] for dim in dims)
             inputs |= set() if 1 in dims else {matrix.shape[1]}
         residual += sum(inputs)  # layers that read the same input keep it once
-    return element_size(cfg) * (residual * residual_rows(cfg) + tokens(cfg) * inner // cfg.parallel.tp)
+        apart += part.deferred(cfg)
+    return apart + element_size(cfg) * (residual * residual_rows(cfg) + tokens(cfg) * inner // cfg.parallel.tp)
 
 
 def gathered_bytes(cfg: Config) -> int:

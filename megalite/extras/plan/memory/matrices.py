@@ -76,4 +76,4 @@ def _owned(matrices: Sequence[Shape], ranks: int) -> list[list[Shape]]:
 
 def _shares(cfg: Config, dp: int) -> int:
     """Count the ranks that each own a share of the optimizer's state."""
-    return (cfg.zero_group_size(dp, dp) or dp) if cfg.zero_stage(dp) else 1
+    return (cfg.parallel.zero_group_size(dp, dp) or dp) if cfg.zero_stage(dp) else 1

@@ -22,15 +22,17 @@ from megalite.extras.plan.memory.activations import (
     mask_bytes,
     recomputed_bytes,
 )
+from megalite.extras.plan.memory.fp8 import code_bytes
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
 from megalite.extras.plan.memory.matrices import matrices_of, update_bytes
-from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
+from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
 from megalite.extras.plan.memory.states import sides_of, states_of, units_of
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
+from megalite.model.ffn.moe import rows_sent
 from megalite.model.partition import blocks_by_kind
 from megalite.model.saved import element_size, residual_bytes, tokens
-from megalite.pipeline.choose import name_of, names_of
+from megalite.pipeline.choose import name_of
 from megalite.pipeline.schedule import MAX_SENDS, placement_of
 from megalite.pipeline.steady import extend, sample_sizes
 from megalite.train.offload_memory import offloaded_bytes, sent_blocks
@@ -45,7 +47,7 @@ class RankMemory:
 
     Attributes:
         parameters: number of local elements, vocabulary padding included.
-        weights: parameters in the precision of the run.
+        weights: parameters in the precision of the run, and their FP8 codes.
         main_grad: gradients, fp32 shares apart from them, a copy sent in bf16, and the residual of compression.
         optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments; 0 if they are offloaded.
         activations: tensors kept for backward at the peak, the layer being recomputed, and on a GPU the workspace of
@@ -96,22 +98,27 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
     layers, placement = split(cfg), placement_of(schedule, p.pp, p.vp)
     out = []
     for rank, apart in enumerate(splits_backward(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
-        units = units_of(cfg, grid["tp"], layers, placement.stages_of(rank))
-        sides = sides_of(cfg, grid["tp"], layers, placement.stages_of(rank))
-        matrices, ranks = matrices_of(cfg, layers, placement.stages_of(rank)), grid.batch_ranks
+        held = placement.stages_of(rank)
+        units = units_of(cfg, grid["tp"], layers, held, experts=False)
+        sides = sides_of(cfg, grid["tp"], layers, held, experts=False)
+        matrices, ranks = matrices_of(cfg, layers, held), grid.batch_ranks
         elements = sum(map(math.prod, matrices)) // grid["tp"]
         states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, elements)
-        parameters = sum(sum(unit) for stage in units for unit in stage)
+        codes, made = code_bytes(cfg, grid["tp"], layers, held, ranks)
+        own = list(filter(None, units_of(cfg, grid["tp"], layers, held, experts=True)))
+        if grid.experts is not None and own:
+            sides = sides_of(cfg, grid["tp"], layers, held, experts=True)
+            states += states_of(cfg, own, grid.experts.batch_ranks, element_size(cfg), apart, sides, of=ranks)
         out.append(
             RankMemory(
-                parameters,
-                states.weights,
+                parameters_on_rank(cfg, grid["tp"], placement, layers, rank),
+                states.weights + codes,
                 states.main_grad,
                 states.optimizer,
                 activations=0,
                 logits=0,
                 host=states.host,
-                temporary=states.temporary,
+                temporary=states.temporary + made,
                 update=update_bytes(cfg, matrices, grid["tp"], ranks),
             )
         )
@@ -139,31 +146,23 @@ def kept_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[tuple[int, int
     return out
 
 
-def least_memory(cfg: Config, grid: Grid) -> int:
-    """Bound the peak memory of the worst rank from below, in bytes, without simulating the schedules of `auto`.
-
-    Raises:
-        UserError: as `memory_per_rank`.
-    """
-    names = names_of(cfg, grid["dp"])
-    return min(max(memory.total for memory in memory_per_rank(cfg, grid, name)) for name in names)
-
-
 def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
     """Compute the bytes that a block's backward pass takes on a GPU beyond what it frees, fitted to estimates."""
     m, p = cfg.model, cfg.parallel
     if p.device == "cpu":
         return 0
+    # Weighed outputs of a token's experts are fp32, and so are their gradients.
+    combined = 8 * rows_sent(cfg) * m.hidden_size if m.num_experts else 0
     width = element_size(cfg) * tokens(cfg)
     shards = p.tp if cfg.sequence_parallel else 1
     sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // shards if p.pp > 1 else 0
     if shards == 1:
-        return sends
+        return sends + combined
     # A gathered input or gradient, the input gradient before it is scattered, and the gradient inside the MLP.
     inner = {FEED_FORWARDS[kind.feed_forward] for kind in blocks_by_kind(m)}
     matrices = (matrix for feed_forward in inner for matrix in feed_forward.matrices(m))
     widest = max((matrix.shape[0] for matrix in matrices if ("tp", 0) in matrix.sharded_dims), default=0)
-    return sends + width * (2 * m.hidden_size + widest // p.tp)
+    return sends + combined + width * (2 * m.hidden_size + widest // p.tp)
 
 
 @dataclass(frozen=True)

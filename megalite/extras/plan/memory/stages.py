@@ -45,11 +45,21 @@ def count_kinds(model: ModelConfig, layers: tuple[range, ...]) -> tuple[dict[Blo
     return tuple({kind: n for kind, n in count.items() if n} for count in counts)
 
 
-def parameters_on_rank(cfg: Config, tp: int, placement: Placement, layers: Sequence[range], rank: int) -> int:
+def parameters_on_rank(
+    cfg: Config, tp: int, placement: Placement, layers: Sequence[range], rank: int, experts: bool | None = None
+) -> int:
     """Count the parameters on each tensor-parallel rank of pipeline rank `rank`, vocabulary padding included.
 
     Args:
         layers: blocks of each stage.
+        experts: only parameters on the experts' grid, or only the others; None: all.
     """
-    stages = units_of(cfg, tp, layers, placement.stages_of(rank))
+    stages = units_of(cfg, tp, layers, placement.stages_of(rank), experts)
     return sum(sum(unit) for units in stages for unit in units)
+
+
+def span(layers: range) -> str:
+    """Name the layers of a stage: "0-5"."""
+    if not layers:
+        return "none"
+    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"

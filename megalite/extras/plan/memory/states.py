@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megalite.base.hardware import pinned_bytes
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
-from megalite.optim.shares import INT8_BLOCK, plan_buckets, staging_bytes
-from megalite.sharding import Layout, Shard
+from megalite.model.specs import layout_holding
+from megalite.optim.shares import INT8_BLOCK, group_among, plan_buckets, staging_bytes
+from megalite.sharding import Layout, ParamSpec, Shard
 
 UnitSizes = tuple[int, ...]
 """Number of elements on one rank of each kind of parameter, of an embedding, block, norm or output layer."""
@@ -39,6 +41,9 @@ class States:
     host: int
     temporary: int
 
+    def __add__(self, other: States) -> States:
+        return States(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
 
 def states_of(
     cfg: Config,
@@ -48,6 +53,7 @@ def states_of(
     split: bool,
     sides: Sides = (0, 0),
     matrices: int = 0,
+    of: int | None = None,
 ) -> States:
     """Compute what a rank holds: 18, 6 + 12 / dp, 2 + 16 / dp and 18 / dp bytes per parameter for bf16 and AdamW.
 
@@ -57,16 +63,19 @@ def states_of(
         split: whether the schedule splits the backward pass.
         sides: sides of the matrices that PowerSGD compresses, from `sides_of`.
         matrices: elements of the blocks' matrices, from `matrices_of`.
+        of: number of batch ranks, where only `dp` of them hold the same parameters (experts).
     """
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
-    zero = cfg.zero_stage(dp)
-    group = cfg.zero_group_size(dp, _ranks_of_host() if p.zero_group == "node" else dp) or dp
+    of = of or dp
+    asked = p.zero_group_size(of, _ranks_of_host() if p.zero_group == "node" else of) if of > 1 else None
+    group = group_among(asked, dp, of) if asked else dp
+    zero = cfg.zero_stage(group)
     total = sum(sum(unit) for units in stages for unit in units)
     cut = [[sum(n for n in unit if zero == 3 and n >= p.zero_whole_below) for unit in units] for units in stages]
     gathered = sum(map(sum, cut))
     grad, sent, arriving = _gradient_bytes(cfg, dp)
-    left, compressing = _compression(cfg, stages, sides) if dp > 1 and t.compress != "none" else (0, 0)
+    left, compressing = _compression(cfg, stages, sides, dp) if dp > 1 and t.compress != "none" else (0, 0)
     shared = total if zero == 2 else gathered
     share = element * -(-gathered // group)
     weights = element * (total - gathered) + (0 if params_away else share)
@@ -81,12 +90,12 @@ def states_of(
             shares = [element * -(-unit // group) for units in cut for unit in units]
             host += sum(shares if p.device == "cpu" else map(pinned_bytes, shares))
         if p.device != "cpu":
-            largest = max(map(max, cut)) if zero == 3 else _largest_bucket(cfg, stages)
+            largest = max(map(max, cut)) if zero == 3 else _largest_bucket(cfg, stages, dp)
             host += staging_bytes(-(-largest // ranks), element)
     # Full gradients all arrive before the step reads any of them.
     temporary = compressing + (arriving * (total - shared) if p.overlap_grad_reduce else 0)
     if zero == 2:
-        temporary += _gradient(cfg, _largest_bucket(cfg, stages), total, sent + arriving)
+        temporary += _gradient(cfg, _largest_bucket(cfg, stages, dp), total, sent + arriving)
     if zero == 3:
         temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
     return States(weights, main_grad, optimizer, host, temporary)
@@ -115,9 +124,9 @@ def _ranks_of_host() -> int:
     return local_world_size()
 
 
-def _compression(cfg: Config, stages: Sequence[Sequence[UnitSizes]], sides: Sides) -> tuple[int, int]:
+def _compression(cfg: Config, stages: Sequence[Sequence[UnitSizes]], sides: Sides, dp: int) -> tuple[int, int]:
     """Compute the bytes that `--compress` keeps between steps, and those that it uses within a step."""
-    total, largest = sum(sum(unit) for units in stages for unit in units), _largest_bucket(cfg, stages)
+    total, largest = sum(sum(unit) for units in stages for unit in units), _largest_bucket(cfg, stages, dp)
     codec, _, number = cfg.train.compress.partition(":")
     # Messages of other buckets, sent and received, wait until all gradients are complete.
     waiting = total - largest if cfg.parallel.overlap_grad_reduce else 0
@@ -153,35 +162,40 @@ def _of_units(cfg: Config, units: Sequence[int], total: int, element: int, copie
     return max(both, default=0)
 
 
-def _largest_bucket(cfg: Config, stages: Sequence[Sequence[UnitSizes]]) -> int:
+def _largest_bucket(cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int) -> int:
+    limit = cfg.parallel.bucket_elements(dp)
     units = [[max(unit, default=0)] for stage in stages for unit in stage]
     alone_from = cfg.parallel.zero_whole_below if cfg.parallel.zero == 2 else math.inf
-    plans = plan_buckets(units, cfg.parallel.bucket_size, alone_from)
+    plans = plan_buckets(units, limit, alone_from)
     largest = max(sum(units[unit][i] for unit, i in bucket) for bucket in plans)
-    return largest if len(plans) == 1 else min(largest, max(cfg.parallel.bucket_size, *(unit[0] for unit in units)))
+    return largest if len(plans) == 1 else min(largest, max(limit, *(unit[0] for unit in units)))
 
 
-def units_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int]) -> list[list[UnitSizes]]:
+def units_of(
+    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], experts: bool | None = None
+) -> list[list[UnitSizes]]:
     """List the units of a rank's stages, in forward order.
 
     Args:
         tp: tensor-parallel size.
         layers: blocks of every stage of the model.
         held: the rank's stages.
+        experts: only parameters on the experts' grid, or only the others; None: all.
     """
-    sizes = _unit_sizes(cfg.model, tp, cfg.parallel.vocab_divisible_by)
+    sizes = _unit_sizes(cfg.model, _Cut.of(cfg, tp), experts)
     return [[sizes[name] for name in names if name in sizes] for names in names_of(cfg, layers, held)]
 
 
-def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int]) -> Sides:
+def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], experts: bool | None = None) -> Sides:
     """Sum the sides of the matrices that PowerSGD compresses on a rank; arguments as for `units_of`."""
     codec, _, rank = cfg.train.compress.partition(":")
     if codec != "powersgd":
         return 0, 0
     held_units = {name for names in names_of(cfg, layers, held) for name in names}
-    shapes = [shape for unit, shape in _shapes(cfg.model, tp, cfg.parallel.vocab_divisible_by) if unit in held_units]
-    matrices = [s for s in shapes if len(s) > 1 and int(rank) * (s[0] + math.prod(s[1:])) < math.prod(s)]
-    return sum(s[0] for s in matrices), sum(math.prod(s[1:]) for s in matrices)
+    shapes = [shape for spec, shape in _Cut.of(cfg, tp).shapes(cfg.model, experts) if unit_of(spec.name) in held_units]
+    matrices = [(math.prod(s[:-1]), s[-1]) for s in shapes if len(s) > 1]
+    matrices = [s for s in matrices if int(rank) * sum(s) < math.prod(s)]
+    return sum(rows for rows, _ in matrices), sum(columns for _, columns in matrices)
 
 
 def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[list[str]]:
@@ -198,12 +212,6 @@ def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[
     return out
 
 
-def _shapes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> list[tuple[str, tuple[int, ...]]]:
-    """List the unit and the local shape of every parameter."""
-    layout = Layout(Grid.of(tp, tp=tp), multiple=vocab_divisible_by)
-    return [(unit_of(name), Shard(spec, layout).shape) for name, spec in param_map(model).items()]
-
-
 def unit_of(name: str) -> str:
     """Return the unit of a parameter: "layers.3", "embed_tokens"."""
     unit = re.match(r"layers\.\d+|[^.]+", name)
@@ -211,10 +219,32 @@ def unit_of(name: str) -> str:
     return unit[0]
 
 
+class _Cut(NamedTuple):
+    """How parameters are cut over the ranks of a stage."""
+
+    tp: int
+    vocab_divisible_by: int
+    ep: int
+    etp: str
+
+    @classmethod
+    def of(cls, cfg: Config, tp: int) -> _Cut:
+        p = cfg.parallel
+        return cls(tp, p.vocab_divisible_by, p.ep, p.etp)
+
+    def shapes(self, model: ModelConfig, experts: bool | None) -> Iterator[tuple[ParamSpec, tuple[int, ...]]]:
+        """Yield every parameter with its local shape, or those that are on the experts' grid, or the others."""
+        grid = Grid.of(self.tp * self.ep, ep=self.ep, etp=self.etp, tp=self.tp)
+        layout = Layout(grid, multiple=self.vocab_divisible_by)
+        for spec in param_map(model).values():
+            own = layout_holding(spec, layout)
+            if experts is None or experts == (own is not layout):
+                yield spec, Shard(spec, own).shape
+
+
 @lru_cache(maxsize=256)
-def _unit_sizes(model: ModelConfig, tp: int, vocab_divisible_by: int) -> dict[str, UnitSizes]:
-    layout = Layout(Grid.of(tp, tp=tp), multiple=vocab_divisible_by)
+def _unit_sizes(model: ModelConfig, cut: _Cut, experts: bool | None) -> dict[str, UnitSizes]:
     sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
-    for name, spec in param_map(model).items():
-        sizes[unit_of(name)][spec.weight_decay, spec.partial] += math.prod(Shard(spec, layout).shape)
+    for spec, shape in cut.shapes(model, experts):
+        sizes[unit_of(spec.name)][spec.weight_decay, spec.partial] += math.prod(shape)
     return {name: tuple(kinds.values()) for name, kinds in sizes.items()}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 
-from megalite.base.hardware import Device
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.extras.plan.cluster import Cluster, Constants
+from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.time.context import Context, waiting
+from megalite.extras.plan.time.rates import Rates
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.mixers import MIXERS
@@ -25,7 +25,7 @@ class Engine:
         flash: whether attention is one fused kernel.
         tp_waits, tp_hides: number of all-gathers and reduce-scatters over tp (an all-reduce is two) in a block's
             forward and backward pass: those that it waits for, and those that run beside a matrix product.
-        overlap_pp: whether messages between pipeline ranks overlap with computation.
+        overlap_pp: whether messages between pipeline ranks, and around a ring of cp, overlap with computation.
         overlap_dp, overlap_gather: whether gradients and weights over dp overlap with computation.
         grad_bytes: bytes per element of a gradient as it is reduced.
         saves_half: whether recomputation is chosen per op: half of the matrix products (torchtitan's `op` mode).
@@ -35,8 +35,8 @@ class Engine:
 
     fused: bool = True
     flash: bool = True
-    tp_waits: tuple[int, int] = (4, 2)
-    tp_hides: tuple[int, int] = (0, 2)
+    tp_waits: tuple[float, float] = (4, 2)
+    tp_hides: tuple[float, float] = (0, 2)
     overlap_pp: bool = True
     overlap_dp: bool = True
     overlap_gather: bool = True
@@ -50,82 +50,25 @@ def engine_of(cfg: Config) -> Engine:
     """Describe this project's software under the options of a run."""
     p, t = cfg.parallel, cfg.train
     beside = p.device != "cpu"  # gloo copies and adds on the cores that compute
-    # Column-parallel layers reduce input gradients beside their weight gradients. With sequence parallelism they gather
-    # their inputs again beside the input gradient, and row-parallel layers wait for their gradient.
-    back = (2, 4) if cfg.sequence_parallel else (0, 4)
+    # Column-parallel layers reduce input gradients beside weight gradients. With sequence parallelism they gather their
+    # inputs again beside the input gradient, and row-parallel layers theirs beside the weight gradient before it. A
+    # schedule that moves weight gradients leaves all that input gradients need in the open, and gathers both operands
+    # of weight gradients again beside those.
+    gathers = 2 if cfg.sequence_parallel else 0
+    back = (4, 2 * gathers) if p.schedule.startswith("zb") else (0, 4 + gathers)
     if not (p.overlap_tp_reduce and beside):
         back = (sum(back), 0)
+    # Of a forward product in chunks, one chunk's collective is in the open.
+    ahead = 4 / p.tp_chunks if beside else 4
     return Engine(
         flash=cfg.model.attention_softcap is None,
-        tp_waits=(4, back[0]),
-        tp_hides=(0, back[1]),
+        tp_waits=(ahead, back[0]),
+        tp_hides=(4 - ahead, back[1]),
         overlap_pp=beside,
         overlap_dp=p.overlap_grad_reduce and beside,
         overlap_gather=p.overlap_param_gather and beside,
         grad_bytes=1 if t.compress != "none" else 2 if "bf16" in (t.grad_dtype, t.grad_reduce_dtype) else 4,
     )
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates that a device and its links reach at the precision of a run."""
-
-    device: Device
-    constants: Constants
-    domain: int
-    network_peak: float
-    peak: float
-    element: int
-
-    @classmethod
-    def of(cls, cfg: Config, cluster: Cluster) -> Rates:
-        full = cfg.train.precision == "fp32"
-        device = cluster.device
-        return cls(
-            device,
-            cluster.constants,
-            cluster.domain,
-            cluster.network,
-            device.fp32 if full else device.peak,
-            4 if full else 2,
-        )
-
-    @property
-    def memory(self) -> float:
-        return self.device.hbm * self.constants.memory
-
-    @property
-    def nvlink(self) -> float:
-        return self.device.nvlink * self.constants.nvlink
-
-    @property
-    def network(self) -> float:
-        return self.network_peak * self.constants.network
-
-    @property
-    def latency(self) -> float:
-        return self.constants.latency
-
-    def gemm(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Compute the seconds of a product (m, k) x (k, n), bound by its tiles or by memory traffic."""
-        side = self.device.tile
-        tiles = -(-m // side) * -(-n // side)
-        waves = tiles * batch / self.device.units
-        busy = waves if waves < 1 else waves / (waves + (1 - 1 / waves) / 2)
-        busy *= m * n / (tiles * side * side) * k / (k + self.constants.gemm_depth)
-        compute = 2 * m * n * k / (self.peak * self.device.gemm * busy)
-        return batch * max(compute, self.element * (m * k + k * n + m * n) / self.memory)
-
-    def ring(self, size: float, ranks: int, inner: int, messages: int = 1) -> float:
-        """Compute the seconds of reduce-scatters or all-gathers of `size` bytes in total over ranks `inner` apart.
-
-        Ranks of one host share its network cards: a ring enters and leaves a host once.
-        """
-        if ranks == 1:
-            return 0.0
-        near = min(ranks, max(1, self.domain // inner))
-        rate = self.nvlink if near == ranks else min(self.nvlink, self.network * near)
-        return size * (ranks - 1) / ranks / rate + messages * self.latency * (1 + 0.15 * math.log2(ranks))
 
 
 @dataclass(frozen=True)
@@ -137,6 +80,8 @@ class Block:
     elementwise: float = 0.0
     recompute: float = 0.0
     tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
     host: float = 0.0
     forward: float = 0.0
     backward: float = 0.0
@@ -152,40 +97,92 @@ class Block:
         return Block(*(n * a for a in astuple(self)))
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What a rank computes of a micro-batch, and with what.
+
+    Attributes:
+        model: options of the model.
+        samples: number of samples of a micro-batch.
+        tp, context, sequence_parallel: how they are distributed.
+        rates: rates of the device and its links.
+        engine: what the software fuses and overlaps.
+    """
+
+    model: ModelConfig
+    samples: int
+    tp: int
+    context: Context
+    sequence_parallel: bool
+    rates: Rates
+    engine: Engine
+
+    @classmethod
+    def of(cls, cfg: Config, cluster: Cluster, engine: Engine | None = None) -> Workload:
+        """Describe a micro-batch of a run; default engine: this project's."""
+        return cls(
+            cfg.model,
+            cfg.train.micro_batch_size,
+            cfg.parallel.tp,
+            Context.of(cfg),
+            cfg.sequence_parallel,
+            Rates.of(cfg, cluster),
+            engine or engine_of(cfg),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a micro-batch on this rank."""
+        return self.samples * self.model.seq_len // self.context.ranks
+
+    @property
+    def over_tp(self) -> float:
+        """Seconds of one all-gather or reduce-scatter of the residual stream over tp."""
+        return self.rates.ring(self.rates.element * self.tokens * self.model.hidden_size, self.tp, 1)
+
+    @property
+    def tp_traffic(self) -> tuple[float, float]:
+        """Seconds that a block waits for tensor-parallel messages, forward and backward."""
+        engine, exposed = self.engine, 1 - self.rates.constants.overlap_tp
+        forward, backward = (w + exposed * h for w, h in zip(engine.tp_waits, engine.tp_hides))
+        return self.over_tp * forward, self.over_tp * backward
+
+
 @lru_cache(maxsize=8192)
-def block_time(
-    model: ModelConfig,
-    kind: BlockKind,
-    samples: int,
-    tp: int,
-    cp: int,
-    sequence_parallel: bool,
-    recompute: str,
-    rates: Rates,
-    engine: Engine,
-) -> Block:
+def block_time(load: Workload, kind: BlockKind, recompute: str) -> Block:
     """Compute the time of one block of a kind, the mean over windows if it has any."""
-    x = samples * model.seq_len // cp
-    gemm, gemm_back = _matrices(model, kind, x, tp, rates)
-    core, core_back = _attention(model, kind, samples, cp, tp, rates, engine)
-    local = _elementwise(model, kind, x, tp, sequence_parallel, rates) * (1 if engine.fused else rates.constants.eager)
-    once, exposed = rates.ring(rates.element * x * model.hidden_size, tp, 1), 1 - rates.constants.overlap_tp
-    traffic = [once * (waits + exposed * hides) for waits, hides in zip(engine.tp_waits, engine.tp_hides)]
-    forward = gemm + core + local + traffic[0]
-    again = {"none": 0.0, "selective": core, "full": forward}[recompute]
+    model, rates, engine = load.model, load.rates, load.engine
+    gemm, gemm_back = _matrices(load, kind)
+    core, core_back = _attention(load, kind)
+    local = _elementwise(load, kind) * (1 if engine.fused else rates.constants.eager)
+    traffic = load.tp_traffic
+    compute = (core, core_back)
+    shared, shared_back = waiting(model, kind, load.context, load.tp, load.tokens, compute, rates, engine.overlap_pp)
+    forward = gemm + core + local + traffic[0] + shared
+    again = {"none": 0.0, "selective": core + shared, "full": forward}[recompute]
     if engine.saves_half:
         again = gemm / 2 + local
-    added = engine.accumulate * block_work(model, kind).weights / tp / rates.memory if engine.accumulate else 0.0
-    backward = gemm_back + core_back + 2 * local + added + traffic[1] + again
+    added = engine.accumulate * block_work(model, kind).weights / load.tp / rates.memory if engine.accumulate else 0.0
+    backward = gemm_back + core_back + 2 * local + added + traffic[1] + shared_back + again
     host = (engine.host + rates.constants.host) * (2 if recompute == "full" else 1)
     return Block(
-        gemm + gemm_back, core + core_back, 3 * local + added, again, sum(traffic), host, forward + host, backward
+        gemm + gemm_back,
+        core + core_back,
+        3 * local + added,
+        again,
+        sum(traffic),
+        shared + shared_back,
+        0.0,
+        host,
+        forward + host,
+        backward,
     )
 
 
-def _matrices(model: ModelConfig, kind: BlockKind, x: int, tp: int, rates: Rates) -> tuple[float, float]:
+def _matrices(load: Workload, kind: BlockKind) -> tuple[float, float]:
     """Compute the seconds of a block's matrix products, forward and backward."""
-    matrices = [*MIXERS[kind.mixer].matrices(model), *FEED_FORWARDS[kind.feed_forward].matrices(model)]
+    x, tp, rates = load.tokens, load.tp, load.rates
+    matrices = [*MIXERS[kind.mixer].matrices(load.model), *FEED_FORWARDS[kind.feed_forward].matrices(load.model)]
     shapes = [
         [size // (tp if ("tp", dim) in m.sharded_dims else 1) for dim, size in enumerate(m.shape)] for m in matrices
     ]
@@ -193,46 +190,44 @@ def _matrices(model: ModelConfig, kind: BlockKind, x: int, tp: int, rates: Rates
     return forward, sum(rates.gemm(x, k, n) + rates.gemm(n, k, x) for n, k in shapes)
 
 
-def _attention(
-    model: ModelConfig, kind: BlockKind, samples: int, cp: int, tp: int, rates: Rates, engine: Engine
-) -> tuple[float, float]:
-    """Seconds of what a block computes between tokens, forward and backward."""
+def _attention(load: Workload, kind: BlockKind) -> tuple[float, float]:
+    """Compute the seconds of what a block computes between tokens, forward and backward."""
+    model, tp, cp, rates = load.model, load.tp, load.context.ranks, load.rates
     s, work = model.seq_len, block_work(model, kind)
-    if engine.flash or not work.attention:
-        forward = 2 * work.causal_attention * s * samples / cp / tp / (rates.peak * rates.constants.attention)
+    if load.engine.flash or not work.attention:
+        forward = 2 * work.causal_attention * s * load.samples / cp / tp / (rates.peak * rates.constants.attention)
         return forward, 2.5 * forward
-    heads = samples * model.num_heads // tp
+    heads = load.samples * model.num_heads // tp
     products = rates.gemm(s // cp, s, model.head_size, heads) + rates.gemm(s // cp, model.head_size, s, heads)
     scores = s * s // cp * heads * (9 if model.attention_dropout else 4) / rates.memory
     return products + scores, 2 * (products + scores)
 
 
-def _elementwise(model: ModelConfig, kind: BlockKind, x: int, tp: int, sequence_parallel: bool, rates: Rates) -> float:
+def _elementwise(load: Workload, kind: BlockKind) -> float:
     """Compute the seconds of a block's norms, residuals, dropout, rotation and activation, forward."""
-    residual = (22 if model.hidden_dropout else 18) * model.hidden_size / (tp if sequence_parallel else 1)
+    model = load.model
+    residual = (22 if model.hidden_dropout else 18) * model.hidden_size / (load.tp if load.sequence_parallel else 1)
     inner = 2 * (MIXERS[kind.mixer].touched(model) + FEED_FORWARDS[kind.feed_forward].touched(model))
-    return x * (residual + inner / tp) * rates.element / 2 / rates.memory
+    return load.tokens * (residual + inner / load.tp) * load.rates.element / 2 / load.rates.memory
 
 
 @lru_cache(maxsize=8192)
-def head_time(
-    model: ModelConfig, samples: int, rows: int, tp: int, cp: int, sequence_parallel: bool, rates: Rates, engine: Engine
-) -> Block:
+def head_time(load: Workload, rows: int) -> Block:
     """Compute the time of the output layer and the loss.
 
     Args:
         rows: rows of the vocabulary on this rank.
     """
-    x, h = samples * model.seq_len // cp, model.hidden_size
+    x, h, rates, once = load.tokens, load.model.hidden_size, load.rates, load.over_tp
     loss = 24 * x * rows / rates.memory * rates.element / 2
     gemm, back = rates.gemm(x, rows, h), rates.gemm(x, h, rows) + rates.gemm(rows, h, x)
     # The loss gathers three numbers per token. With sequence parallelism the input is gathered in both passes.
-    once, gathers = rates.ring(rates.element * x * h, tp, 1), 1 if sequence_parallel else 0
-    traffic = gathers * once + rates.ring(12 * tp * x, tp, 1), (gathers + 1 + (not sequence_parallel)) * once
+    gathers = 1 if load.sequence_parallel else 0
+    traffic = gathers * once + rates.ring(12 * load.tp * x, load.tp, 1), 2 * once
     forward, backward = gemm + loss / 2 + traffic[0], back + loss / 2 + traffic[1]
     return Block(gemm=gemm + back, elementwise=loss, tp=sum(traffic), forward=forward, backward=backward)
 
 
-def embedding_time(model: ModelConfig, samples: int, tp: int, cp: int, rates: Rates) -> float:
+def embedding_time(load: Workload) -> float:
     """Compute the time of the embedding's traffic: an all-reduce, or a reduce-scatter and (backward) an all-gather."""
-    return 2 * rates.ring(rates.element * samples * model.seq_len // cp * model.hidden_size, tp, 1)
+    return 2 * load.over_tp

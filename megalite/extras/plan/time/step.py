@@ -19,12 +19,15 @@ from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Shape, matrices_of, transform_flops
-from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
-from megalite.extras.plan.time.block import Block, Engine, Rates, block_time, embedding_time, engine_of, head_time
+from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
+from megalite.extras.plan.time.block import Block, Engine, Workload, block_time, embedding_time, head_time
+from megalite.extras.plan.time.experts import experts_time
+from megalite.extras.plan.time.rates import Rates
+from megalite.extras.plan.time.replicas import Replicas, over_dp, replicas_of
 from megalite.model.flops import flops_per_token
 from megalite.model.partition import blocks_by_kind
 from megalite.pipeline.choose import USUAL_COSTS, name_of
-from megalite.pipeline.schedule import placement_of
+from megalite.pipeline.schedule import Placement, placement_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class StepTime:
         head: output layer and loss, on the rank that holds them.
         recompute: forward passes that are run again.
         tp: tensor-parallel collectives that nothing hides.
+        cp: messages of attention between ranks that share samples, where nothing hides them.
+        ep: tokens on their way to experts and back.
         host: time of the host that the device waits for.
         p2p: messages between pipeline ranks, except in the ramp.
         bubble: ramp of the pipeline: waiting for the first and the last micro-batch.
@@ -53,6 +58,8 @@ class StepTime:
     head: float
     recompute: float
     tp: float
+    cp: float
+    ep: float
     host: float
     p2p: float
     bubble: float
@@ -75,11 +82,7 @@ class StepTime:
 
 
 def step_time(
-    cfg: Config,
-    grid: Grid,
-    cluster: Cluster,
-    schedule: str | None = None,
-    engine: Engine | None = None,
+    cfg: Config, grid: Grid, cluster: Cluster, schedule: str | None = None, engine: Engine | None = None
 ) -> StepTime:
     """Predict the time of one step.
 
@@ -93,59 +96,87 @@ def step_time(
     """
     p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
     name = schedule or name_of(cfg, grid["dp"])
-    engine = engine or engine_of(cfg)
-    layers = split(cfg)
-    rates = Rates.of(cfg, cluster)
-    blocks = {
-        kind: block_time(cfg.model, kind, cfg.train.micro_batch_size, p.tp, grid["cp"], cfg.sequence_parallel,
-                         cfg.train.recompute, rates, engine)
-        for kind in blocks_by_kind(cfg.model)
-    }  # fmt: skip
-    head = head_time(cfg.model, cfg.train.micro_batch_size, vocab_rows(cfg), p.tp, grid["cp"], cfg.sequence_parallel,
-                     rates, engine)  # fmt: skip
-    embedding = embedding_time(cfg.model, cfg.train.micro_batch_size, p.tp, grid["cp"], rates)
-    placement = placement_of(name, p.pp, p.vp)
-    counts = count_kinds(cfg.model, layers)
-    held = [
-        sum((n * blocks[kind] for s in placement.stages_of(rank) for kind, n in counts[s].items()), Block())
-        for rank in range(p.pp)
-    ]
-    first, last = placement.rank_of(0), placement.rank_of(len(layers) - 1)
-    times = [
-        own.total + (head.total if rank == last else 0.0) + (embedding if rank == first else 0.0)
-        for rank, own in enumerate(held)
-    ]
-    slow = max(range(p.pp), key=lambda rank: times[rank])
-    own, pace, mean = held[slow], times[slow], sum(times) / p.pp
-    owned = [(n, kind) for s in placement.stages_of(slow) for kind, n in counts[s].items()]
-    message = _message(cfg, grid, cluster, rates)
-    exposed = 0.0 if engine.overlap_pp or p.pp == 1 else 2 * m * p.vp * message
-    ramp = pipeline_ramp(name, p.pp, p.vp, m)
-    elements = parameters_on_rank(cfg, p.tp, placement, layers, slow)
-    backward = own.backward + (head.backward if slow == last else 0.0)
-    units = sum(n for n, _ in owned) + (slow == first) + (slow == last)
-    gather, reduce = _over_dp(cfg, grid, rates, engine, elements, units, pace - backward, backward)
-    copies = sum(n * _offload(cfg, grid, rates, blocks[kind]) for n, kind in owned)
-    offload = m * copies if cfg.train.offload == "activations" else 0.0
+    load, layers, placement = Workload.of(cfg, cluster, engine), split(cfg), placement_of(name, p.pp, p.vp)
+    rates = load.rates
+    ranks = _rank_times(cfg, load, placement, layers)
+    slow = max(range(p.pp), key=lambda rank: ranks[rank].total)
+    own, mean = ranks[slow], sum(rank.total for rank in ranks) / p.pp
+    message = _message(load, grid.world)
+    replicas = replicas_of(cfg, grid, placement, layers, slow, rates.domain)
+    gather, reduce = over_dp(cfg, m, load, replicas, own.units, own.total - own.backward, own.backward)
     parts = {
-        "gemm": m * own.gemm,
-        "attention": m * own.attention,
-        "elementwise": m * own.elementwise,
-        "head": m * head.total if slow == last else 0.0,
-        "recompute": m * own.recompute,
-        "tp": m * (own.tp + (embedding if slow == first else 0.0)),
-        "host": m * own.host,
-        "p2p": exposed,
-        "bubble": ramp * (mean + (0.0 if p.pp == 1 else 2 * message * p.vp)),
+        "gemm": m * own.blocks.gemm,
+        "attention": m * own.blocks.attention,
+        "elementwise": m * own.blocks.elementwise,
+        "head": m * own.head.total,
+        "recompute": m * own.blocks.recompute,
+        "tp": m * (own.blocks.tp + own.embedding),
+        "cp": m * own.blocks.cp,
+        "ep": m * own.blocks.ep,
+        "host": m * own.blocks.host,
+        "p2p": 0.0 if load.engine.overlap_pp or p.pp == 1 else 2 * m * p.vp * message,
+        "bubble": pipeline_ramp(name, p.pp, p.vp, m) * (mean + (0.0 if p.pp == 1 else 2 * message * p.vp)),
         "gather": gather,
         "reduce": reduce,
         "tied": _tied(cfg, rates),
-        "optimizer": _optimizer(cfg, grid, rates, elements, matrices_of(cfg, layers, placement.stages_of(slow))),
-        "offload": offload,
+        "optimizer": _optimizer(cfg, grid, rates, replicas, matrices_of(cfg, layers, placement.stages_of(slow))),
+        "offload": m * own.offload,
         "fixed": cluster.constants.step,
     }
     hosts = -(-grid.world // cluster.domain)
     return StepTime(**parts, jitter=sum(parts.values()) * cluster.constants.jitter * math.log2(hosts))
+
+
+@dataclass(frozen=True)
+class _RankTime:
+    """Seconds of one micro-batch on a pipeline rank.
+
+    Attributes:
+        blocks: time of its blocks.
+        head: time of the output layer, zero on other ranks.
+        embedding: time of the embedding's traffic, zero on other ranks.
+        offload: copies of activations that its blocks do not hide.
+        units: number of blocks and ends of the model on it, which ZeRO-3 gathers and reduces one by one.
+    """
+
+    blocks: Block
+    head: Block
+    embedding: float
+    offload: float
+    units: int
+
+    @property
+    def total(self) -> float:
+        return self.blocks.total + self.head.total + self.embedding
+
+    @property
+    def backward(self) -> float:
+        return self.blocks.backward + self.head.backward
+
+
+def _rank_times(cfg: Config, load: Workload, placement: Placement, layers: tuple[range, ...]) -> list[_RankTime]:
+    """Compute the time of a micro-batch on every pipeline rank.
+
+    Args:
+        layers: blocks of every stage.
+    """
+    times = {kind: block_time(load, kind, cfg.train.recompute) for kind in blocks_by_kind(cfg.model)}
+    times |= {k: block + experts_time(cfg, load) for k, block in times.items() if k.feed_forward == "moe"}
+    head, embedding, counts = head_time(load, vocab_rows(cfg)), embedding_time(load), count_kinds(cfg.model, layers)
+    offloads, out = cfg.train.offload == "activations", []
+    for rank in range(cfg.parallel.pp):
+        held = [(n, times[kind]) for s in placement.stages_of(rank) for kind, n in counts[s].items()]
+        first, last = rank == placement.rank_of(0), rank == placement.rank_of(len(layers) - 1)
+        out.append(
+            _RankTime(
+                sum((n * block for n, block in held), Block()),
+                head if last else Block(),
+                embedding if first else 0.0,
+                sum(n * _offload(cfg, load.rates, block) for n, block in held) if offloads else 0.0,
+                sum(n for n, _ in held) + first + last,
+            )
+        )
+    return out
 
 
 def pipeline_ramp(name: str, pp: int, vp: int, m: int) -> float:
@@ -168,72 +199,11 @@ def pipeline_ramp(name: str, pp: int, vp: int, m: int) -> float:
     return float(pp - 1)
 
 
-def _message(cfg: Config, grid: Grid, cluster: Cluster, rates: Rates) -> float:
+def _message(load: Workload, world: int) -> float:
     """Compute the seconds of one message between neighbors in the pipeline."""
-    size = (
-        rates.element * cfg.train.micro_batch_size * cfg.model.seq_len / grid["cp"] * cfg.model.hidden_size / grid["tp"]
-    )
-    near = grid.world <= cluster.domain
-    return size / (rates.nvlink if near else rates.network) + rates.latency
-
-
-def _over_dp(
-    cfg: Config, grid: Grid, rates: Rates, engine: Engine, elements: int, units: int, forward: float, backward: float
-) -> tuple[float, float]:
-    """Compute the exposed seconds of gathering weights and of reducing gradients over dp.
-
-    Args:
-        elements: number of parameters on the rank.
-        units: number of blocks and ends of the model on the rank, which ZeRO-3 gathers and reduces one by one.
-        forward, backward: seconds of one micro-batch on the rank.
-    """
-    p, m = cfg.parallel, cfg.num_microbatches(grid["dp"])
-    ranks = grid.batch_ranks
-    if ranks == 1:
-        return 0.0, 0.0
-    group = cfg.zero_group_size(ranks, rates.domain) or ranks
-    weights, grads = rates.element * elements, engine.grad_bytes * elements
-    inner = p.tp
-    if p.zero == 3:
-        gather, reduce = (rates.ring(size, group, inner, units) for size in (weights, grads))
-        passes = {"none": 2, "backward": 1, "step": 1 / m}[p.zero_keep]
-        times = m if p.zero_reduce == "microbatch" else 1
-        first, second = gather * min(passes, 1), gather * max(passes - 1, 0)
-        if not engine.overlap_gather:
-            forward = backward = 0.0
-        exposed_gather = m * (_hidden(first, forward) + _hidden(second, backward))
-        room = max(backward - second, 0.0)
-        exposed_reduce = times * _hidden(reduce, room)
-        return exposed_gather, exposed_reduce + _across(rates, ranks, group, inner, grads)
-    window = rates.constants.window * max(1.0, p.pp * (p.vp - 1) / p.vp)
-    gather, reduce = (rates.ring(size, ranks, inner) for size in (weights, grads))
-    if p.zero == 0:  # an all-reduce
-        return 0.0, _exposed(2 * reduce, window * backward, engine.overlap_dp)
-    if p.zero == 2 and p.zero_reduce == "microbatch":
-        reduce = rates.ring(grads, group, inner)
-        each = _exposed(reduce, rates.constants.window * backward, engine.overlap_dp)
-        return _exposed(gather, window * forward, engine.overlap_dp), m * each + _across(
-            rates, ranks, group, inner, grads
-        )
-    return (
-        _exposed(gather, window * forward, engine.overlap_gather),
-        _exposed(reduce, window * backward, engine.overlap_dp),
-    )
-
-
-def _across(rates: Rates, ranks: int, group: int, inner: int, grads: float) -> float:
-    """Compute the seconds of the sum over the groups of hybrid sharding, once per step."""
-    return 0.0 if group >= ranks else 2 * rates.ring(grads / group, ranks // group, inner * group)
-
-
-def _exposed(time: float, window: float, overlapped: bool) -> float:
-    """Compute the part of a transfer that computation cannot hide: at least a tenth, its ends."""
-    return max(0.1 * time, time - window) if overlapped else time
-
-
-def _hidden(transfer: float, compute: float) -> float:
-    """Compute what a transfer adds to the computation beside which it runs, layer by layer."""
-    return max(compute, transfer) + 0.1 * min(compute, transfer) - compute
+    rates = load.rates
+    size = rates.element * load.tokens * load.model.hidden_size / load.tp
+    return size / (rates.nvlink if world <= rates.domain else rates.network) + rates.latency
 
 
 def _tied(cfg: Config, rates: Rates) -> float:
@@ -242,7 +212,7 @@ def _tied(cfg: Config, rates: Rates) -> float:
     return 2 * rates.ring(4 * vocab_rows(cfg) * cfg.model.hidden_size, 2, cfg.parallel.tp * rates.domain)
 
 
-def _optimizer(cfg: Config, grid: Grid, rates: Rates, elements: int, matrices: list[Shape]) -> float:
+def _optimizer(cfg: Config, grid: Grid, rates: Rates, replicas: list[Replicas], matrices: list[Shape]) -> float:
     """Compute the seconds of the update: of its transforms, of 30 bytes per element of the share, and of 10 of every
     element for norm and casts.
 
@@ -255,20 +225,21 @@ def _optimizer(cfg: Config, grid: Grid, rates: Rates, elements: int, matrices: l
         sent = 4 * sum(map(math.prod, matrices)) / tp
         ways = 2 * (rates.ring(sent / dp, dp, tp) + rates.ring(sent / dp, tp, 1))
         transforms = transforms / (peak * rates.device.gemm) + ways
-    return transforms + _update(cfg, grid, rates, elements)
+    return transforms + _update(cfg, rates, replicas)
 
 
-def _update(cfg: Config, grid: Grid, rates: Rates, elements: int) -> float:
-    share = elements / (grid.batch_ranks if cfg.parallel.zero else 1)
+def _update(cfg: Config, rates: Rates, replicas: list[Replicas]) -> float:
+    elements = sum(r.elements for r in replicas)
+    share = sum(r.elements / (r.ranks if cfg.parallel.zero else 1) for r in replicas)
     if cfg.train.offload.startswith("optimizer"):
         copies = share * (4 + rates.element) / rates.device.host_link
         return max(copies, 30 * share / rates.device.host_bandwidth) + 10 * elements / rates.memory
     return (30 * share + 10 * elements) / rates.memory
 
 
-def _offload(cfg: Config, grid: Grid, rates: Rates, block: Block) -> float:
+def _offload(cfg: Config, rates: Rates, block: Block) -> float:
     """Compute the seconds per block and micro-batch of copies to the host and back that the block does not hide."""
-    tokens = cfg.train.micro_batch_size * cfg.model.seq_len / grid["cp"]
+    tokens = cfg.train.micro_batch_size * cfg.model.seq_len / cfg.parallel.cp
     sp = cfg.parallel.tp if cfg.sequence_parallel else 1
     copy = rates.element * tokens * cfg.model.hidden_size / sp / rates.device.host_link
     return max(0.0, copy - block.forward) + max(0.0, copy - block.backward)

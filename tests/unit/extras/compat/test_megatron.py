@@ -15,7 +15,8 @@ from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.model import RopeScaling
 from megalite.config.options import GROUP_OF, TYPES
-from megalite.config.run import Config, rates_at
+from megalite.config.rates import rates_at
+from megalite.config.run import Config
 from megalite.extras.compat import megatron as aliases
 from megalite.extras.compat import refusals
 from megalite.extras.compat.dialect import DIALECT
@@ -37,6 +38,7 @@ SAMPLE = {
     "muon_ns_steps": "4", "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
     "weight_decay": "0.3", "weight_decay_ramp": "constant",
     "data": "P", "valid_data": "Q", "rope_linear_factor": "8", "window_pattern": "2",
+    "max_minutes": "235",
 }  # fmt: skip
 
 
@@ -122,6 +124,7 @@ def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: A
         ),
         ("--end-weight-decay 0.3 --weight-decay 0.01", "weight_decay", 0.3),
         ("--save R --load R", "resume", "latest"),
+        ("--tensorboard-dir logs/events", "tensorboard", True),
         ("--save R --load R/checkpoints/step_00000010", "resume", "R/checkpoints/step_00000010"),
         ("--preset gpt2-124m --disable-bias-linear", "o_bias", False),
         ("--preset gpt2-124m --disable-bias-linear", "qkv_bias", False),
@@ -217,7 +220,7 @@ def test_a_file_with_one_of_their_names_says_what_ours_is(tmp_path: Path) -> Non
 
 
 NO_EFFECT = """
-    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
+    decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers tiktoken-pattern
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split standalone-embedding-stage
     pipeline-model-parallel-split-rank microbatch-group-size-per-virtual-pipeline-stage
     overlap-param-gather-with-optimizer-step overlap-p2p-communication overlap-p2p-communication-warmup-flush
@@ -252,7 +255,7 @@ NO_EFFECT = """
 
 MATTERS = """
     hierarchical-context-parallel-sizes ds-sequence-parallel-size
-    force-ds-sequence-parallel num-experts expert-model-parallel-size expert-tensor-parallel-size
+    force-ds-sequence-parallel expert-model-parallel-size expert-tensor-parallel-size
     expert-interval topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
     num-experts-switch moe-router-topk use-megatron-fsdp use-torch-fsdp2 cpu-optimizer cpu-torch-adam
     optimizer-offload-fraction cpu-offloading-num-layers remote-device use-pin-memory
@@ -261,7 +264,7 @@ MATTERS = """
     apply-residual-connection-post-layernorm embed-layernorm use-alibi-position-embeddings no-position-embedding
     rotary-interleaved rope-type qk-l2-norm softmax-type multi-latent-attention mtp-num-layers
     relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
-    data-parallel-random-init sliding-window vocab-file merge-file tiktoken-pattern tiktoken-num-special-tokens
+    data-parallel-random-init sliding-window vocab-file merge-file tiktoken-num-special-tokens
     vocab-extra-ids reset-position-ids reset-attention-mask eod-mask-loss dataloader-type test-data-path
     data-args-path per-split-data-args-path decrease-batch-size-if-needed train-tokens lr-decay-tokens
     lr-warmup-tokens warmup do-norm-bias-weight-decay
@@ -269,7 +272,7 @@ MATTERS = """
     lr-wsd-decay-style use-checkpoint-opt-param-scheduler no-load-lr-state
     universal-checkpoint no-load-rng ckpt-step load-tag pretrained-checkpoint
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
-    exit-interval exit-duration-in-mins kill-switch-path adlr-autoresume skip-train tensorboard-dir wandb-entity
+    exit-interval kill-switch-path adlr-autoresume skip-train wandb-entity
     fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-tp-mode
     use-precision-aware-optimizer iterations-to-skip full-validation
 """
@@ -283,6 +286,8 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
         ):
             parse([f"--{theirs}", "7"])
         assert config(f"--{theirs}", "7", "--ignore-megatron-flags") == Config()
+    with pytest.raises(UserError, match="use --num-experts, .* --etp"):
+        parse(["--expert-tensor-parallel-size", "1"])
     for theirs in MATTERS.split():
         with pytest.raises(UserError, match=f"^--{theirs} 7: is not an option here: .*; "):
             parse([f"--{theirs}", "7", "--ignore-megatron-flags"])

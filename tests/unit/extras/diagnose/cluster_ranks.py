@@ -96,7 +96,7 @@ def check_in_pool(rank: int, folder: str, flip: str, flags: Sequence[str] = ()) 
 
     Args:
         flip: "share": what rank 3 puts into large sums is wrong by one; "sum": what it gets out of them; "message":
-            what it sends to its neighbours; "none".
+            what it sends to its neighbors; "none".
     """
     import torch
     import torch.distributed as dist

@@ -98,7 +98,7 @@ def test_the_cheapest_comes_first() -> None:
         (8, 40, 0, ("--recompute full", "--zero 2")),
         (32, 16, 0, ("--recompute full", "--zero 3")),
         (1, 76, 2**37, ("--recompute full", "--offload optimizer")),
-        (1, 76, 2**37, ("--zero 3", "--offload optimizer+params")),
+        (1, 44, 2**37, ("--recompute full", "--zero 3", "--offload optimizer+params")),
     ],
 )
 def test_sharding_and_offload_are_offered_where_they_fit(

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.extras.estimate.match import find_faults
 from megalite.extras.estimate.rank import plausible_status, run_step
 from megalite.extras.estimate.record import Communication, recorded_world
+from megalite.extras.plan.memory.states import _largest_bucket
 from megalite.optim.gather_chain import GatherChain
 from megalite.train.build import build_engine
 from megalite.train.step import eval_step
@@ -44,7 +46,7 @@ MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "zero3-vp2": (8, 4, {**CUT, **WHOLE_3, "vp": 2}, {}),
     "zero3-groups": (16, 4, {**CUT, **WHOLE_3, "zero_group": "2"}, {"global_batch_size": 16}),
     "zero2-groups": (8, 4, {"tp": 2, "zero": 2, "zero_group": "2"}, {}),
-    "one-bucket": (8, 4, {**CUT, "bucket_size": None}, {}),
+    "one-bucket": (8, 4, {**CUT, "bucket_size": 2**39}, {}),
     "no-overlap": (
         8,
         4,
@@ -71,6 +73,21 @@ LARGE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "64-interleaved": (64, 16, {"tp": 4, "pp": 4, "vp": 2}, {"global_batch_size": 16}),
     "64-zb-v-zero3": (64, 16, {"tp": 2, "pp": 8, "vp": 2, "schedule": "zb-v", **WHOLE_3}, {"global_batch_size": 32}),
 }
+# (world, layers, layout, training options, model): a rank of a group holds the head and the tail of every sample.
+SHARED: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "cp2-gather-zb-v": (8, 4, {**CUT, "cp": 2, "cp_comm": "gather", "vp": 2, "schedule": "zb-v"}, {}, {}),
+    "cp2-ring-zero3": (8, 4, {"tp": 2, "cp": 2, "cp_comm": "ring", **WHOLE_3}, {"recompute": "selective"}, {}),
+    "cp4-a2a-zero2": (8, 4, {"cp": 4, "cp_comm": "a2a", "zero": 2, "zero_group": "2"}, {"recompute": "full"}, {}),
+    "cp8-a2a+ring": (8, 4, {"cp": 8, "cp_comm": "a2a+ring"}, {}, {"num_heads": 4, "num_kv_heads": 4}),
+    "cp8-a2a+gather": (16, 4, {"cp": 8, "tp": 2, "cp_comm": "a2a+gather"}, {}, {"seq_len": 32}),
+}
+SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "64-cp16": (64, 4, {**CUT, "cp": 16, "cp_comm": "ring", "schedule": "zb-h1"}, {}, {"seq_len": 64}),
+    "64-cp64-ring": (64, 1, {"cp": 64, "cp_comm": "ring"}, {}, {"seq_len": 128}),
+    "64-cp64-gather": (64, 1, {"cp": 64, "cp_comm": "gather", **WHOLE_3}, {}, {"seq_len": 128}),
+    "64-cp64-a2a+ring": (64, 1, {"cp": 64, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 128}),
+    "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, {}, {"seq_len": 64}),
+}
 ALL = {
     **{
         f"{name}-{model}": (MODELS[model], *layout, *([{}] if len(layout) == 3 else []))
@@ -82,12 +99,16 @@ ALL = {
         name: (lambda layers, options=options: jobs.llama(layers, **options), 8, 4, CUT, {})
         for name, options in VARIANTS.items()
     },
+    **{
+        name: (lambda layers, options=options: jobs.llama(layers, **options), *layout)
+        for name, (*layout, options) in (SHARED | SHARED_MORE).items()
+    },
 }
 
 
 def run_rank(cfg: Config, grid: Grid, rank: int) -> list[Communication]:
     """What a rank posts in a step and an evaluation."""
-    with recorded_world(rank, grid.world) as log:
+    with recorded_world(rank, grid) as log:
         engine = build_engine(cfg, ParallelContext.create(grid, torch.device("cpu")))
         run_step(engine, log)
         with plausible_status(cfg):
@@ -104,11 +125,24 @@ def run_all(name: str) -> list[list[Communication]]:
     return [run_rank(cfg, grid, rank) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in SHARED_MORE)) for n in ALL])
 def test_all_ranks_fit_together(name: str) -> None:
     logs = run_all(name)
     assert find_faults(logs) == []
     assert all(logs)
+
+
+def test_buckets_grow_with_the_ranks_that_reduce_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dp x cp counts, as both reduce; the planner reckons with the same buckets."""
+    monkeypatch.setattr(ParallelConfig, "bucket_elements", lambda parallel, ranks: 4_000 * ranks)
+    sums, planned = [], []
+    for world, cp, axis in ((2, 1, "dp"), (8, 1, "dp"), (8, 2, "dpxcp")):
+        cfg = jobs.make_config(jobs.llama(4), {"cp": cp, "bucket_size": None})
+        log = run_rank(cfg, Grid.from_config(cfg.parallel, world), 0)
+        sums.append(sum((event.kind, event.axis) == ("reduce_scatter", axis) for event in log))
+        planned.append(_largest_bucket(cfg, [[(9_000,)] * 4], world))
+    assert sums[0] > sums[1] == sums[2]
+    assert planned == [9_000, 27_000, 27_000]
 
 
 @pytest.fixture(scope="module")

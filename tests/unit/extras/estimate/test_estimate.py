@@ -109,10 +109,10 @@ def test_a_rank_of_llama_405b(runs: Runs) -> None:
     assert runs.process_bytes < 2 * GIB
     # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
     assert 0 <= run["states_bytes"] - states(run) < 2**21
-    assert run["peak_bytes"] / GIB == pytest.approx(84.42, abs=0.01)
+    assert run["peak_bytes"] / GIB == pytest.approx(84.78, abs=0.01)
     assert run["peak_bytes"] == pytest.approx(run["predicted_bytes"]["total"], rel=0.02)
     assert run["peak_during"] == "B0.0"
-    assert run["peak_holders"]["activations"] / GIB == pytest.approx(63.76, abs=0.01)
+    assert run["peak_holders"]["activations"] / GIB == pytest.approx(63.87, abs=0.01)
     # 2 x 3 FLOPs per parameter of the matrices and token, and causal attention: 5.5 products of half of S x S.
     tokens, layers, s = 32 * 8192, 8, 8192
     matrices = 6 * layers * (16384 * (16384 * 2 + 1024 * 2) + 3 * 16384 * 53248) / 8
@@ -171,8 +171,9 @@ def test_sharded_weights_of_the_last_stage(runs: Runs) -> None:
 def test_the_program_is_the_same_on_a_cpu(runs: Runs) -> None:
     # The test of all ranks runs on CPU tensors, which takes a tenth of the time.
     cfg = cli.parse(f"{ZERO3} {TINY}".split()).config
-    with recorded_world(15, 16) as log:
-        first = run_step(build_engine(cfg, ParallelContext.create(Grid.of(16, tp=2, pp=2), torch.device("cpu"))), log)
+    grid = Grid.of(16, tp=2, pp=2)
+    with recorded_world(15, grid) as log:
+        first = run_step(build_engine(cfg, ParallelContext.create(grid, torch.device("cpu"))), log)
     posted = Counter((event.axis, event.kind) for event in log[first:] if isinstance(event, Communication))
     found = runs.zero3["collectives"]
     assert posted == {(axis, kind): v["count"] for axis, kinds in found.items() for kind, v in kinds.items()}

@@ -15,7 +15,8 @@ import megalite
 from megalite.base.errors import UserError
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.command import generate as generate_main
-from megalite.extras.inference.conversation import Sampling, begin
+from megalite.extras.inference.conversation import begin
+from megalite.extras.inference.generate import Sampling
 from megalite.extras.inference.load import load_model
 from megalite.extras.prepare.preprocess import preprocess
 

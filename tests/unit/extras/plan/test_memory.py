@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +179,7 @@ def test_gradients_that_travel_in_bf16_are_a_copy() -> None:
 
 def net_bytes(run: Any) -> int:
     """Bytes allocated in `run` and still held by its result, by torch's allocator."""
+    gc.collect()  # what earlier tests have left is not freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         kept = run()
     total = sum(e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")

@@ -154,7 +154,7 @@ def test_terms_add_up_and_sweeps_scale(capsys: pytest.CaptureFixture[str], tmp_p
         (f"{BIG} --cluster h100:7,domain=x", "'x' is not a number"),
         (
             "--preset llama-3-8b --cluster h100:7 --pp 1 --global-batch-size 8",
-            "no tp, pp and micro-batch",
+            "no tp, cp, pp and micro-batch",
         ),
         (f"sweep {BIG} --cluster h100:8 --gpus 8", "must be FROM..TO"),
         ("guess", "megalite plan guess: must be one of search, explain, sweep"),

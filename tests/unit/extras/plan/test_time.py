@@ -10,6 +10,7 @@ from megalite.config import cli
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import FITTED, Cluster
+from megalite.extras.plan.time.block import engine_of
 from megalite.extras.plan.time.step import pipeline_ramp, step_time
 from megalite.model.partition import layer_split
 from megalite.pipeline.choose import USUAL_COSTS, schedule_of
@@ -56,3 +57,18 @@ def test_uneven_stages_take_what_the_simulator_says(flags: str) -> None:
     whole = USUAL_COSTS.forward + USUAL_COSTS.input_grad + USUAL_COSTS.weight_grad
     simulated = simulate(schedule_of(cfg, 1), costs).makespan / whole * block
     assert time.total - time.optimizer == pytest.approx(simulated, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("flags", "waits", "hides"),
+    [
+        ("--schedule 1f1b", 0, 6),
+        ("--schedule zb-h1", 4, 4),
+        ("--schedule zb-h1 --no-sequence-parallel", 4, 0),
+        ("--schedule zb-h1 --no-overlap-tp-reduce", 8, 0),
+    ],
+)
+def test_a_split_backward_waits_for_what_its_input_gradients_need(flags: str, waits: int, hides: int) -> None:
+    """Four collectives of a block have nothing beside them until W, which gathers inputs and output gradients again."""
+    engine = engine_of(_config(f"--tp 2 --pp 2 --device cuda {flags}"))
+    assert (engine.tp_waits[1], engine.tp_hides[1]) == (waits, hides)

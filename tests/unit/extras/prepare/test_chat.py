@@ -40,19 +40,29 @@ def chat(*turns: tuple[str, str]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A byte-level tokenizer of 256 bytes and ChatML's two control tokens, without a chat template."""
+def save_bytes(folder: Path, config: dict[str, Any], *tokens: AddedToken) -> Path:
+    """Save a byte-level tokenizer of 256 bytes and these control tokens, without a chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     built = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     built.decoder = decoders.ByteLevel()
-    built.add_special_tokens([AddedToken(w, normalized=False, special=True) for w in ("<|im_start|>", "<|im_end|>")])
-    folder = tmp_path / "tokenizer"
+    for token in tokens:
+        (built.add_special_tokens if token.special else built.add_tokens)([token])
     folder.mkdir()
     built.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def control(word: str) -> AddedToken:
+    return AddedToken(word, normalized=False, special=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A byte-level tokenizer of 256 bytes and ChatML's two control tokens, without a chat template."""
+    config = {"eos_token": {"content": "<|im_end|>"}}
+    return save_bytes(tmp_path / "tokenizer", config, control("<|im_start|>"), control("<|im_end|>"))
 
 
 def convert(folder: Path | str, records: list[dict[str, Any]], out: Path, template: str | None = None, **more: Any):
@@ -468,19 +478,10 @@ PUBLISHED = {
 @pytest.fixture
 def worded(tmp_path: Path) -> Path:
     """A byte-level tokenizer with the control tokens of all named templates; the beginning and end are <B> and <E>."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    built = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    words = {"<B>", "<E>", *(word for words in NAMED.values() for word in words)}
+    words = {"<B>", "<E>", *(word for words in NAMED.values() for word in words)} - {"<think>"}
     # As in Qwen 3's files, where it is a token, but not a special one.
-    built.add_tokens([AddedToken("<think>", normalized=False)])
-    built.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in words - {"<think>"}])
-    folder = tmp_path / "worded"
-    folder.mkdir()
-    built.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<B>", "eos_token": "<E>"}))
-    return folder
+    tokens = [AddedToken("<think>", normalized=False), *map(control, words)]
+    return save_bytes(tmp_path / "worded", {"bos_token": "<B>", "eos_token": "<E>"}, *tokens)
 
 
 @pytest.mark.parametrize("name", NAMED)

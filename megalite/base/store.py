@@ -1,0 +1,230 @@
+"""Object stores, and every other place that fsspec knows by a URL: s3://, gs://, memory://, file://.
+
+Credentials are the environment's, as the store's own tools read them: no URL may hold one. What fails for a while is
+tried again with growing pauses, a bounded number of times; what will not get better (forbidden, missing) is not.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megalite.base.errors import UserError, printable, require
+from megalite.base.log import logger
+
+T = TypeVar("T")
+
+# Chained and capital schemes are URLs too, which check_url refuses.
+_URL = re.compile(r"([a-z][a-z0-9+.:-]*)://(.*)", re.DOTALL | re.IGNORECASE)
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+# Of these SCHEME://CONTAINER@ACCOUNT/NAME is a name without a credential.
+_AT_ACCOUNT = ("abfs", "abfss", "wasb", "wasbs")
+# In all below half a minute of pauses, far from the watchdog's patience.
+ATTEMPTS, _FIRST_PAUSE_S = 7, 0.2
+# Where an error of a store's library quotes a request, this is what must not be shown.
+_SECRET = re.compile(
+    r"(?i)((?:credential|signature|\bsig|(?:access|account|api)_?key(?:_?id)?|secret|token|passwo?r?d|authorization)"
+    r"\W{1,5}(?:(?:bearer|basic)\s+)?)[^\s&,;<]+"
+)
+_USER = re.compile(r"://[^/\s@]+@")
+_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{12,}")
+# Errors of botocore that say nothing about the connection.
+_FINAL = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "InvalidRegionError")
+# Names that file systems give to an object's version, the surest first.
+_STAMPS = ("ETag", "etag", "generation", "LastModified", "updated", "mtime", "created")
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"auto_mkdir": True},
+    # One policy of repetition: ours. (gcsfs repeats a request up to 6 times of itself, in each of our attempts.)
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 1}}},
+}
+
+
+class StoreError(UserError):
+    """A store did not do what it was asked, after the last attempt; the message holds no credential."""
+
+    def __init__(self, where: str, rule: str) -> None:
+        super().__init__(where, rule, "check the name, the network and the credentials in the environment")
+
+
+class MissingObject(StoreError):
+    """There is no such object."""
+
+
+def is_url(path: object) -> bool:
+    """Whether a path is a URL of a store."""
+    return bool(_URL.match(str(path)))
+
+
+def join(url: str, *names: str) -> str:
+    """Append names to a URL."""
+    return "/".join([url.rstrip("/"), *names])
+
+
+def check_url(flag: str, url: str) -> None:
+    """Refuse a URL that holds a credential, without quoting it, or names no bucket."""
+    match = _URL.match(url)
+    if match is None:
+        return
+    scheme = bool(_SCHEME.fullmatch(match[1]))
+    require(scheme, f"{flag} {match[1]}://...", "must have one scheme, in small letters", "use s3://, gs:// or another")
+    before, at, _ = match[2].partition("/")[0].rpartition("@")
+    secret = (at and (match[1] not in _AT_ACCOUNT or ":" in before)) or "?" in match[2]
+    require(not secret, f"{flag} {match[1]}://...", "holds a credential or a query", "give credentials by environment")
+    rule = "must be SCHEME://BUCKET/NAME"
+    require(bool(match[2].strip("/")) and ".." not in match[2].split("/"), f"{flag} {url}", rule, "give a bucket")
+
+
+def check_local(flag: str, path: str | None) -> None:
+    """Refuse a URL, without quoting it, where only a path will do."""
+    require(not is_url(path), flag, "must be a path on this machine, not a URL", "give a path")
+
+
+def cached_at(url: str, cache_dir: str) -> Path:
+    """Return the local folder or file that stands for a URL; a path that is none stands for itself."""
+    match = _URL.match(url)
+    return Path(cache_dir).expanduser() / match[1] / match[2].strip("/") if match else Path(url)
+
+
+class Store:
+    """Objects under a URL, by name; every method tries again what may pass.
+
+    Args:
+        url: SCHEME://BUCKET/PREFIX.
+        say: told of each repeated attempt.
+
+    Raises:
+        UserError: fsspec or the scheme's package is not installed.
+    """
+
+    def __init__(self, url: str, say: Callable[[str], None] = logger.warning) -> None:
+        self.url, self._say = url.rstrip("/"), say
+        scheme = url.partition("://")[0]
+        try:
+            import fsspec
+
+            # No listing is kept, and no connection is shared with what other code opens.
+            options = {"use_listings_cache": False, "skip_instance_cache": scheme != "memory"}
+            self.fs = fsspec.filesystem(scheme, **options, **_OPTIONS.get(scheme, {}))
+        except (ImportError, ValueError) as e:
+            raise UserError(url, f"cannot be opened ({e})", 'pip install "megalite[cloud]"') from None
+        if hasattr(self.fs, "retries"):
+            self.fs.retries = 1
+
+    @property
+    def parent(self) -> Store:
+        """The folder that this one is in."""
+        above = copy.copy(self)
+        above.url = self.url.rpartition("/")[0]
+        return above
+
+    def read(self, name: str, begin: int | None = None, end: int | None = None) -> bytes:
+        """Return an object, or bytes [begin, end) of it.
+
+        Raises:
+            StoreError: it cannot be read, or is shorter.
+        """
+
+        def get() -> bytes:
+            data = self.fs.cat_file(self._path(name), start=begin, end=end)
+            if begin is not None and end is not None and len(data) != end - begin:
+                raise OSError(f"{len(data)} bytes came instead of {end - begin}")
+            return data
+
+        return self._try(name, get)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object; it appears as a whole."""
+        self._try(name, lambda: self.fs.pipe_file(self._path(name), data))
+
+    def upload(self, name: str, path: str, size: int) -> None:
+        """Write a file, in parts if it is large; it appears as a whole, and is there with its size when this returns.
+
+        Raises:
+            StoreError: it is not.
+        """
+
+        def put() -> None:
+            self.fs.put_file(path, self._path(name))
+            if (there := self.fs.info(self._path(name))["size"]) != size:
+                raise OSError(f"{there} of {size} bytes arrived")
+
+        self._try(name, put)
+
+    def download(self, name: str, path: Path, size: int, check: Callable[[Path], str] = lambda path: "") -> None:
+        """Copy an object of a known size to a new file; `check` says what is wrong with it, "" if nothing is."""
+
+        def get() -> None:
+            self.fs.get_file(self._path(name), str(path))
+            if (there := path.stat().st_size) != size:
+                raise OSError(f"{there} of {size} bytes arrived")
+            if wrong := check(path):
+                raise OSError(wrong)
+
+        self._try(name, get)
+
+    def names(self, folder: str = "") -> dict[str, int]:
+        """List a folder: object -> its size, with "/" at the end -> 0 for a folder in it; empty if there is none."""
+
+        def get() -> dict[str, int]:
+            try:
+                entries = self.fs.ls(self._path(folder), detail=True, refresh=True)
+            except FileNotFoundError:
+                return {}
+            kinds = {e["name"].rstrip("/").rpartition("/")[2]: e for e in entries}
+            folders = {n for n, e in kinds.items() if e["type"] == "directory"}
+            return {f"{n}/" if n in folders else n: 0 if n in folders else e["size"] for n, e in kinds.items()}
+
+        return self._try(folder, get)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of an object."""
+        return self._try(name, lambda: int(self.fs.info(self._path(name))["size"]))
+
+    def stamp(self, name: str) -> tuple[int, str]:
+        """Return the bytes of an object, and what changes when it is written again."""
+        entry = self._try(name, lambda: self.fs.info(self._path(name)))
+        return int(entry["size"]), str(next((entry[key] for key in _STAMPS if entry.get(key)), ""))
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those that are missing are no error."""
+        for name in names:
+
+            def remove(path: str = self._path(name)) -> None:
+                try:
+                    self.fs.rm_file(path)
+                except FileNotFoundError:
+                    return
+
+            self._try(name, remove)
+
+    def _path(self, name: str) -> str:
+        return join(self.url, name) if name else self.url
+
+    def _try(self, name: str, call: Callable[[], T]) -> T:
+        where = self._path(name)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return call()
+            except FileNotFoundError as e:
+                raise MissingObject(where, f"does not exist ({_describe(e)})") from None
+            except UserError:
+                raise
+            except Exception as e:
+                final = isinstance(e, PermissionError) or type(e).__name__ in _FINAL
+                if final or attempt == ATTEMPTS:
+                    tried = "" if final else f", tried {ATTEMPTS} times"
+                    raise StoreError(where, f"{_describe(e)}{tried}") from None
+                self._say(f"{where}: {_describe(e)}; attempt {attempt} of {ATTEMPTS}, trying again")
+                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+        raise AssertionError
+
+
+def _describe(e: BaseException) -> str:
+    """Describe an error of a store's library in a short line without credentials."""
+    text = _KEY_ID.sub("...", _SECRET.sub(r"\1...", _USER.sub("://...@", f"{type(e).__name__}: {e}")))
+    return printable(" ".join(text.split()))[:300]

@@ -1,0 +1,183 @@
+"""A run's place in a store: taken at the start, copied from on a resume, and given every checkpoint that is saved."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megalite.base.log import logger
+from megalite.base.store import MissingObject, Store, is_url, join
+from megalite.checkpoint import remote
+from megalite.checkpoint.folder import clean_up
+from megalite.checkpoint.snapshot import WriterProcess
+from megalite.checkpoint.upload import RUN_FILES
+from megalite.dist.collectives import gather_texts
+from megalite.dist.context import ParallelContext
+
+# With --save-errors stop, a run ends when this many uploads in a row have failed.
+_MAX_FAILURES = 3
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written or uploaded; earlier checkpoints are unchanged."""
+
+
+class Mirror:
+    """Where the checkpoints of a run are uploaded, as one rank sees it. Nothing here waits for the store but `take`.
+
+    Args:
+        url: the run's URL.
+        run_dir: the local folder that stands for it.
+
+    Attributes:
+        url: its checkpoints folder.
+        copies: local folder of what was downloaded from there.
+        held: name of the last save if it was not uploaded because an earlier upload was in progress; "" otherwise.
+        taken: who has taken the place; "" as long as it is this run's.
+        failures: uploads that failed, in a row.
+        shared: whether all ranks see the same local folder; otherwise a checkpoint exists when it is uploaded.
+    """
+
+    def __init__(self, url: str, run_dir: Path) -> None:
+        self.url, self._run_dir, self.copies = join(url, "checkpoints"), run_dir, run_dir / "fetched"
+        self.held = self.taken = ""
+        self.failures, self.shared = 0, True
+        self._owner = ""
+        self._in_progress = ""
+        self._base, self._kept, self._written = -1, "", list[str]()
+
+    @classmethod
+    def of(cls, url: str, run_dir: Path) -> Mirror | None:
+        """Return a run's place in a store, None if its directory is not a URL."""
+        if not is_url(url):
+            return None
+        logger.info(f"{url}: checkpoints are uploaded from {run_dir}")
+        return cls(url, run_dir)
+
+    def take(self, owner: str) -> None:
+        """Become the one that writes here, and bring files of the run that this host lacks.
+
+        Raises:
+            StoreError: the place cannot be written.
+        """
+        store = Store(self.url)
+        store.write(remote.OWNER, owner.encode())
+        self._owner = owner
+        for name in RUN_FILES:
+            if not (self._run_dir / name).exists():
+                try:
+                    content = store.parent.read(name)
+                except MissingObject:
+                    continue
+                (self._run_dir / name).write_bytes(content)
+
+    def committed(self) -> list[str]:
+        """List the names of committed full checkpoints, newest first."""
+        return remote.committed(Store(self.url))
+
+    def fetch(self, name: str) -> Path:
+        """Return a local copy of a checkpoint, whose shards come when they are read."""
+        return remote.fetch(Store(self.url), name, self.copies, alone=True)
+
+    def meet(self, lock: Path, ctx: ParallelContext) -> None:
+        """Find out whether all ranks see the same local folder; every rank calls this."""
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        owner = gather_texts(self._owner, ctx.world, ctx.device)[0]
+        sees = lock.exists() and lock.read_text(errors="replace") == owner
+        self.shared = all(gather_texts("yes" if sees else "", ctx.world, ctx.device))
+        if not self.shared:
+            clean_up(lock.parent)
+            if ctx.rank == 0:
+                logger.info("the hosts share no folder: a checkpoint exists once all its parts are uploaded")
+
+    def continues(self, step: int, name: str) -> None:
+        """Note the step that the run continues from, and the checkpoint if it is one of this place."""
+        self._base, self._kept = step, name
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an upload is in progress."""
+        return bool(self._in_progress)
+
+    def describe_save(self, name: str, keep_last: int, hold: bool) -> dict[str, Any]:
+        """Note a save that begins, and return the writer's orders for its upload."""
+        orders = {
+            "url": self.url,
+            "shared": self.shared,
+            "owner": self._owner,
+            "hold": hold,
+            "base": self._base,
+            "written": list(self._written),
+            "keep": [self._kept] if self._kept else [],
+            "keep_last": keep_last,
+        }
+        self._written.append(name)
+        self.held = name if hold else ""
+        if hold:
+            logger.warning(f"{name} is not uploaded yet: the upload of {self._in_progress} is still in progress")
+        else:
+            self._in_progress = name
+        return orders
+
+    def failed_save(self) -> None:
+        """Note that the last save failed: nothing of it will be committed in the store."""
+        last = self._written.pop()
+        self.held = ""
+        if self._in_progress == last:
+            self._in_progress = ""
+
+    def note(self, reports: list[dict[str, Any]]) -> None:
+        """Log what the writer reports of uploads, and count failures."""
+        for report in reports:
+            if "note" in report:
+                logger.warning(report["note"])
+                continue
+            if report["upload"] in ("", self._in_progress):
+                self._in_progress = ""
+            if error := report["error"]:
+                self.failures += 1
+                self.taken = error if report["taken"] else ""
+                what = f"upload of {report['upload']} failed ({self.failures} in a row)"
+                logger.warning(f"{what}{', the local checkpoint is whole' * self.shared}: {error}")
+                continue
+            self.failures = 0
+            logger.info(f"uploaded {join(self.url, report['upload'])} in {report['seconds']:.2f} s")
+            for problem in report["problems"]:
+                logger.warning(f"{report['upload']} is uploaded, but {problem}")
+
+    def check(self, writer: WriterProcess, stop: bool) -> None:
+        """Log what the writer reports of uploads.
+
+        Raises:
+            SaveError: another run has taken the place, or, with `stop`, several uploads in a row failed.
+        """
+        self.note(writer.uploads())
+        problem = f"{self.failures} uploads in a row failed" if stop and self.failures >= _MAX_FAILURES else self.taken
+        if problem:
+            whole = "; those on the local disk are whole" * self.shared
+            raise SaveError(f"checkpoints are not uploaded: {problem}{whole}")
+
+    def settle(self, writer: WriterProcess) -> str:
+        """Wait for the upload in progress, then for that of what was held; attempts are bounded.
+
+        Returns:
+            Why the last checkpoint is not in the store; "" if it is.
+        """
+        started = time.monotonic()
+        while self._in_progress or self.held:
+            if not self._in_progress:
+                self._in_progress, self.held = self.held, ""
+                writer.release(self._in_progress)
+            self.note(writer.uploads(None))
+        if (seconds := time.monotonic() - started) > 1:
+            logger.info(f"waited {seconds:.1f} s for the last uploads")
+        self.note(writer.uploads())
+        problem = self.taken or ("its upload failed" if self.failures else "")
+        self.failures = 0
+        return problem
+
+
+def path_of(name: str, root: Path, mirror: Mirror | None) -> Path:
+    """Return the folder of a local checkpoint, or of a local copy of one in the store, by its name."""
+    return mirror.fetch(name) if mirror is not None and remote.step_of(name) >= 0 else root / name

@@ -1,0 +1,197 @@
+"""Upload checkpoints to a store, in a thread of each rank's writer: shards first, COMMIT last.
+
+A checkpoint lies there as NAME-ID, where ID is the save's: what an interrupted upload or another run left never mixes
+with it. Ranks meet in the store: each leaves its fragment of the manifest beside its shard, and rank 0 commits when all
+are there and all shards have their sizes. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.base.store import MissingObject, Store, StoreError
+from megalite.checkpoint import remote
+from megalite.checkpoint.fragments import assemble
+from megalite.checkpoint.manifest import Manifest, commit_text
+
+# How long rank 0 waits for the parts of the other ranks, which have their own attempts, once its own has arrived; and
+# three times as long as its own took.
+_PATIENCE_S = 300.0
+# Files of a run besides its checkpoints that are uploaded with them.
+RUN_FILES = ("config.yaml", "metrics.jsonl")
+
+
+class TakenError(Exception):
+    """Another run writes to this place of the store."""
+
+
+@dataclass
+class Part:
+    """One rank's part of a checkpoint, on the local disk.
+
+    Attributes:
+        job: the writer's job.
+        descriptor: open file of the shard: the local checkpoint may be renamed or pruned meanwhile.
+        fragment: this rank's fragment of the manifest.
+    """
+
+    job: dict[str, Any]
+    descriptor: int
+    fragment: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Folder in the store."""
+        return f"{self.job['name']}-{self.job['save_id']}"
+
+    def close(self) -> None:
+        """Close the shard."""
+        os.close(self.descriptor)
+
+
+class Uploader:
+    """Upload parts one after the other, in a thread.
+
+    Args:
+        url: the run's checkpoints folder in the store.
+        report: called with {"upload": name, "seconds", "error", "taken", "problems"} after each, {"note": text} before.
+    """
+
+    def __init__(self, url: str, report: Callable[[dict[str, Any]], None]) -> None:
+        self._report, self._url = report, url
+        self._parts: queue.Queue[Part] = queue.Queue()
+        self._held: Part | None = None
+        self._failed = list[Part]()
+        self._store: Store | None = None
+        threading.Thread(target=self._serve, name="upload", daemon=True).start()
+
+    def add(self, part: Part) -> None:
+        """Upload a part, or hold it until `release` if its job says so; it replaces one that is held."""
+        if self._held is not None:
+            self._held.close()
+            _remove_unshared(self._held)
+            self._held = None
+        if part.job["remote"]["hold"]:
+            self._held = part
+        else:
+            self._parts.put(part)
+
+    def release(self) -> bool:
+        """Upload the part that is held; return whether there is one."""
+        part, self._held = self._held, None
+        if part is not None:
+            self._parts.put(part)
+        return part is not None
+
+    def _serve(self) -> None:
+        while True:
+            part, started = self._parts.get(), time.monotonic()
+            answer: dict[str, Any] = {"upload": part.name, "error": "", "taken": False, "problems": []}
+            try:
+                self._store = self._store or Store(self._url, lambda text: self._report({"note": text}))
+                answer["problems"] = self._upload(self._store, part)
+                # Without a shared folder these are no checkpoints; until now they were all that there was of them.
+                for done in (part, *self._failed):
+                    _remove_unshared(done)
+                self._failed.clear()
+            except TakenError as e:
+                answer |= {"error": str(e), "taken": True}
+            except Exception as e:
+                answer["error"] = str(e) if isinstance(e, StoreError) else f"{type(e).__name__}: {e}"
+            if answer["error"]:
+                self._failed.append(part)
+            part.close()
+            self._report(answer | {"seconds": time.monotonic() - started})
+
+    def _upload(self, store: Store, part: Part) -> list[str]:
+        file, rank, started = part.fragment["file"], part.job["rank"], time.monotonic()
+        # By its descriptor: the name may be another by now.
+        store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
+        store.write(f"{part.name}/rank_{rank:05d}.json", json.dumps(part.fragment).encode())
+        return _commit(store, part, _PATIENCE_S + 3 * (time.monotonic() - started)) if rank == 0 else []
+
+
+def _remove_unshared(part: Part) -> None:
+    """Remove a part that other hosts do not see from the local disk: alone, it is no checkpoint."""
+    if part.job["remote"]["shared"]:
+        return
+    folder, rank = Path(part.job["temporary"]), part.job["rank"]
+    for suffix in ("safetensors", "json"):
+        (folder / f"rank_{rank:05d}.{suffix}").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # other ranks of this host may still be uploading theirs
+        folder.rmdir()
+
+
+def _commit(store: Store, part: Part, patience: float) -> list[str]:
+    """Wait for all parts, commit, and do what can only be done afterwards; return what of that failed."""
+    job = part.job
+    deadline = time.monotonic() + patience
+    names = [f"{part.name}/rank_{rank:05d}.json" for rank in range(job["world"])]
+    fragments = [_wait_for(store, name, job["save_id"], deadline, patience) for name in names]
+    manifest = assemble(job["manifest"], fragments)
+    data = manifest.to_json()
+    Manifest.from_json(data, "manifest of this save")
+    sizes = store.names(part.name)
+    for entry in manifest.files:
+        if sizes.get(entry.name) != entry.size:
+            raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
+    _check_owner(store, job)
+    store.write(f"{part.name}/manifest.json", data)
+    store.write(f"{part.name}/COMMIT", commit_text(data))
+    # From here on it exists; nothing that fails undoes it.
+    problems = []
+    for what, step in (
+        ("the fragments remain", lambda: store.delete(names)),
+        ("config and metrics are not uploaded", lambda: _upload_run_files(store, Path(job["root"]).parent)),
+        ("older ones remain", lambda: _tidy(store, part) if job["full"] else None),
+    ):
+        try:
+            step()
+        except (OSError, StoreError) as e:
+            problems.append(f"{what} ({e})")
+    return problems
+
+
+def _check_owner(store: Store, job: dict[str, Any]) -> None:
+    owner = store.read(remote.OWNER).decode(errors="replace")
+    if owner != job["remote"]["owner"]:
+        raise TakenError(f"{store.url} has been taken by run {remote.describe(owner)}")
+
+
+def _tidy(store: Store, part: Part) -> None:
+    # What another run has saved since it took the place is not this run's to set aside.
+    _check_owner(store, part.job)
+    remote.tidy(store, part.name, part.job["remote"])
+
+
+def _wait_for(store: Store, name: str, save_id: str, deadline: float, patience: float) -> dict[str, Any]:
+    pause = 0.05
+    while True:
+        try:
+            fragment = json.loads(store.read(name))
+        except MissingObject:
+            if time.monotonic() > deadline:
+                raise StoreError(f"{store.url}/{name}", f"did not arrive in {patience:.0f} s") from None
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+            continue
+        if fragment["save_id"] != save_id:
+            raise StoreError(f"{store.url}/{name}", "belongs to another save")
+        return fragment
+
+
+def _upload_run_files(store: Store, run_dir: Path) -> None:
+    for name in RUN_FILES:
+        path = run_dir / name
+        if path.exists():
+            # Read at once: the run is still writing to it.
+            store.parent.write(name, path.read_bytes())

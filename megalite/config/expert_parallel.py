@@ -1,0 +1,49 @@
+"""Where experts live: what fits a model."""
+
+from __future__ import annotations
+
+from megalite.base.errors import require
+from megalite.config.model import ModelConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.train import TrainConfig
+
+
+def check_experts(m: ModelConfig, p: ParallelConfig, t: TrainConfig) -> None:
+    """Refuse layouts that do not fit the experts.
+
+    Raises:
+        UserError: there are none, they do not divide, or an option does not know them.
+    """
+    if m.num_experts is None:
+        given = f"--ep {p.ep}" + f" --etp {p.etp}" * (p.etp == "1")
+        require(p.ep == 1 and p.etp == "tp", given, "needs a model with experts", "give --num-experts, or drop it")
+        return
+    require(
+        m.num_experts % p.ep == 0,
+        f"--num-experts {m.num_experts}",
+        f"must be divisible by --ep {p.ep}",
+        "change one of the two",
+    )
+    sharded = p.sequence_parallel and p.tp > 1
+    require(
+        p.etp == "tp" or p.tp == 1 or sharded,
+        f"--etp 1 with --tp {p.tp} --no-sequence-parallel",
+        "whole experts need the tokens divided over tp",
+        "drop --no-sequence-parallel, or give --etp tp",
+    )
+    for flag, width, cut in (
+        ("--moe-ffn-size", m.expert_ffn_size, p.etp == "tp"),
+        ("--moe-shared-ffn-size", m.moe_shared_ffn_size, True),
+    ):
+        require(
+            width % p.tp == 0 or not cut,
+            f"{flag} {width}",
+            f"must be divisible by --tp {p.tp}",
+            "change one of the two" + ", or give --etp 1" * (flag == "--moe-ffn-size"),
+        )
+    for given, refused, why in (
+        ("--compile", t.compile, "a compiled block cannot send tokens"),
+        (f"--fp8 {t.fp8}", t.fp8 != "off", "the products of experts have no FP8 form"),
+        (f"--mup-base-width {m.mup_base_width}", m.mup_base_width is not None, "muP has no rule for experts here"),
+    ):
+        require(not refused, f"{given} with --num-experts", why, "drop one of the two")

@@ -1,0 +1,59 @@
+"""The model's options of experts: what fits together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megalite.base.errors import in_range, require
+from megalite.config.names import dashed
+
+
+def check_expert_options(m: Any) -> None:
+    """Check the options of experts of `m`, a `ModelConfig`, and that none is given without experts.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    in_range(m, "num_experts", 2, 2**16)
+    in_range(m, "moe_topk", 1, 2**16)
+    in_range(m, "moe_ffn_size", 1, 2**24)
+    in_range(m, "moe_shared_ffn_size", 0, 2**24)
+    in_range(m, "moe_aux_loss_coeff moe_z_loss_coeff", 0, 100)
+    if m.num_experts is None:
+        given = [f for f in dataclasses.fields(m) if f.name.startswith("moe_") and getattr(m, f.name) != f.default]
+        words = " ".join(f"--{dashed(f.name)} {getattr(m, f.name)}" for f in given)
+        require(not given, words, "applies to models with experts", "give --num-experts, or drop it")
+        return
+    require(
+        m.moe_topk <= m.num_experts,
+        f"--moe-topk {m.moe_topk}",
+        f"is more than the {m.num_experts} experts of --num-experts",
+        "lower it",
+    )
+    require(
+        m.moe_topk > 1 or not m.moe_renormalize,
+        "--moe-topk 1",
+        "renormalized, its weight is always 1, which gives the router no gradient",
+        "give --no-moe-renormalize",
+    )
+    require(
+        m.moe_router_load_balancing_type != "none" or m.moe_aux_loss_coeff == 0,
+        f"--moe-router-load-balancing-type none with --moe-aux-loss-coeff {m.moe_aux_loss_coeff:g}",
+        "there is no balance loss to weigh",
+        "drop one of the two",
+    )
+    require(
+        m.moe_shared_ffn_size > 0 or not m.moe_shared_gate,
+        "--moe-shared-gate",
+        "needs a shared expert",
+        "give --moe-shared-ffn-size, or drop it",
+    )
+    require(not m.mlp_bias, "--mlp-bias with --num-experts", "experts have no biases", "drop one of the two")
+    layers, dense = range(m.num_layers), m.moe_dense_layers
+    require(
+        len(set(dense)) == len(dense) < m.num_layers and all(layer in layers for layer in dense),
+        f"--moe-dense-layers {' '.join(map(str, dense))}",
+        f"must be some, not all, of the layers 0 to {m.num_layers - 1}, each once",
+        "correct the list",
+    )

@@ -1,0 +1,203 @@
+"""Local stand-ins for token files in a store: blocks are downloaded when they are first read, for all ranks of a host.
+
+`PREFIX.idx` and `PREFIX.json` are downloaded as a whole. Of `PREFIX.bin` and `PREFIX.mask.bin` there is an empty file
+of the same size, and beside it `NAME.units/` with the units (whole hashed blocks) that a process of this host has read.
+The oldest are deleted when the units of all files together take more than a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megalite.base.errors import UserError
+from megalite.base.log import logger
+from megalite.base.store import MissingObject, Store, cached_at, is_url
+from megalite.base.untrusted import BadFile, read_json
+
+# Whole blocks of the checksums, of 32 KiB and of the older 256 KiB.
+UNIT = 256 << 10
+_SOURCE, _MAX_SOURCE = "SOURCE", 1 << 16
+_LOCKS = 64
+
+
+def bring_prefix(prefix: str, cache_dir: str, limit: int) -> None:
+    """Make the stand-in of token files at a URL, where `cached_at` says; the processes of a host may call this at once.
+
+    Args:
+        prefix: URL without `.bin` / `.idx`.
+        cache_dir: where all stand-ins are.
+        limit: most bytes of units of all files.
+
+    Raises:
+        StoreError: a file is missing or cannot be read.
+    """
+    url, _, name = prefix.rpartition("/")
+    store, folder = Store(url), cached_at(url, cache_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / f".lock_{name}"):
+        for suffix, must in ((".idx", True), (".bin", True), (".mask.bin", False), (".json", False)):
+            path, units = folder / (name + suffix), folder / f"{name}{suffix}.units"
+            try:
+                size, stamp = store.stamp(path.name)
+            except MissingObject:
+                if must:
+                    raise
+                path.unlink(missing_ok=True)
+                continue
+            cache = str(Path(cache_dir).expanduser())
+            source = {"url": url, "size": size, "stamp": stamp, "limit": limit, "cache": cache}
+            known = _read_source(units)
+            if path.exists() and {**known, "limit": limit} == source:
+                if known != source:
+                    _write_source(units, source)
+                continue
+            # New, or another object than the one that the units are of.
+            shutil.rmtree(units, ignore_errors=True)
+            units.mkdir()
+            part = folder / f".part_{path.name}"
+            if suffix.endswith(".bin"):
+                with part.open("wb") as f:
+                    f.truncate(size)
+            else:
+                store.download(path.name, part, size)
+            os.replace(part, path)
+            _write_source(units, source)
+
+
+def bring_tree(url: str, cache_dir: str) -> Path:
+    """Download a file, or a folder without those in it, to where `cached_at` says; other paths stay as they are."""
+    if not is_url(url):
+        return Path(url)
+    target = cached_at(url, cache_dir)
+    parent, _, name = url.rstrip("/").rpartition("/")
+    files = {n: size for n, size in Store(url).names().items() if not n.endswith("/")}
+    folder, store = (target, Store(url)) if files and set(files) != {name} else (target.parent, Store(parent))
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / f".lock_{name}"):
+        for n in files or {name: 0}:
+            size, stamp = store.stamp(n)
+            mark = folder / f".stamp_{n}"
+            if (folder / n).exists() and mark.exists() and mark.read_text() == stamp:
+                continue
+            store.download(n, folder / f".part_{n}", size)
+            os.replace(folder / f".part_{n}", folder / n)
+            mark.write_text(stamp)
+    return target
+
+
+class Units:
+    """What a stand-in for a file holds of it, and the store that has the rest.
+
+    Attributes:
+        size: bytes of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._folder, self._name = _folder_of(path), path.name
+        source = _read_source(self._folder)
+        self.size, self._stamp, self._limit = source["size"], source["stamp"], source["limit"]
+        self._cache, self._store = Path(source["cache"]), Store(source["url"])
+
+    @classmethod
+    def of(cls, path: Path) -> Units | None:
+        """Return the units of a stand-in that has them; None for any other file."""
+        return cls(path) if path.name.endswith(".bin") and (_folder_of(path) / _SOURCE).exists() else None
+
+    def read(self, begin: int, size: int) -> bytes:
+        """Return bytes [begin, begin + size), downloaded if no process of this host has read them yet.
+
+        Raises:
+            StoreError: they cannot be downloaded.
+            UserError: the object is not the one that was there at the start.
+        """
+        pieces = []
+        for unit in range(begin // UNIT, (begin + size - 1) // UNIT + 1):
+            first, last = max(begin - unit * UNIT, 0), min(begin + size - unit * UNIT, UNIT)
+            pieces.append(self._read_unit(unit)[first:last])
+        return b"".join(pieces)
+
+    def forget(self, begin: int, size: int) -> None:
+        """Delete the units of some bytes, which are not what they should be: the next read downloads them."""
+        for unit in range(begin // UNIT, (begin + size - 1) // UNIT + 1):
+            self._path(unit).unlink(missing_ok=True)
+
+    def _path(self, unit: int) -> Path:
+        return self._folder / f"{unit:010d}"
+
+    def _read_unit(self, unit: int) -> bytes:
+        path, end = self._path(unit), min((unit + 1) * UNIT, self.size)
+        if len(data := _read_if_there(path)) == end - unit * UNIT:
+            return data
+        with _locked(self._folder / f".lock_{unit % _LOCKS}"):
+            if len(data := _read_if_there(path)) == end - unit * UNIT:
+                return data
+            data = self._store.read(self._name, unit * UNIT, end)
+            if self._store.stamp(self._name) != (self.size, self._stamp):
+                rule = "was changed while training was reading it"
+                raise UserError(f"{self._store.url}/{self._name}", rule, "start again with the data you want")
+            part = self._folder / f".part_{unit}"
+            try:
+                part.write_bytes(data)
+                os.replace(part, path)
+                self._account(len(data))
+            except OSError as e:  # the data are here all the same
+                part.unlink(missing_ok=True)
+                logger.warning(f"{path} is not kept, and is downloaded again when it is needed: {e.strerror or e}")
+        return data
+
+    def _account(self, added: int) -> None:
+        """Add to the bytes of all units of this host; above the limit delete the oldest, down to nine tenths of it."""
+        with _locked(self._cache / ".units"):
+            total = self._cache / ".units_bytes"
+            try:
+                used = added + int(total.read_text())
+            except (FileNotFoundError, ValueError):  # none yet, or cut off by a full disk: count anew
+                used = self._limit + 1
+            if used > self._limit:
+                units = [(p.lstat(), p) for p in self._cache.glob("**/*.units/[0-9]*")]
+                used = sum(status.st_size for status, _ in units)
+                for status, path in sorted(units, key=lambda unit: unit[0].st_mtime_ns):
+                    if used <= self._limit * 0.9:
+                        break
+                    used -= status.st_size
+                    path.unlink(missing_ok=True)
+            total.write_text(str(used))
+
+
+def _folder_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.units")
+
+
+def _read_if_there(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _write_source(units: Path, source: dict[str, Any]) -> None:
+    part = units / f".part_{_SOURCE}"
+    part.write_text(json.dumps(source))
+    os.replace(part, units / _SOURCE)
+
+
+def _read_source(units: Path) -> dict[str, Any]:
+    try:
+        return read_json(units / _SOURCE, _MAX_SOURCE)
+    except (OSError, BadFile):
+        return {}
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Own a lock file among the processes and threads of a host."""
+    with path.open("a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield

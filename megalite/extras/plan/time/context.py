@@ -1,0 +1,107 @@
+"""What attention sends where ranks share samples (`--cp`): bytes of each variant, and the seconds that nothing hides.
+
+Bytes are those of the table in docs/long_sequences.md; what a real step sends is the same (`megalite estimate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megalite.config.context_parallel import choose_comm, head_ranks
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.extras.plan.time.rates import Rates
+from megalite.families.parts import BlockKind
+from megalite.model.partition import block_work
+
+
+@dataclass(frozen=True)
+class Context:
+    """How samples are shared.
+
+    Attributes:
+        ranks: size of cp.
+        comm: value of `--cp-comm` in effect.
+        neighbors: number of ranks that exchange tokens for heads; 1 without a2a.
+    """
+
+    ranks: int = 1
+    comm: str = "ring"
+    neighbors: int = 1
+
+    @classmethod
+    def of(cls, cfg: Config) -> Context:
+        """Describe cp of a run."""
+        m, p = cfg.model, cfg.parallel
+        comm, _ = choose_comm(m, p, cfg.data.within_documents)
+        return cls(p.cp, comm, head_ranks(m, p) if "a2a" in comm else 1)
+
+
+class Message(NamedTuple):
+    """Messages of one pass through a block.
+
+    Attributes:
+        kind: how they travel: a hop to the next rank is under way beside attention.
+        sent: bytes that a rank sends in all of them.
+        number: number of them.
+        ranks: number of ranks that take part.
+        inner: cp ranks between one of these and the next.
+    """
+
+    kind: Literal["exchange", "gather", "hop"]
+    sent: float
+    number: int
+    ranks: int
+    inner: int
+
+
+def messages(
+    model: ModelConfig, context: Context, tp: int, tokens: int, element: int
+) -> tuple[list[Message], list[Message]]:
+    """List what a block sends per micro-batch, forward and backward.
+
+    Args:
+        tokens: those of a micro-batch on a rank.
+        element: bytes of an activation; gradients of gathered keys and values have 4.
+    """
+    near, far = context.neighbors, context.ranks // context.neighbors
+    heads, groups = model.num_heads / tp, max(model.kv_heads / tp, near)
+    width = tokens * model.head_size
+    forward, backward = list[Message](), list[Message]()
+    if near > 1:
+        sent = element * width * 2 * (heads + groups) * (near - 1) / near
+        forward, backward = ([Message("exchange", sent, 2, near, 1)] for _ in range(2))
+    if far > 1:
+        # In the neighbors' hands, one rank's keys are those of all neighbors and of a share of the heads.
+        keys, gradients = (size * 2 * width * groups for size in (element, 4))
+        kind: Literal["hop", "gather"] = "hop" if "ring" in context.comm else "gather"
+        forward += [Message(kind, keys * (far - 1), far - 1 if kind == "hop" else 1, far, near)]
+        home = far if kind == "hop" else far - 1  # gradients go round the whole ring
+        backward += [forward[-1]._replace(), Message(kind, gradients * home, home if kind == "hop" else 1, far, near)]
+    return forward, backward
+
+
+def waiting(
+    model: ModelConfig, kind: BlockKind, context: Context, tp: int, tokens: int, compute: tuple[float, float],
+    rates: Rates, overlap: bool,
+) -> tuple[float, float]:  # fmt: skip
+    """Compute the seconds that a block waits for messages, forward and backward.
+
+    Args:
+        compute: seconds of attention in both passes, beside which a ring passes on.
+        overlap: whether messages run beside computation.
+    """
+    if context.ranks == 1 or not block_work(model, kind).attention:
+        return 0.0, 0.0
+    out = []
+    for sent, beside in zip(messages(model, context, tp, tokens, rates.element), compute):
+        times = {m.kind: 0.0 for m in sent}
+        for m in sent:
+            times[m.kind] += rates.transfer(m.sent, m.ranks, m.inner * tp, m.number, m.kind == "exchange")
+        hops = times.pop("hop", 0.0)
+        ring = context.ranks // context.neighbors
+        # A hop hides behind the block of keys before it; the last block hides nothing.
+        hidden = beside * (ring - 1) / ring if overlap else 0.0
+        out.append(sum(times.values()) + max(0.1 * hops, hops - hidden))
+    return out[0], out[1]

@@ -1,0 +1,38 @@
+"""Time of a layer of experts for one micro-batch, beside what every block takes: their products, and the tokens' way.
+
+Tokens go to their experts and their outputs come back, forward and backward: a rank sends 4 e k x h (ep - 1) / ep bytes
+for its x tokens, each sent to k experts. The busiest rank sets the pace (`model.ffn.moe.imbalance`).
+"""
+
+from __future__ import annotations
+
+from megalite.config.run import Config
+from megalite.extras.plan.time.block import Block, Workload
+from megalite.model.ffn.moe import experts_tp, rows_received
+
+
+def experts_time(cfg: Config, load: Workload) -> Block:
+    """Compute the time of the experts of one layer."""
+    m, p, rates = cfg.model, cfg.parallel, load.rates
+    assert m.num_experts is not None
+    local, width = m.num_experts // p.ep, m.expert_ffn_size // experts_tp(p)
+    rows = rows_received(cfg)
+    each = max(1, round(rows / local))
+    shapes = [((2 if m.gated else 1) * width, m.hidden_size), (m.hidden_size, width)]
+    products = sum(rates.gemm(each, n, k, local) for n, k in shapes)
+    products_back = sum(rates.gemm(each, k, n, local) + rates.gemm(n, k, each, local) for n, k in shapes)
+    sent = rates.element * rows * m.hidden_size * (p.ep - 1) / p.ep
+    way = 2 * rates.transfer(sent, p.ep, experts_tp(p), 1, exchange=True)
+    # Whole experts take shards of the sequence as they are: half of the block's traffic over tp is not needed.
+    spares = experts_tp(p) < p.tp and not m.moe_shared_ffn_size
+    spared, spared_back = (traffic / 2 if spares else 0.0 for traffic in load.tp_traffic)
+    forward = products + way - spared
+    again = forward if cfg.train.recompute == "full" else 0.0
+    return Block(
+        gemm=products + products_back,
+        recompute=again,
+        tp=-spared - spared_back,
+        ep=2 * way,
+        forward=forward,
+        backward=products_back + way - spared_back + again,
+    )

@@ -1,0 +1,117 @@
+"""A mixture of experts: each token goes to some of many MLPs, which ranks share; see model/moe.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.config.model import ModelConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.run import Config
+from megalite.model.ffn.mlp import mlp_specs
+from megalite.model.kinds import FeedForward
+from megalite.model.saved import SavedTensor, element_size, inside, residual_rows, tokens
+from megalite.model.specs import out_std
+from megalite.sharding import ParamSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megalite.model.layers import Layers
+
+IMBALANCE = 1.5
+"""Rows of the busiest rank of ep over their mean that plans leave room for."""
+
+
+class MoE(FeedForward):
+    """router -> top k of the experts, each like the dense MLP, weighed and summed; plus the shared expert."""
+
+    def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        assert cfg.num_experts is not None
+        experts, hidden, ffn, shared = cfg.num_experts, cfg.hidden_size, cfg.expert_ffn_size, cfg.moe_shared_ffn_size
+        first, parts = ("gate_up_proj", (ffn, ffn)) if cfg.gated else ("up_proj", ())
+        rows, columns = (("ep", 0), ("tp", 1)), (("ep", 0), ("tp", 2))
+        up = ParamSpec(
+            f"{name}.experts.{first}.weight", (experts, sum(parts) or ffn, hidden), rows, parts, std=cfg.init_std
+        )
+        down = ParamSpec(f"{name}.experts.down_proj.weight", (experts, hidden, ffn), columns, std=out_std(cfg))
+        specs = [_router(cfg, f"{name}.router.weight", experts), up, down]
+        specs += mlp_specs(cfg, f"{name}.shared_expert", shared) if shared else []
+        return [*specs, _router(cfg, f"{name}.shared_expert_gate.weight", 1)] if cfg.moe_shared_gate else specs
+
+    def weight_work(self, cfg: ModelConfig) -> int:
+        """Count the multiply-adds of a token: those of the experts that it goes to."""
+        assert cfg.num_experts is not None
+        every = super().weight_work(cfg)
+        experts = sum(spec.numel for spec in self.specs(cfg, "") if len(spec.shape) == 3)
+        return every + experts * cfg.moe_topk // cfg.num_experts
+
+    def saved(self, cfg: Config) -> list[SavedTensor]:
+        """List what it keeps, with as many tokens on this rank's experts as plans assume."""
+        m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
+        assert m.num_experts is not None
+        sent, rows, ffn = rows_sent(cfg), rows_received(cfg), m.expert_ffn_size // experts_tp(cfg.parallel)
+        kept = [
+            SavedTensor("probabilities of the router", 4 * own * m.num_experts),
+            *self.remembered(cfg),
+            SavedTensor("weights of the experts", 4 * sent),
+            SavedTensor("order of the tokens by expert", 16 * sent),
+            SavedTensor("inputs of the experts", e * rows * m.hidden_size),
+            SavedTensor("experts before their activation", e * rows * (2 if m.gated else 1) * ffn),
+            SavedTensor("experts after their activation", e * rows * ffn),
+            SavedTensor("outputs of the experts", e * sent * m.hidden_size),
+        ]
+        if cfg.parallel.ep > 1:
+            kept.append(SavedTensor("order of the tokens that arrived", 16 * rows))
+        if m.moe_renormalize:
+            kept.append(SavedTensor("weights before their sum is divided by, and the sum", 4 * own * (m.moe_topk + 1)))
+        if m.moe_z_loss_coeff:
+            kept.append(SavedTensor("logits of the router, and their log-sum-exp", 4 * own * (m.num_experts + 1)))
+        if m.moe_shared_ffn_size:
+            kept.append(inside(cfg, "shared expert", e * (3 if m.gated else 2) * m.moe_shared_ffn_size))
+        if m.moe_shared_gate:
+            kept.append(SavedTensor("output of the shared expert, and its gate", own * (e * m.hidden_size + 4)))
+        return kept
+
+    def remembered(self, cfg: Config) -> list[SavedTensor]:
+        """List the choices, which recomputation does not make again."""
+        return [SavedTensor("chosen experts", 8 * residual_rows(cfg) * cfg.model.moe_topk)]
+
+    def deferred(self, cfg: Config) -> int:
+        m, ffn = cfg.model, cfg.model.expert_ffn_size // experts_tp(cfg.parallel)
+        width = 2 * m.hidden_size + (3 if m.gated else 2) * ffn
+        return element_size(cfg) * rows_received(cfg) * width
+
+    def touched(self, cfg: ModelConfig) -> int:
+        width = cfg.moe_topk * cfg.expert_ffn_size + cfg.moe_shared_ffn_size
+        return (3 if cfg.gated else 2) * width + 2 * cfg.moe_topk * cfg.hidden_size
+
+    def module(self, layers: Layers, index: int) -> nn.Module:
+        from megalite.model.moe import MoELayer
+
+        return MoELayer(layers, index)
+
+
+def experts_tp(p: ParallelConfig) -> int:
+    """Count the ranks that each expert is sharded over."""
+    return p.tp if p.etp == "tp" else 1
+
+
+def imbalance(p: ParallelConfig) -> float:
+    """Return what plans assume for the rows of the busiest rank of ep over their mean."""
+    return min(IMBALANCE, p.ep)
+
+
+def rows_sent(cfg: Config) -> int:
+    """Count the tokens of a micro-batch that a rank sends to experts, once for each of theirs."""
+    own = tokens(cfg) if cfg.parallel.etp == "tp" else residual_rows(cfg)
+    return own * cfg.model.moe_topk
+
+
+def rows_received(cfg: Config) -> int:
+    """Count the rows that the experts of the busiest rank work on, as plans assume."""
+    return round(rows_sent(cfg) * imbalance(cfg.parallel))
+
+
+def _router(cfg: ModelConfig, name: str, out: int) -> ParamSpec:
+    """Declare a matrix on the residual stream: every rank holds all of it, and sees a part of the sequence."""
+    return ParamSpec(name, (out, cfg.hidden_size), std=cfg.init_std, partial=("sequence",))

@@ -1,0 +1,82 @@
+"""A layer of experts: the module of model/ffn/moe.py.
+
+Experts see the tokens of all ranks that share them (`tensor_parallel.dispatch`). Where each is cut over tp like a dense
+MLP, its tp ranks first bring their tokens together: with sequence parallelism by gathering the shards, after they are
+routed. Whole experts (`--etp 1`) take the shards as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megalite.batch import ForwardPass
+from megalite.dist.collectives import copy_to, reduce_from, scatter_sequence, start_all_gather
+from megalite.dist.context import Axis
+from megalite.dist.exchange import gather_sequence
+from megalite.model.layers import Layers
+from megalite.model.mlp import MLP
+from megalite.model.routing import Router, Routing
+from megalite.tensor_parallel.dispatch import Dispatch
+from megalite.tensor_parallel.experts import GroupedLinear, WideLinear
+
+
+class MoELayer(nn.Module):
+    """Routed experts, and a shared one that sees every token, over x_SBH (x_sBH)."""
+
+    def __init__(self, layers: Layers, index: int) -> None:
+        super().__init__()
+        name, cfg = f"layers.{index}.mlp", layers.cfg
+        self.router, self.experts = Router(layers, index), Experts(layers, f"{name}.experts")
+        self.shared_expert = MLP(layers, f"{name}.shared_expert") if cfg.moe_shared_ffn_size else None
+        gate = f"{name}.shared_expert_gate.weight"
+        self.shared_expert_gate = (
+            WideLinear(layers.param(gate, True), layers.queue, layers.ops) if cfg.moe_shared_gate else None
+        )
+
+    def forward(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
+        """Transform every token; the result has the shape of x."""
+        routing = self.router.route(x_SBH, fwd)
+        y_SBH = self.experts(x_SBH.flatten(0, 1), routing).view(x_SBH.shape)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x_SBH, fwd)
+            if self.shared_expert_gate is not None:
+                shared = (shared * self.shared_expert_gate(x_SBH).sigmoid()).to(shared.dtype)
+            y_SBH = y_SBH + shared
+        return routing.add_loss(y_SBH, fwd)
+
+
+class Experts(nn.Module):
+    """The experts of a layer that live on this rank, each like a dense MLP."""
+
+    def __init__(self, layers: Layers, name: str) -> None:
+        super().__init__()
+
+        def linear(leaf: str) -> GroupedLinear:
+            return GroupedLinear(layers.param(f"{name}.{leaf}.weight", True), layers.queue, layers.ops)
+
+        cfg = layers.cfg
+        assert cfg.num_experts is not None
+        self.gated, self.num_experts, self.ep = cfg.gated, cfg.num_experts, layers.ep
+        if self.gated:
+            self.gate_up_proj = linear("gate_up_proj")
+        else:
+            self.up_proj = linear("up_proj")
+        self.activation = cfg.activation_kind.make(layers.ops)
+        self.down_proj = linear("down_proj")
+        cut = self.down_proj.weight.shard.layout.grid["tp"] > 1
+        self.tp, self.sequence_parallel = layers.tp if cut else Axis("tp"), layers.sequence_parallel
+
+    def forward(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Return the weighed sum of each token's experts, [T, H]."""
+        tp, weights_TK, ids_TK = self.tp, routing.weights_TK, routing.ids_TK
+        # The weights' gradient, too, is partial on each rank of tp.
+        enter, leave = (gather_sequence, scatter_sequence) if self.sequence_parallel else (copy_to, reduce_from)
+        x_TH, weights_TK = enter(x_TH, tp), enter(weights_TK, tp)
+        if self.sequence_parallel:
+            ids_TK, gathering = start_all_gather(ids_TK, tp)
+            gathering.wait()
+        way = Dispatch.of(ids_TK, self.num_experts, self.ep)
+        first = self.gate_up_proj if self.gated else self.up_proj
+        inner = self.activation(first(way.send(x_TH), way.sizes))
+        return leave(way.bring_back(self.down_proj(inner, way.sizes), weights_TK), tp)

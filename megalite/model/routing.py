@@ -1,0 +1,99 @@
+"""Routers: which experts a token goes to, with which weights, and the losses that keep the experts in use.
+
+Shapes: T = S B tokens of this rank (the shard of the sequence, with sequence parallelism), E experts, K of each token.
+
+The balance loss of a unit u (a sequence or a micro-batch) with T_u tokens is (E / (K T_u^2)) sum_e C_e sum_t p_te: C_e
+counts the tokens of e, p are the probabilities, and 1 is balanced (Fedus et al. 2021, section 2.2). The objective has
+coeff T_u times it for every unit, beside the losses of the tokens: each rank adds what its own tokens contribute, with
+C summed over the ranks that share the unit. The z-loss is coeff logsumexp(logits)^2 for every token (Zoph et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megalite.batch import ForwardPass
+from megalite.dist import collectives
+from megalite.dist.context import Axis
+from megalite.model.layers import Layers
+from megalite.tensor_parallel.dispatch import count
+from megalite.tensor_parallel.experts import WideLinear
+
+
+class _WithLoss(torch.autograd.Function):
+    """y as it is; backward starts from `scale` for the loss too."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.like, ctx.scale = loss, scale
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return dy, torch.full_like(ctx.like, ctx.scale), None
+
+
+class Routing:
+    """What a router has decided for the tokens of a pass.
+
+    Attributes:
+        ids_TK: experts of each token, int64, in falling order of probability.
+        weights_TK: their weights, fp32.
+        loss: what the token's balance loss and z-loss add to the objective, fp32, 0-dim; None where there are none.
+    """
+
+    def __init__(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor, loss: torch.Tensor | None) -> None:
+        self.ids_TK, self.weights_TK, self.loss = ids_TK, weights_TK, loss
+
+    def add_loss(self, y: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
+        """Return y, whose backward pass also starts from the loss."""
+        return y if self.loss is None else _WithLoss.apply(y, self.loss, fwd.grad_scale)
+
+
+class Router(WideLinear):
+    """Softmax over all experts in fp32, of which each token takes the K largest."""
+
+    def __init__(self, layers: Layers, index: int) -> None:
+        super().__init__(layers.param(f"layers.{index}.mlp.router.weight", True), layers.queue, layers.ops)
+        cfg = layers.cfg
+        assert cfg.num_experts is not None
+        self.index, self.log, self.num_experts, self.k = index, layers.routing, cfg.num_experts, cfg.moe_topk
+        self.renormalize, self.z_coeff = cfg.moe_renormalize, cfg.moe_z_loss_coeff
+        self.by_sequence = cfg.moe_router_load_balancing_type == "seq_aux_loss"
+        self.aux_coeff = 0.0 if cfg.moe_router_load_balancing_type == "none" else cfg.moe_aux_loss_coeff
+        # Axes whose ranks hold other tokens of the same samples.
+        self.sharing: Sequence[Axis] = [layers.cp, *([layers.tp] if layers.sequence_parallel else [])]
+
+    def route(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> Routing:
+        """Choose experts for the tokens x_SBH (x_sBH)."""
+        logits_TE = self(x_SBH.flatten(0, 1))
+        p_TE, key = logits_TE.softmax(-1), (self.index, fwd.microbatch)
+        # Computed again, a near tie could fall the other way, and the rows would not fit those of the first time.
+        ids_TK = self.log.choices.pop(key) if self.log.recomputing else p_TE.detach().topk(self.k).indices
+        weights_TK = p_TE.gather(1, ids_TK)
+        if self.renormalize:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if not fwd.training:
+            return Routing(ids_TK, weights_TK, None)
+        balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), ids_TK)
+        z = logits_TE.logsumexp(-1).square().sum()
+        if not self.log.recomputing:
+            self.log.add(key, ids_TK, torch.cat((balance.detach()[None], z.detach()[None], counts)).double())
+        wanted = self.aux_coeff or self.z_coeff
+        return Routing(ids_TK, weights_TK, self.aux_coeff * balance + self.z_coeff * z if wanted else None)
+
+    def _balance(self, p_SBE: torch.Tensor, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what these tokens add to the sum of T_u times the balance loss, and how often experts are chosen."""
+        length, samples, num = p_SBE.shape
+        places = torch.arange(len(ids_TK), device=ids_TK.device) % samples
+        counts_BE = count((places[:, None] * num + ids_TK).flatten(), samples * num).view(samples, num)
+        counts = counts_BE.sum(0)
+        chosen_UE, tokens = (counts_BE, length) if self.by_sequence else (counts[None].clone(), length * samples)
+        for axis in self.sharing:
+            collectives.all_reduce(chosen_UE, axis).wait()
+            tokens *= axis.size
+        p_UE = p_SBE.sum(0) if self.by_sequence else p_SBE.sum((0, 1))[None]
+        return (chosen_UE * p_UE).sum() * (num / (self.k * tokens)), counts

@@ -1,0 +1,109 @@
+"""FP8 codes of blocks in one pass, and of rows and tensors whose scale is known. Contract: ops/fp8.py.
+
+Operands have any strides: the transposes that backward products contract are read in place and written row by row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite.ops.triton.support import FUSE, register
+
+_ROWS, _COLUMNS = 32, 128  # of a tile: 32 elements per thread with 4 warps
+
+
+@triton.jit
+def to_codes(x, inverse, codes_ptr, LARGEST: tl.constexpr):
+    """Return clamp(x * inverse) in the type of the codes; NaN stays."""
+    scaled = tl.minimum(x * inverse, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(scaled, -LARGEST, propagate_nan=tl.PropagateNan.ALL).to(codes_ptr.dtype.element_ty)
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    LARGEST: tl.constexpr,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Quantize a tile whose columns share a scale, and with SQUARE its rows too; scales are powers of 2."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    from_x = tl.cast(row, tl.int64)[:, None] * row_stride + tl.cast(column, tl.int64)[None, :] * column_stride
+    x = tl.load(x_ptr + from_x, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1, keep_dims=True)
+    if SQUARE:
+        amax = tl.max(amax, axis=0, keep_dims=True)
+    bits = tl.maximum(tl.div_rn(amax, LARGEST), 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0.0, 1.0, scale)
+    at = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
+    codes = to_codes(x, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), codes_ptr, LARGEST)
+    tl.store(codes_ptr + at, codes, mask=inside)
+    if SQUARE:
+        first = tl.program_id(0) + tl.arange(0, 1)
+        tl.store(scale_ptr + first[:, None] * tl.num_programs(1) + tl.program_id(1), scale)
+    else:
+        tl.store(scale_ptr + row[:, None] * tl.num_programs(1) + tl.program_id(1), scale, mask=row[:, None] < rows)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr,
+    scale_ptr,
+    codes_ptr,
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    LARGEST: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Cast a tile by the scales of its rows, or by one of all."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    from_x = tl.cast(row, tl.int64)[:, None] * row_stride + tl.cast(column, tl.int64)[None, :] * column_stride
+    x = tl.load(x_ptr + from_x, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + row * BY_ROW, mask=row < rows, other=1.0)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    at = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
+    tl.store(codes_ptr + at, to_codes(x, inverse[:, None], codes_ptr, LARGEST), mask=inside)
+
+
+def _quantize(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    tile = (rows if rows > 1 else _ROWS * _COLUMNS // columns, columns)
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    blocks = triton.cdiv(x.shape[1], columns)
+    scale = torch.empty(triton.cdiv(x.shape[0], rows), blocks, device=x.device)
+    grid, largest = (triton.cdiv(x.shape[0], tile[0]), blocks), torch.finfo(codes.dtype).max
+    shape, warps = {"ROWS": tile[0], "COLUMNS": columns}, 16 if rows > 1 else 4
+    quantize_kernel[grid](
+        x, codes, scale, *x.shape, *x.stride(), LARGEST=largest, SQUARE=rows > 1, **shape, num_warps=warps, **FUSE
+    )
+    return codes, scale
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    grid, largest = (triton.cdiv(x.shape[0], _ROWS), triton.cdiv(x.shape[1], _COLUMNS)), torch.finfo(dtype).max
+    shape = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "BY_ROW": int(scale.numel() > 1)}
+    cast_kernel[grid](x, scale, codes, *x.shape, *x.stride(), LARGEST=largest, **shape, num_warps=4, **FUSE)
+    return codes
+
+
+register("quantize", _quantize)
+register("cast_fp8", _cast)

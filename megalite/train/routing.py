@@ -1,0 +1,89 @@
+"""The figures of the routers: summed on each rank, sent with the status of the step, and read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from megalite.base.log import warn_on_rank_0
+from megalite.config.model import ModelConfig
+from megalite.train.engine import Engine
+
+
+class RoutingFigures(NamedTuple):
+    """Figures of a step.
+
+    Attributes:
+        aux_loss: balance loss without its coefficient: mean over units, weighed by their tokens, summed over layers.
+        z_loss: squared log-sum-exp of the logits without its coefficient: mean over the tokens, summed over layers.
+        expert_load: tokens of the busiest expert of any layer over the mean.
+        tokens: tokens of each expert, fp64 [layers with experts, E]; not in metrics.jsonl.
+    """
+
+    aux_loss: float
+    z_loss: float
+    expert_load: float
+    tokens: torch.Tensor
+
+    def record(self) -> dict[str, float]:
+        """Return the fields of metrics.jsonl."""
+        return {"aux_loss": self.aux_loss, "z_loss": self.z_loss, "expert_load": self.expert_load}
+
+
+def routing_sums(engine: Engine) -> list[torch.Tensor]:
+    """List for every layer with experts what this rank adds: fp64 [2 + E], zeros where another one speaks for it."""
+    cfg, ctx = engine.cfg, engine.ctx
+    # Without sequence parallelism, the ranks of tp have routed the same tokens.
+    speaks = cfg.sequence_parallel or ctx.tp.rank == 0
+    logs = [stage.routing.by_layer() for stage in engine.stages.values()] if speaks else []
+    here = {layer: sums for log in logs for layer, sums in log.items()}
+    nothing = torch.zeros(2 + (cfg.model.num_experts or 0), dtype=torch.float64, device=ctx.device)
+    return [here.get(layer, nothing) for layer in range(cfg.model.num_layers) if cfg.model.is_moe(layer)]
+
+
+def routing_figures(cfg: ModelConfig, sums: Sequence[float], tokens: int) -> RoutingFigures | None:
+    """Make the figures of the sums over all ranks and `tokens` tokens; None without experts."""
+    if not sums:
+        return None
+    by_layer = torch.tensor(sums, dtype=torch.float64).view(-1, 2 + (cfg.num_experts or 0))
+    (aux_loss, z_loss), counts = (by_layer[:, :2].sum(0) / tokens).tolist(), by_layer[:, 2:]
+    return RoutingFigures(aux_loss, z_loss, (counts.max(1).values / counts.mean(1)).max().item(), counts)
+
+
+class ExpertWatch:
+    """Warns of experts that nobody uses, and of one that all use; about each state once.
+
+    Args:
+        cfg: the model.
+        steps: number of steps to look at together: in one small batch, any expert may be left out.
+    """
+
+    def __init__(self, cfg: ModelConfig, steps: int = 50) -> None:
+        self.layers = [layer for layer in range(cfg.num_layers) if cfg.is_moe(layer)]
+        self.most, self.steps, self.seen = 0.9 * (cfg.num_experts or 0) / cfg.moe_topk, steps, 0
+        self.tokens = torch.zeros(())
+        self.warned: set[str] = set()
+
+    def look(self, figures: RoutingFigures | None) -> None:
+        """Look at the figures of a step."""
+        if figures is None:
+            return
+        self.tokens = self.tokens + figures.tokens
+        self.seen += 1
+        if self.seen < self.steps:
+            return
+        for i, layer in enumerate(self.layers):
+            unused = (self.tokens[i] == 0).nonzero().flatten().tolist()
+            if unused:
+                self._warn(f"layer {layer}: no token chose expert {', '.join(map(str, unused[:8]))}", layer, "unused")
+            if self.tokens[i].max() > self.most * self.tokens[i].mean() and self.most > 1:
+                busiest = int(self.tokens[i].argmax())
+                self._warn(f"layer {layer}: nearly every token chose expert {busiest}", layer, "collapsed")
+        self.tokens, self.seen = torch.zeros(()), 0
+
+    def _warn(self, what: str, layer: int, kind: str) -> None:
+        if f"{kind} {layer}" not in self.warned:
+            self.warned.add(f"{kind} {layer}")
+            warn_on_rank_0(f"{what} in {self.steps} steps: raise --moe-aux-loss-coeff, or lower --lr")

@@ -1,0 +1,119 @@
+"""Runs whose run directory is a URL: checkpoints are uploaded to a real S3 server, and a lost disk loses nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.base.store import Store
+from megalite.checkpoint import remote
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from tests.ranks import finish, reserve_port, run_ranks, start_rank
+from tests.stores import KEY_ID, S3, SECRET
+
+MODEL = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
+    *("--global-batch-size", "4", "--mock-data", "--device", "cpu", "--lr", "3e-4", "--hidden-dropout", "0.1"),
+    *("--lr-decay-steps", "6"),
+]
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of the last line of each step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line for line in lines if "event" not in line}
+    return [(step, by_step[step]["loss"], by_step[step]["grad_norm"]) for step in sorted(by_step)]
+
+
+def train(world: int, *flags: str) -> list[str]:
+    """Train; the standard errors of all ranks."""
+    left = run_ranks([*MODEL, *flags], world)
+    assert [rank.code for rank in left] == [0] * world, left
+    return [rank.out + rank.err for rank in left]
+
+
+def shards(checkpoint: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+
+
+@pytest.mark.full
+def test_two_hosts_without_a_shared_folder(s3: S3, tmp_path: Path) -> None:
+    """Each rank has a disk of its own, which is lost after four steps: the same bits as on one disk."""
+    whole, url = tmp_path / "whole", s3.url("runs/apart")
+    train(2, "--run-dir", str(whole), "--train-steps", "6", "--save-every", "2")
+    flags = [*MODEL, "--run-dir", url, "--save-every", "2"]
+    for steps, host in ((4, "a"), (6, "b")):
+        port = reserve_port()
+        ranks = [
+            start_rank(rank, 2, port, [*flags, "--train-steps", str(steps)], {"HOME": str(tmp_path / f"{host}{rank}")})
+            for rank in range(2)
+        ]
+        left = finish(ranks, 590)
+        assert [rank.code for rank in left] == [0, 0], left
+        assert "the hosts share no folder" in left[0].err
+    assert "at step 4" in left[0].err
+    store = Store(f"{url}/checkpoints")
+    newest = remote.committed(store)[0]
+    assert newest.startswith("step_00000006")
+    saved = {name: store.read(f"{newest}/{name}") for name in store.names(newest) if name.endswith(".safetensors")}
+    assert saved == shards(whole / "checkpoints/step_00000006")
+    assert losses(tmp_path / "b0/.cache/megalite/s3" / s3.bucket / "runs/apart") == losses(whole)
+    # Of what is uploaded no part stays, and each host brought only what its rank reads.
+    assert not list(tmp_path.glob("*/.cache/**/.tmp_*"))
+    assert len(list((tmp_path / "b1").glob("**/fetched/*/*.safetensors"))) <= 2
+
+
+@pytest.mark.full
+def test_data_in_the_store_are_the_data_on_the_disk(s3: S3, tmp_path: Path) -> None:
+    """The same losses and gradient norms."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with IndexedDatasetWriter(disk / "text", np.dtype("<u2")) as writer:
+        ids = np.random.default_rng(0).integers(0, 90, 300_000)
+        writer.add_documents(ids, [1000] * 300)
+        writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90})
+    for path in disk.iterdir():
+        Store(s3.url("data")).write(path.name, path.read_bytes())
+    model = [word for word in MODEL if word != "--mock-data"]
+    runs = {"disk": str(disk / "text"), "store": s3.url("data/text")}
+    for name, data in runs.items():
+        flags = ["--data", data, "--run-dir", str(tmp_path / name), "--cache-dir", str(tmp_path / "cache")]
+        left = run_ranks([*model, *flags, "--train-steps", "4"], 1)
+        assert left[0].code == 0, left
+    assert losses(tmp_path / "disk") == losses(tmp_path / "store")
+    assert s3.url("data/text") in (tmp_path / "store" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_run_continues_from_the_store_after_its_disk_is_lost(s3: S3, tmp_path: Path, world: int) -> None:
+    """Six steps without a break on a local disk, and with the disk lost after three: the same bits."""
+    whole = tmp_path / "whole"
+    train(world, "--run-dir", str(whole), "--train-steps", "6", "--save-every", "2")
+    url, cache = s3.url(f"runs/lost{world}"), tmp_path / "cache"
+    flags = ["--run-dir", url, "--cache-dir", str(cache), "--save-every", "2"]
+    train(world, *flags, "--train-steps", "4")
+    store = Store(f"{url}/checkpoints")
+    names = [name for name in store.names() if name.startswith("step_")]
+    assert [name[:13] for name in sorted(names)] == ["step_00000002", "step_00000004"]
+    assert sorted(store.names(max(names))) == [
+        "COMMIT",
+        "manifest.json",
+        *(f"rank_{rank:05d}.safetensors" for rank in range(world)),
+    ]
+    shutil.rmtree(cache)
+    said = train(world, *flags, "--train-steps", "6")
+    assert f"resumed from {cache}" in said[0]
+    local = cache / "s3" / s3.bucket / f"runs/lost{world}"
+    assert shards(local / "checkpoints/step_00000006") == shards(whole / "checkpoints/step_00000006")
+    assert losses(local) == losses(whole)
+    kept = sorted(name[:13] for name in store.names() if name.startswith("step_"))
+    # The one it resumed from is never pruned, as on a disk.
+    assert kept == ["step_00000004", "step_00000006"]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for text in (*said, *(path.read_bytes().decode("latin-1") for path in files)):
+        assert SECRET not in text
+        assert KEY_ID not in text

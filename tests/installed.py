@@ -1,0 +1,55 @@
+"""megalite as users have it: installed from its wheel, without the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.ranks import ROOT
+
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt", "pretrain_gpt.py")
+Installed = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def install(tmp: Path) -> Installed:
+    """Run programs of an environment that has megalite from its wheel, in an empty folder.
+
+    The packages that megalite depends on are those of the environment that runs the tests.
+    """
+    for name in ("csrc", "megalite"):
+        shutil.copytree(ROOT / name, tmp / "source" / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp / "source")
+    # Native kernels have tests of their own.
+    environment = {**os.environ, "MEGALITE_CUDA": "0", "CXX": "/no/compiler"}
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(tmp), str(tmp / "source")]
+    subprocess.run([*pip, *build], env=environment, check=True)
+    (wheel,) = tmp.glob("megalite-*.whl")
+    venv.create(tmp / "env", with_pip=False)
+    python = tmp / "env" / "bin" / "python"
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    (site,) = (tmp / "env" / "lib").glob("python*/site-packages")
+    # As lines of plain folders, whose own .pth files, with the checkout in them, are not read.
+    shared = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
+    (tmp / "work").mkdir()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
+
+    def run(program: str, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+        place = {"cwd": folder or tmp / "work", "env": environment, "timeout": 500}
+        # The environment's own, as its PATH finds it.
+        command = [shutil.which(program, path=environment["PATH"]) or program, *words]
+        return subprocess.run(command, capture_output=True, text=True, **place)  # type: ignore[call-overload]
+
+    places = "import megalite, pretrain_gpt, sys; print(megalite.__file__, pretrain_gpt.__file__, *sys.path)"
+    package, script, *path = run("python", "-c", places).stdout.split()
+    assert (Path(package), Path(script)) == (site / "megalite/__init__.py", site / "pretrain_gpt.py")
+    assert str(ROOT) not in path
+    return run

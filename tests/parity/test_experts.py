@@ -1,0 +1,390 @@
+"""Experts: loss, gradient norm and every gradient are those of one process, however they are distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from tests.parity import jobs
+from tests.parity.test_zero import assert_close, config, put_together, scaled, trained
+from tests.workers import WorkerPool
+
+EXPERTS = {"init_std": 0.12, "num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24}
+LOSSES = {"moe_aux_loss_coeff": 0.02, "moe_z_loss_coeff": 0.001}
+# Balanced by sequence, so that micro-batches of any size have the same gradients.
+MIXTRAL = jobs.llama(**EXPERTS, **LOSSES, moe_router_load_balancing_type="seq_aux_loss")
+# Weights as they are, a gated shared expert, a dense layer; balanced by micro-batch.
+QWEN = jobs.llama(
+    **EXPERTS | {"moe_topk": 3},
+    **LOSSES,
+    moe_renormalize=False,
+    moe_shared_ffn_size=16,
+    moe_shared_gate=True,
+    moe_dense_layers=(1,),
+)
+# One expert of each token, not gated; tied embeddings; no losses of the router.
+SWITCH = jobs.llama(**EXPERTS | {"moe_topk": 1}, moe_renormalize=False, activation="gelu", tie_embeddings=True)
+
+# (world, layout) -> rows that share the start of their ranks: (model, ZeRO, further layout, training options)
+Row = tuple[ModelConfig, int, dict[str, Any], dict[str, Any]]
+Shape = tuple[int, tuple[tuple[str, Any], ...]]
+
+
+def ranks_of(world: int, **layout: Any) -> Shape:
+    return world, tuple(layout.items())
+
+
+STRONG: dict[Shape, list[Row]] = {
+    ranks_of(4, ep=2): [
+        (MIXTRAL, 1, {}, {}),
+        (QWEN, 3, {}, {"recompute": "full"}),
+    ],
+    ranks_of(4, ep=2, tp=2): [
+        (MIXTRAL, 1, {"sequence_parallel": False}, {}),
+        (QWEN, 2, {}, {}),
+    ],
+    ranks_of(4, ep=4, tp=2, etp="1"): [(MIXTRAL, 3, {}, {}), (SWITCH, 1, {}, {"recompute": "selective"})],
+    ranks_of(8, ep=2, tp=2, pp=2): [(QWEN, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
+    ranks_of(4, ep=4, cp=2): [(MIXTRAL, 1, {}, {"micro_batch_size": 2})],
+}
+
+
+GRID: dict[Shape, list[Row]] = {
+    ranks_of(2, ep=2): [
+        (MIXTRAL, 0, {}, {}),
+        (QWEN, 1, {}, {"offload": "optimizer"}),
+        (SWITCH, 2, {}, {"recompute": "full"}),
+        (MIXTRAL, 3, {"zero_keep": "backward"}, {"micro_batch_size": 4}),
+        (MIXTRAL, 1, {"overlap_grad_reduce": False, "overlap_param_gather": False}, {}),
+    ],
+    ranks_of(4, ep=2): [
+        (SWITCH, 0, {}, {"micro_batch_size": 2}),
+        (MIXTRAL, 2, {"zero_group": "2"}, {}),
+        (QWEN, 3, {"zero_group": "2"}, {"recompute": "full"}),
+        (MIXTRAL, 2, {"zero_reduce": "step"}, {"loss_chunk": 5}),
+    ],
+    ranks_of(8, ep=8): [(MIXTRAL, 1, {}, {}), (QWEN, 3, {}, {})],
+    ranks_of(8, ep=4): [(MIXTRAL, 2, {}, {"recompute": "full"}), (SWITCH, 3, {}, {})],
+    ranks_of(2, tp=2): [
+        (MIXTRAL, 1, {}, {}),
+        (QWEN, 1, {"sequence_parallel": False}, {"micro_batch_size": 2}),
+        (SWITCH, 1, {"overlap_tp_reduce": False}, {"recompute": "full"}),
+    ],
+    ranks_of(2, tp=2, etp="1"): [(QWEN, 1, {}, {}), (MIXTRAL, 3, {}, {"recompute": "full"})],
+    ranks_of(4, ep=2, tp=2): [
+        (SWITCH, 3, {}, {}),
+        (QWEN, 3, {"sequence_parallel": False}, {"recompute": "full"}),
+        (MIXTRAL, 0, {}, {"micro_batch_size": 4}),
+    ],
+    ranks_of(4, ep=2, tp=2, etp="1"): [(MIXTRAL, 2, {}, {}), (QWEN, 1, {}, {"recompute": "full"})],
+    ranks_of(4, ep=2, pp=2): [
+        (MIXTRAL, 1, {"schedule": "1f1b"}, {}),
+        (MIXTRAL, 3, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
+        (SWITCH, 2, {"schedule": "zb-h1"}, {}),
+        (QWEN, 1, {"schedule": "zb-v", "vp": 2}, {}),
+    ],
+    ranks_of(4, ep=4, cp=2): [(QWEN, 3, {"cp_comm": "ring"}, {}), (SWITCH, 2, {}, {"recompute": "full"})],
+    ranks_of(8, ep=4, cp=2, tp=2, etp="1"): [(MIXTRAL, 1, {}, {}), (QWEN, 2, {}, {"micro_batch_size": 2})],
+    ranks_of(8, ep=2, cp=2, tp=2): [(QWEN, 1, {}, {}), (MIXTRAL, 3, {"sequence_parallel": False}, {})],
+    ranks_of(8, ep=4, tp=2, pp=2, etp="1"): [(QWEN, 1, {"schedule": "zb-h1"}, {}), (MIXTRAL, 2, {}, {})],
+}
+
+
+@cache
+def one_process(cfg: Config) -> tuple[list[tuple[float, float]], dict[str, np.ndarray]]:
+    """As in one process, where no choice between two experts is so close that rounding could turn it."""
+    from megalite.model.routing import Router
+
+    gaps: list[float] = []
+    logits_of = Router.forward
+
+    def forward(self: Router, x: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(self, x)
+        best = logits.detach().topk(self.k + 1).values
+        gaps.append((best[:, -2] - best[:, -1]).min().item())
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "forward", forward)
+        ((steps, boxes),) = trained(0, [cfg], 1)
+    assert min(gaps) > 1e-5
+    return steps, put_together([boxes])
+
+
+def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
+    world, layout = shape
+    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
+    ranks = pool.run(world, trained, cfgs, world)
+    for i, (model, zero, more, train) in enumerate(rows):
+        size = train.get("micro_batch_size", 1)
+        single = scaled(jobs.make_config(model, precision=train.get("precision", "fp32"), micro_batch_size=size))
+        what = f"{shape} zero {zero} {more} {train}"
+        assert_close([rank[i] for rank in ranks], *one_process(single), what)
+
+
+@pytest.mark.parametrize("shape", STRONG, ids=str)
+def test_same_gradients_wherever_experts_live(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, STRONG[shape])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_grid(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, GRID[shape])
+
+
+def test_the_grid_is_wide() -> None:
+    assert sum(map(len, [*STRONG.values(), *GRID.values()])) >= 30
+
+
+def assert_bitwise(results: Sequence[Any]) -> None:
+    """Loss, norm and gradients of each rank are the same in all rows."""
+    for rank in results:
+        steps, boxes = rank[0]
+        for other_steps, others in rank[1:]:
+            assert other_steps == steps
+            for name, (_, held) in boxes.items():
+                for (_, part), (_, other) in zip(held, others[name][1], strict=True):
+                    assert np.array_equal(part, other), name
+
+
+def test_recomputation_repeats_every_choice(pool: WorkerPool) -> None:
+    cfgs = [config(QWEN, 1, {"ep": 2, "tp": 2}, recompute=recompute) for recompute in ("none", "selective", "full")]
+    assert_bitwise(pool.run(4, trained, cfgs, 4))
+
+
+@pytest.mark.full
+def test_split_backward_passes_are_bitwise_the_same(pool: WorkerPool) -> None:
+    cfgs = [config(MIXTRAL, 1, {"ep": 2, "pp": 2, "schedule": schedule}) for schedule in ("1f1b", "zb-h1")]
+    assert_bitwise(pool.run(4, trained, cfgs, 4))
+
+
+def test_balance_by_sequence_does_not_know_micro_batches() -> None:
+    for model, same in ((MIXTRAL, True), (QWEN, False)):
+        steps, gradients = one_process(scaled(jobs.make_config(model)))
+        for size in (2, 4):
+            more_steps, more = one_process(scaled(jobs.make_config(model, micro_batch_size=size)))
+            np.testing.assert_allclose(more_steps[0], steps[0], rtol=1e-5 if same else 1e-2)
+            router = "layers.0.mlp.router.weight"
+            close = np.allclose(more[router], gradients[router], rtol=1e-4, atol=1e-5 * np.abs(gradients[router]).max())
+            assert close == same, (size, same)
+
+
+def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any:
+    """`trained`, wrong in one way."""
+    from types import SimpleNamespace
+
+    from megalite.dist.collectives import FinishedWork
+    from megalite.model import moe, routing
+    from megalite.model.ffn import moe as kind
+    from megalite.model.parameters import param_map
+    from megalite.ops.grouped import grouped_wgrad
+    from megalite.sharding import Shard
+    from megalite.tensor_parallel.dispatch import Dispatch
+    from megalite.tensor_parallel.experts import GroupedLinear
+
+    (parallel,) = {cfg.parallel for cfg in cfgs}
+    balance, way, axes = routing.Router._balance, Dispatch.of, Shard.reduce.fget
+    spread, declared, init = moe.copy_to, kind._router, GroupedLinear.__init__
+
+    def divided(self: Any, *args: Any) -> Any:
+        loss, counts = balance(self, *args)
+        return loss / parallel.cp, counts
+
+    def by_stride(ids: torch.Tensor, num: int, ep: Any) -> Dispatch:
+        return way(ids % ep.size * (num // ep.size) + ids // ep.size, num, ep)
+
+    def over_dp(self: Shard) -> tuple[str, ...]:
+        return (*axes(self), *(("ep",) if "ep" in self.layout.grid.names else ()))
+
+    def averaged(main_grad: torch.Tensor, dy: torch.Tensor, *rest: Any) -> None:
+        grouped_wgrad(main_grad, dy / parallel.ep, *rest)
+
+    def averaging(self: Any, weight: Any, queue: Any, ops: Any) -> None:
+        init(self, weight, queue, replace(ops, grouped_wgrad=averaged))
+
+    wrong: dict[str, tuple[Any, str, Any]] = {
+        "weights without the copy": (moe, "copy_to", lambda x, tp: x if x.shape[-1] == 2 else spread(x, tp)),
+        "router not summed over tp": (kind, "_router", lambda *args: replace(declared(*args), partial=())),
+        "balance divided by cp": (routing.Router, "_balance", divided),
+        "counts of one rank": (
+            routing,
+            "collectives",
+            SimpleNamespace(all_reduce=lambda x, axis: FinishedWork()),
+        ),
+        "experts averaged by ep": (GroupedLinear, "__init__", averaging),
+        "experts summed over dp": (Shard, "reduce", property(over_dp)),
+        "experts by stride": (Dispatch, "of", by_stride),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*wrong[fault])
+        param_map.cache_clear()
+        try:
+            return trained(rank, cfgs, world)
+        finally:
+            param_map.cache_clear()
+
+
+FAULTS: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
+    "weights without the copy": (2, MIXTRAL, {"tp": 2, "sequence_parallel": False}),
+    "router not summed over tp": (2, MIXTRAL, {"tp": 2}),
+    "balance divided by cp": (2, MIXTRAL, {"cp": 2}),
+    "counts of one rank": (2, MIXTRAL, {"cp": 2}),
+    "experts averaged by ep": (2, MIXTRAL, {"ep": 2}),
+    "experts summed over dp": (4, MIXTRAL, {"ep": 2}),
+    "experts by stride": (2, MIXTRAL, {"ep": 2}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
+    world, model, parallel = FAULTS[fault]
+    ranks = pool.run(world, with_fault, fault, [config(model, 1, parallel)], world)
+    with pytest.raises(AssertionError):
+        assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(model))), fault)
+
+
+def unused(rank: int, cfgs: Sequence[Config], world: int) -> Any:
+    """`trained`, with routers that never choose the second half of the experts."""
+    from megalite.model.routing import Router
+
+    logits_of = Router.forward
+
+    def forward(self: Router, x: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(self, x)
+        return logits - 100 * (torch.arange(logits.shape[1]) >= 4)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "forward", forward)
+        return trained(rank, cfgs, world)
+
+
+def test_experts_and_ranks_without_a_token(pool: WorkerPool) -> None:
+    ((steps, boxes),) = unused(0, [scaled(jobs.make_config(MIXTRAL))], 1)
+    gradients = put_together([boxes])
+    for zero in (1, 3):
+        ranks = pool.run(4, unused, [config(MIXTRAL, zero, {"ep": 4})], 4)
+        assert_close([rank[0] for rank in ranks], steps, gradients, f"zero {zero}")
+    for name in ("gate_up_proj", "down_proj"):
+        held = gradients[f"layers.2.mlp.experts.{name}.weight"]
+        assert np.abs(held[:4]).min((1, 2)).shape == (4,)
+        assert (np.abs(held[:4]).max((1, 2)) > 0).all()
+        assert (held[4:] == 0).all()
+
+
+def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[tuple[float, float, float]]:
+    """Figures of the routers of one step."""
+    from megalite.model.routing import Router
+    from megalite.train.step import train_step
+
+    logits_of = Router.forward
+    out = []
+    with pytest.MonkeyPatch.context() as patch:
+        if skewed:
+            patch.setattr(Router, "forward", lambda self, x: logits_of(self, x) + 50.0 * (torch.arange(8) < 2))
+        for cfg in cfgs:
+            engine = jobs.start(rank, cfg, world)
+            share = np.split(jobs.batches(1)[0], engine.ctx.dp.size)[engine.ctx.dp.rank]
+            figures = train_step(engine, share, 1).routing
+            assert figures is not None
+            out.append((figures.aux_loss, figures.z_loss, figures.expert_load))
+    return out
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_figures_of_the_routers(pool: WorkerPool, skewed: bool) -> None:
+    """The same in any layout, once under recomputation; two experts that take every token have E / k times the mean."""
+    ((aux, z, load),) = routed(0, [jobs.make_config(MIXTRAL)], 1, skewed)
+    assert (load == 4.0) if skewed else (1.0 < load < 4.0)
+    # Four layers; a balanced one has 1, one with all tokens at two of eight experts nearly 4.
+    assert 15.9 < aux <= 16.0 if skewed else 4.0 < aux < 6.0
+    cfgs = [
+        jobs.make_config(MIXTRAL, {"ep": 2, "tp": 2}, recompute="full"),
+        jobs.make_config(MIXTRAL, {"ep": 2, "tp": 2, "sequence_parallel": False}),
+        jobs.make_config(MIXTRAL, {"ep": 2, "pp": 2, "schedule": "zb-v", "vp": 2}, recompute="full"),
+        jobs.make_config(MIXTRAL, {"ep": 4, "cp": 2}, micro_batch_size=2),
+    ]
+    for rank in pool.run(4, routed, cfgs, 4, skewed):
+        for figures in rank:
+            np.testing.assert_allclose(figures, (aux, z, load), rtol=1e-5)
+
+
+def masters(rank: int, cfg: Config, world: int) -> Any:
+    """What this rank owns of the weights after two steps."""
+    engine = jobs.start(rank, cfg, world)
+    steps = jobs.run_steps(engine, 2)
+    boxes: Any = {}
+    for state in engine.optimizer.states():
+        if state.role == "master" and state.is_owner:
+            held = boxes.setdefault(state.name, (state.shape, []))[1]
+            held += [(b.index, state.flat[b.at : b.at + b.numel].view(b.shape).numpy().copy()) for b in state.slices]
+    return steps, boxes
+
+
+def test_clipping_knows_the_norm_of_all_experts(pool: WorkerPool) -> None:
+    single = jobs.make_config(MIXTRAL)
+    (norm, *_) = [norm for _, norm in masters(0, single, 1)[0]]
+    clipped = replace(single.optim, clip_grad=norm / 2)
+    steps, boxes = masters(0, replace(single, optim=clipped), 1)
+    expected = put_together([boxes])
+    cfg = replace(jobs.make_config(MIXTRAL, {"ep": 4}), optim=clipped)
+    ranks = pool.run(4, masters, cfg, 4)
+    held = put_together([boxes for _, boxes in ranks])
+    for name, weights in expected.items():
+        # Adam's first steps have the sign of a gradient, and rounding may turn that of a tiny one.
+        far = np.abs(held[name] - weights) > 1e-6
+        assert far.mean() < 1e-3, name
+    np.testing.assert_allclose(ranks[0][0], steps, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["lamb", pytest.param("lars", marks=pytest.mark.full)])
+def test_each_expert_has_a_trust_ratio(pool: WorkerPool, rule: str) -> None:
+    """Weights after two steps, by rules that take norms of whole parameters: a stack of experts is none."""
+    single = jobs.make_config(MIXTRAL)
+    optim = replace(single.optim, optimizer=rule)
+    steps, boxes = masters(0, replace(single, optim=optim), 1)
+    expected = put_together([boxes])
+    for parallel in ({"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": "1"}, {"ep": 2, "zero": 0}):
+        ranks = pool.run(4, masters, replace(jobs.make_config(MIXTRAL, parallel), optim=optim), 4)
+        np.testing.assert_allclose(ranks[0][0], steps, rtol=1e-5)
+        held = put_together([boxes for _, boxes in ranks])
+        for name, weights in expected.items():
+            assert (np.abs(held[name] - weights) > 1e-6).mean() < 1e-3, (parallel, name)
+
+
+# Types and options that round: (further layout, optimizer, training options), and how far losses may be.
+ROUNDING: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
+    ({}, {}, {"precision": "bf16"}, 1e-2),
+    ({}, {}, {"precision": "bf16", "grad_dtype": "bf16"}, 1e-2),
+    ({}, {"initial_loss_scale": 512.0}, {"precision": "fp16"}, 1e-2),
+    ({}, {}, {"compress": "int8"}, 1e-3),
+    ({}, {"optimizer": "muon"}, {}, 1e-4),
+    ({"zero": 3}, {}, {"offload": "optimizer+params"}, 1e-5),
+]
+
+
+def losses(rank: int, cfgs: Sequence[Config], world: int) -> list[list[float]]:
+    return [[loss for loss, _ in jobs.train(rank, cfg, world, 3)] for cfg in cfgs]
+
+
+@pytest.mark.full
+def test_types_and_options_that_round(pool: WorkerPool) -> None:
+    def rows(layout: dict[str, Any]) -> list[Config]:
+        out = []
+        for parallel, optim, train, _ in ROUNDING:
+            cfg = jobs.make_config(QWEN, {**layout, **parallel} if layout else {}, **(train if layout else {}))
+            out.append(replace(cfg, optim=replace(cfg.optim, **optim)))
+        return out
+
+    expected = losses(0, rows({}), 1)
+    for rank in pool.run(4, losses, rows({"ep": 2, "tp": 2}), 4):
+        for got, want, (*_, far) in zip(rank, expected, ROUNDING, strict=True):
+            np.testing.assert_allclose(got, want, rtol=far)

@@ -1,0 +1,195 @@
+"""A real object store on this machine: moto's server, which speaks S3, and a proxy that breaks what passes."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.ranks import reserve_port
+
+# Looked for in everything that the tests of stores leave.
+KEY_ID, SECRET = "AKIAMEGALITETEST0001", "sEcReT/of+megalite0123456789abcdefghijkl"
+
+
+@dataclass
+class S3:
+    """A server, and the environment that leads to it.
+
+    Attributes:
+        port: where it listens on 127.0.0.1.
+        process: the server.
+        bucket: name of a bucket that exists.
+    """
+
+    port: int
+    process: subprocess.Popen[bytes]
+    bucket: str = "bucket"
+
+    @property
+    def env(self) -> dict[str, str]:
+        return environment(self.port)
+
+    def url(self, name: str) -> str:
+        """A URL in the bucket."""
+        return f"s3://{self.bucket}/{name}"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def environment(port: int) -> dict[str, str]:
+    """What the store's own tools read."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def start_s3(log: Path) -> S3:
+    """Start a server with an empty bucket; it writes to a log."""
+    port = reserve_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with log.open("wb") as f:
+        process = subprocess.Popen(command, stdout=f, stderr=f, env={**os.environ, **environment(port)})
+    s3 = S3(port, process)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/{s3.bucket}", method="PUT")
+            urllib.request.urlopen(request).close()
+            return s3
+        except OSError as e:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"moto did not start ({e}): {log.read_text()[-2000:]}") from None
+            time.sleep(0.05)
+
+
+@dataclass
+class Fault:
+    """What a proxy breaks.
+
+    Attributes:
+        match: pattern of "METHOD /path?query".
+        kind: "503", "403" or "507" (answered so, nothing passes), "hang" (never answered), "cut" (half of the answer),
+            "cut-request" (the connection is closed in the middle of what is sent), "short" (an answer without its last
+            byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and again).
+        times: how often.
+        happened: how often it has.
+    """
+
+    match: str
+    kind: str
+    times: int = 1 << 30
+    happened: int = 0
+    first: tuple[int, list[tuple[str, str]], bytes] | None = None
+
+
+class BreakingProxy:
+    """Stands between a client and a server on this machine, and breaks what its faults name.
+
+    Attributes:
+        faults: the first that matches a request and is not used up happens.
+        requests: "METHOD /path?query" of all that came, in order.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.target, self.faults, self.requests = port, list[Fault](), list[str]()
+        proxy, self.closing = self, threading.Event()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                proxy.handle(self)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def handle(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        """Pass a request on, or not."""
+        line = f"{request.command} {request.path}"
+        self.requests.append(line)
+        fault = next((f for f in self.faults if f.happened < f.times and re.search(f.match, line)), None)
+        if fault is not None:
+            fault.happened += 1
+        kind = fault.kind if fault is not None else ""
+        size = int(request.headers.get("Content-Length", 0))
+        if kind == "hang":
+            self.closing.wait()
+            return
+        if kind == "cut-request":
+            request.rfile.read(size // 2)
+            request.connection.shutdown(socket.SHUT_RDWR)
+            request.close_connection = True
+            return
+        body = request.rfile.read(size)
+        if kind in ("503", "403", "507"):
+            code = {"503": "SlowDown", "403": "AccessDenied", "507": "QuotaExceeded"}[kind]
+            text = f"<Error><Code>{code}</Code><Message>{code} by {KEY_ID}</Message></Error>".encode()
+            self.send(request, int(kind), [("Content-Type", "application/xml")], text, len(text))
+            return
+        if kind == "replay" and fault is not None and fault.first is not None:
+            self.send(request, *fault.first, len(fault.first[2]))
+            return
+        connection = http.client.HTTPConnection("127.0.0.1", self.target, timeout=60)
+        connection.request(request.command, request.path, body, dict(request.headers))
+        response = connection.getresponse()
+        data = response.read()
+        headers = [(k, v) for k, v in response.getheaders() if k.lower() not in ("content-length", "transfer-encoding")]
+        length = int(response.getheader("Content-Length") or len(data))
+        connection.close()
+        if fault is not None and kind == "replay":
+            fault.first = (response.status, headers, data)
+        if kind == "short":
+            data, length = data[:-1], length - 1
+        if kind == "corrupt":
+            middle = len(data) // 2
+            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        if kind in ("short", "corrupt"):
+            headers = [(k, v) for k, v in headers if "checksum" not in k.lower()]
+        self.send(request, response.status, headers, data[: len(data) // 2] if kind == "cut" else data, length)
+        if kind == "cut":
+            request.connection.shutdown(socket.SHUT_RDWR)
+            request.close_connection = True
+
+    @staticmethod
+    def send(
+        request: http.server.BaseHTTPRequestHandler,
+        status: int,
+        headers: list[tuple[str, str]],
+        data: bytes,
+        length: int,
+    ) -> None:
+        request.send_response_only(status)
+        for name, value in headers:
+            request.send_header(name, value)
+        request.send_header("Content-Length", str(length))
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(data)
+
+    def close(self) -> None:
+        self.closing.set()
+        self.server.shutdown()
+        self.server.server_close()

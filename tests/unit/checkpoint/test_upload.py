@@ -1,0 +1,475 @@
+"""Uploads to a real S3 server, through a proxy that breaks them: nothing is half-visible, and nothing local is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.base import store as store_module
+from megalite.base.errors import UserError
+from megalite.base.slices import Slice
+from megalite.base.store import MissingObject, Store, StoreError, cached_at, check_url
+from megalite.checkpoint import remote, upload
+from megalite.checkpoint.claim import Claim
+from megalite.checkpoint.fragments import SavedBox, assemble
+from megalite.checkpoint.manifest import Manifest, box_key, commit_text
+from megalite.checkpoint.mirror import Mirror, SaveError
+from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
+from megalite.checkpoint.upload import Part, Uploader
+from megalite.config.run import RunConfig
+from tests.stores import KEY_ID, S3, SECRET, BreakingProxy, Fault
+
+META = {
+    "step": 0,
+    "consumed_samples": 0,
+    "config": {"model": {}, "data": {}, "train": {}},
+    "scalars": {"num_steps": 0, "loss_scale": 1.0, "loss_scale_good_steps": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same number of attempts, with pauses a hundredth as long."""
+    monkeypatch.setattr(store_module, "_FIRST_PAUSE_S", 0.002)
+
+
+@pytest.fixture
+def url(s3: S3) -> str:
+    """A place of the test's own."""
+    return s3.url(f"runs/{secrets.token_hex(4)}/checkpoints")
+
+
+def make_part(
+    folder: Path, url: str, step: int, rank: int = 0, world: int = 1, save_id: str = "0" * 16, **orders: Any
+) -> Part:
+    """A rank's part of a checkpoint as its writer leaves it: 2,500 elements for each rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    box = SavedBox("master", "w", "F32", (world * 2500,), Slice((rank * 2500,), (2500,), 0))
+    key = box_key(box.kind, box.name, box.box.offset)
+    header, begins = make_header([(key, box.dtype, box.box.shape)])
+    path = folder / f"step_{step}_rank_{rank:05d}.safetensors"
+    size, crcs = write_file(path, [header, os.urandom(10_000)])
+    name = f"rank_{rank:05d}.safetensors"
+    fragment = {
+        "save_id": save_id,
+        "file": {"name": name, "size": size, "header": len(header), "crc32": crcs},
+        "boxes": [box._replace(box=Slice(box.box.offset, box.box.shape, begins[key])).to_json()],
+    }
+    job = {
+        "name": f"step_{step:08d}",
+        "full": True,
+        "save_id": save_id,
+        "rank": rank,
+        "world": world,
+        "root": str(folder / "checkpoints"),
+        "manifest": {"run_id": "r", "step": step, "topology": {}, "meta": {**META, "step": step}},
+        "remote": {
+            "hold": False,
+            "shared": True,
+            "base": -1,
+            "written": [],
+            "keep": [],
+            "keep_last": 2,
+            "owner": "me",
+            **orders,
+        },
+    }
+    return Part(job, os.open(path, os.O_RDONLY), fragment)
+
+
+def upload_parts(url: str, *parts: Part, owner: str = "me") -> list[dict[str, Any]]:
+    """Upload parts, each by a writer of its own; their reports, without notes."""
+    Store(url).write(remote.OWNER, owner.encode())
+    reports: queue.Queue[dict[str, Any]] = queue.Queue()
+    for part in parts:
+        Uploader(url, lambda report: None if "note" in report else reports.put(report)).add(part)
+    return [reports.get(timeout=300) for _ in parts]
+
+
+def test_a_checkpoint_of_two_ranks_arrives_and_comes_back(url: str, tmp_path: Path) -> None:
+    parts = [make_part(tmp_path, url, 3, rank, 2) for rank in (1, 0)]
+    sent = {p.fragment["file"]["name"]: os.pread(p.descriptor, 1 << 20, 0) for p in parts}
+    assert [r["error"] for r in upload_parts(url, *parts)] == ["", ""]
+    store = Store(url)
+    assert remote.committed(store) == ["step_00000003-" + "0" * 16]
+    copy = remote.fetch(store, remote.committed(store)[0], tmp_path / "fetched")
+    assert sorted(p.name for p in copy.iterdir()) == ["COMMIT", "SOURCE", "manifest.json"]
+    manifest = remote_manifest(copy)
+    for entry in manifest.files:
+        remote.bring(copy, entry.name, entry.size, entry.crc32)
+        assert (copy / entry.name).read_bytes() == sent[entry.name]
+
+
+def remote_manifest(copy: Path) -> Manifest:
+    data = (copy / "manifest.json").read_bytes()
+    assert (copy / "COMMIT").read_bytes() == commit_text(data)
+    return Manifest.from_json(data, "manifest")
+
+
+STRONG = (("rank_00000.safetensors", "cut-request"), ("COMMIT", "403"))
+PASSING = {
+    "throttled": Fault("PUT .*rank_00000.safetensors", "503", 3),
+    "cut in the middle of a part": Fault("PUT .*rank_00000.safetensors", "cut-request", 2),
+    "cut in the middle of an answer": Fault("GET .*list-type", "cut", 2),
+    "no answer": Fault("PUT .*COMMIT", "hang", 1),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING, ids=lambda name: name.replace(" ", "-"))
+def test_what_passes_is_tried_again(
+    url: str, tmp_path: Path, proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    made = PASSING[fault]
+    if made.kind == "hang":
+        options = store_module._OPTIONS["s3"]["config_kwargs"]
+        monkeypatch.setitem(store_module._OPTIONS, "s3", {"config_kwargs": {**options, "read_timeout": 3}})
+    proxy.faults = [Fault(made.match, made.kind, made.times)]
+    assert upload_parts(url, make_part(tmp_path, url, 1))[0]["error"] == ""
+    assert proxy.faults[0].happened == made.times
+    assert len(remote.committed(Store(url))) == 1
+
+
+@pytest.mark.parametrize(
+    ("match", "kind"),
+    [
+        pytest.param(match, kind, marks=[] if (match, kind) in STRONG else pytest.mark.full)
+        for match in ("rank_00000.safetensors", "manifest.json", "COMMIT")
+        for kind in ("503", "403", "507", "cut-request")
+    ],
+)
+def test_a_store_that_takes_nothing_leaves_nothing_visible(
+    url: str, tmp_path: Path, proxy: BreakingProxy, kind: str, match: str
+) -> None:
+    """The attempts are bounded, the local file stays, and what was committed before is whole."""
+    assert upload_parts(url, make_part(tmp_path, url, 1))[0]["error"] == ""
+    proxy.faults = [Fault(f"PUT .*{match}", kind)]
+    part = make_part(tmp_path, url, 2, save_id="1" * 16, written=["step_00000001-" + "0" * 16])
+    error = upload_parts(url, part)[0]["error"]
+    assert match in error
+    assert KEY_ID not in error
+    assert SECRET not in error
+    # aiohttp itself repeats a request once whose connection was cut.
+    attempts = 1 if kind == "403" else store_module.ATTEMPTS
+    assert attempts <= proxy.faults[0].happened <= attempts * (1 + (kind == "cut-request"))
+    assert (tmp_path / "step_2_rank_00000.safetensors").stat().st_size > 10_000
+    proxy.faults = []
+    assert [name[:13] for name in remote.committed(Store(url))] == ["step_00000001"]
+    # The next one takes away what was left of it.
+    part = make_part(tmp_path, url, 3, save_id="2" * 16, written=["step_00000001-" + "0" * 16])
+    assert upload_parts(url, part)[0]["error"] == ""
+    names = sorted(name for name in Store(url).names() if name.startswith("step"))
+    assert names == ["step_00000001-" + "0" * 16 + "/", "step_00000003-" + "2" * 16 + "/"]
+
+
+def test_a_missing_part_is_not_committed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "_PATIENCE_S", 1.0)
+    report = upload_parts(url, make_part(tmp_path, url, 1, 0, 2))[0]
+    assert "rank_00001.json" in report["error"]
+    assert remote.committed(Store(url)) == []
+
+
+def test_a_rank_that_is_ahead_keeps_its_part(url: str, tmp_path: Path) -> None:
+    """Rank 1 has uploaded its part of step 2 when rank 0 commits step 1, and deletes what is left of older saves."""
+    first = [make_part(tmp_path, url, 1, rank, 2) for rank in (1, 0)]
+    ahead = make_part(tmp_path, url, 2, 1, 2, save_id="1" * 16)
+    last = make_part(tmp_path, url, 2, 0, 2, save_id="1" * 16, written=[first[0].name])
+    for part in (ahead, *first, last):
+        assert upload_parts(url, part)[0]["error"] == ""
+    assert [name[:13] for name in remote.committed(Store(url))] == ["step_00000002", "step_00000001"]
+
+
+def test_an_object_that_became_short_is_not_committed(url: str, tmp_path: Path) -> None:
+    part = make_part(tmp_path, url, 1, 1, 2)
+    assert upload_parts(url, part)[0]["error"] == ""
+    store = Store(url)
+    name = f"{part.name}/rank_00001.safetensors"
+    store.write(name, store.read(name)[:-1])
+    report = upload_parts(url, make_part(tmp_path, url, 1, 0, 2))[0]
+    assert "rank_00001.safetensors: has" in report["error"]
+    assert remote.committed(store) == []
+
+
+@pytest.mark.parametrize("kind", ["short", "corrupt", "cut"])
+def test_a_download_that_was_broken_on_its_way_is_repeated(
+    url: str, tmp_path: Path, proxy: BreakingProxy, kind: str
+) -> None:
+    part = make_part(tmp_path, url, 1)
+    sent = os.pread(part.descriptor, 1 << 20, 0)
+    assert upload_parts(url, part)[0]["error"] == ""
+    store = Store(url)
+    copy = remote.fetch(store, remote.committed(store)[0], tmp_path / "fetched")
+    proxy.faults = [Fault("GET .*safetensors", kind, 2)]
+    entry = remote_manifest(copy).files[0]
+    remote.bring(copy, entry.name, entry.size, entry.crc32)
+    assert (copy / entry.name).read_bytes() == sent
+    assert proxy.faults[0].happened == 2
+
+
+def test_damage_in_the_store_is_an_error(url: str, tmp_path: Path) -> None:
+    assert upload_parts(url, make_part(tmp_path, url, 1))[0]["error"] == ""
+    store = Store(url)
+    name = remote.committed(store)[0]
+    data = bytearray(store.read(f"{name}/rank_00000.safetensors"))
+    data[-1] ^= 1
+    store.write(f"{name}/rank_00000.safetensors", bytes(data))
+    copy = remote.fetch(store, name, tmp_path / "fetched")
+    entry = remote_manifest(copy).files[0]
+    with pytest.raises(StoreError, match="differs from its checksum"):
+        remote.bring(copy, entry.name, entry.size, entry.crc32)
+    assert not (copy / entry.name).exists()
+
+
+def test_keep_last_and_what_a_run_does_not_continue(url: str, tmp_path: Path) -> None:
+    names = []
+    for step in (1, 2, 3):
+        part = make_part(tmp_path, url, step, save_id=str(step) * 16, written=names)
+        names.append(part.name)
+        assert upload_parts(url, part)[0]["error"] == ""
+    store = Store(url)
+    assert remote.committed(store) == [names[2], names[1]]
+    # Another run continues from step 2: step 3 is set aside, and step 2 never pruned.
+    mine: list[str] = []
+    for step in (3, 4, 5):
+        part = make_part(tmp_path / "b", url, step, save_id="b" * 16, base=2, keep=[names[1]], written=mine)
+        mine.append(part.name)
+        assert upload_parts(url, part)[0]["error"] == ""
+    assert remote.committed(store) == [mine[2], mine[1], names[1]]
+    assert "ASIDE" in store.names(names[2])
+    assert f"{names[0]}/" not in store.names()
+    assert f"{mine[0]}/" not in store.names()
+
+
+def test_a_listing_that_is_old(url: str, tmp_path: Path, proxy: BreakingProxy) -> None:
+    """It names what is deleted and lacks what is new: the newest checkpoint is found, and nothing that is gone."""
+    names = []
+    store = Store(url)
+    proxy.faults = [Fault("GET .*list-type.*delimiter", "replay", 0)]
+    for step in (1, 2, 3, 4):
+        part = make_part(tmp_path, url, step, save_id=str(step) * 16, written=names)
+        names.append(part.name)
+        assert upload_parts(url, part)[0]["error"] == ""
+        if step == 2:
+            old = store.names()
+    assert {n.rstrip("/") for n in old} >= {names[0], names[1]}
+    real = Store.names
+
+    def names_of(self: Store, folder: str = "") -> dict[str, int]:
+        return old if not folder else real(self, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "names", names_of)
+        assert remote.committed(store) == [names[3]]
+
+
+def test_two_runs_on_one_place(url: str, tmp_path: Path) -> None:
+    """The one that started last has it; the other ends without a trace in what can be resumed from."""
+    first, second = make_part(tmp_path, url, 1), make_part(tmp_path / "b", url, 2, save_id="1" * 16, owner="other")
+    owner = json.dumps({"run_id": "abc", "host": "elsewhere"})
+    second.job["remote"]["owner"] = owner
+    assert upload_parts(url, second, owner=owner)[0]["error"] == ""
+    report = upload_parts(url, first, owner=owner)[0]
+    assert report["taken"]
+    assert "has been taken by run abc on elsewhere" in report["error"]
+    assert remote.committed(Store(url)) == [second.name]
+
+
+def test_a_held_part_is_uploaded_when_released(url: str, tmp_path: Path) -> None:
+    Store(url).write(remote.OWNER, b"me")
+    reports: queue.Queue[dict[str, Any]] = queue.Queue()
+    uploader = Uploader(url, reports.put)
+    assert not uploader.release()
+    for step in (1, 2):
+        uploader.add(make_part(tmp_path, url, step, hold=True))
+        (tmp_path / f"step_{step}_rank_00000.safetensors").unlink()
+    assert uploader.release()
+    assert reports.get(timeout=300)["error"] == ""
+    assert [name[:13] for name in remote.committed(Store(url))] == ["step_00000002"]
+
+
+def test_manifest_of_fragments_is_the_one_of_a_local_save() -> None:
+    with pytest.raises(BadCheckpoint):
+        Manifest.from_json(assemble({"run_id": "", "step": 0, "topology": {}, "meta": {}}, []).to_json(), "m")
+
+
+def test_forbidden_and_missing(s3: S3, proxy: BreakingProxy) -> None:
+    proxy.faults = [Fault("/bucket/closed", "403")]
+    with pytest.raises(StoreError, match="s3://bucket/closed/a") as e:
+        Store(s3.url("closed")).write("a", b"1")
+    assert KEY_ID not in str(e.value)
+    assert len(proxy.requests) == 1
+    with pytest.raises(MissingObject):
+        Store(s3.url("nothing")).read("a")
+    assert Store(s3.url("nothing")).names() == {}
+
+
+def test_urls() -> None:
+    assert cached_at("s3://b/x/y", "/c") == Path("/c/s3/b/x/y")
+    assert cached_at("runs/x", "/c") == Path("runs/x")
+    for bad in (
+        "s3://me:secret@b/x",
+        "s3://b/x?token=secret",
+        "s3://",
+        "s3://b/../c",
+        "S3://secret/x",
+        "simplecache::s3://secret/x",
+    ):
+        with pytest.raises(Exception, match="--run-dir") as e:
+            check_url("--run-dir", bad)
+        assert "secret" not in str(e.value)
+
+    check_url("--run-dir", "abfs://container@account/x")
+    for options in ({"init_from_hf": "s3://secret/x"}, {"calibration": "s3://secret/x"}, {"run_dir": "memory://m/x"}):
+        with pytest.raises(UserError) as e:
+            RunConfig(**options)  # type: ignore[arg-type]
+        assert "secret" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://user:hidden@minio:9000/x refused",
+        "Authorization: Bearer hidden",
+        "{'Authorization': 'Bearer hidden'}",
+        "https://a/b?sv=1&sig=hidden&x=1",
+        "AccountName=a;AccountKey=hidden==;x",
+        "password=hidden",
+    ],
+)
+def test_no_error_shows_a_credential(text: str) -> None:
+    assert "hidden" not in store_module._describe(OSError(text))
+
+
+def test_other_stores(tmp_path: Path) -> None:
+    for store in (Store(f"memory://m/{tmp_path.name}"), Store(f"file://{tmp_path}")):
+        store.write("a/b", b"12345")
+        assert store.read("a/b", 1, 3) == b"23"
+        assert store.names() == {"a/": 0}
+        assert store.names("a") == {"b": 5}
+        store.delete(["a/b", "a/c"])
+        assert store.names("a") == {}
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(Exception, match=r"megalite\[cloud\]"):
+        Store("gs://bucket/x")
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path) -> str:
+    """A place in a folder that stands for a store."""
+    return f"file://{tmp_path}/store/checkpoints"
+
+
+def test_a_copy_knows_the_checksums(folder_url: str, tmp_path: Path) -> None:
+    """Also for a rank that has dropped them after it had verified its share."""
+    assert upload_parts(folder_url, make_part(tmp_path, folder_url, 1))[0]["error"] == ""
+    store = Store(folder_url)
+    name = remote.committed(store)[0]
+    data = bytearray(store.read(f"{name}/rank_00000.safetensors"))
+    data[-1] ^= 1
+    store.write(f"{name}/rank_00000.safetensors", bytes(data))
+    copy = remote.fetch(store, name, tmp_path / "fetched")
+    entry = remote_manifest(copy).files[0]
+    with pytest.raises(StoreError, match="differs from its checksum"):
+        remote.bring(copy, entry.name, entry.size, ())
+
+
+def test_copies_of_others_stay(folder_url: str, tmp_path: Path) -> None:
+    """Two tools read two checkpoints; the run itself keeps one copy."""
+    for step in (1, 2):
+        part = make_part(tmp_path, folder_url, step, save_id=str(step) * 16, written=["step_00000001-" + "1" * 16])
+        assert upload_parts(folder_url, part)[0]["error"] == ""
+    store, into = Store(folder_url), tmp_path / "fetched"
+    new, old = (remote.fetch(store, name, into) for name in remote.committed(store))
+    assert new.exists()
+    new.rename(into / "other")
+    remote.fetch(store, new.name, into, alone=True)
+    assert not old.exists()
+
+
+def test_parts_that_no_other_host_sees_go(folder_url: str, tmp_path: Path) -> None:
+    """Held and replaced, failed, and uploaded: nothing of them stays on the disk once a later one is uploaded."""
+    reports: queue.Queue[dict[str, Any]] = queue.Queue()
+    uploader = Uploader(folder_url, reports.put)
+
+    def add(step: int, hold: bool = False) -> Path:
+        part = make_part(tmp_path, folder_url, step, hold=hold, shared=False)
+        here = tmp_path / f".tmp_{step}"
+        here.mkdir()
+        (tmp_path / f"step_{step}_rank_00000.safetensors").rename(here / "rank_00000.safetensors")
+        part.job["temporary"] = str(here)
+        uploader.add(part)
+        return here
+
+    failed = add(1)  # nobody owns the place yet
+    assert reports.get(timeout=300)["error"]
+    assert failed.exists()
+    Store(folder_url).write(remote.OWNER, b"me")
+    held = add(2, hold=True)
+    done = add(3)
+    assert reports.get(timeout=300)["error"] == ""
+    assert not [path for path in (failed, held, done) if path.exists()]
+
+
+def test_a_place_that_is_taken_after_the_commit(
+    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the other run is set aside."""
+
+    def taken(store: Store, _: Path) -> None:
+        store.write(remote.OWNER, b"other")
+
+    monkeypatch.setattr(upload, "_upload_run_files", taken)
+    monkeypatch.setattr(remote, "tidy", lambda *_: pytest.fail("tidied another run's place"))
+    assert upload_parts(folder_url, make_part(tmp_path, folder_url, 1))[0]["taken"]
+
+
+def test_a_missing_package_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    claim = Claim(tmp_path / "checkpoints", "r", 2, Mirror("gs://bucket/x", tmp_path))
+    with pytest.raises(UserError, match=r"megalite\[cloud\]"):
+        claim.acquire()
+    assert not (tmp_path / "checkpoints/lock").exists()
+
+
+@pytest.mark.parametrize("copies", ["fetched", "checkpoints/fetched"])
+def test_a_run_continues_its_own_checkpoint(tmp_path: Path, copies: str) -> None:
+    """A copy that the run or `--resume URL` has made: it is kept, and only later ones are set aside."""
+    mirror, name = Mirror("s3://bucket/x", tmp_path), "step_00000004-" + "0" * 16
+    Claim(tmp_path / "checkpoints", "r", 2, mirror).continues(tmp_path / copies / name)
+    orders = mirror.describe_save("step_00000005-" + "1" * 16, 2, False)
+    assert (orders["base"], orders["keep"]) == (4, [name])
+
+
+class Reports:
+    """A writer whose uploads end as a test says."""
+
+    def __init__(self, *errors: str) -> None:
+        self.left = [{"upload": "", "error": e, "taken": False, "seconds": 0.0, "problems": []} for e in errors]
+
+    def uploads(self, seconds: float | None = 0) -> list[dict[str, Any]]:
+        left, self.left = self.left, []
+        return left
+
+
+def test_failed_uploads_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three in a row with --save-errors stop; the last one always counts."""
+    mirror = Mirror("s3://bucket/x", tmp_path)
+    mirror.check(Reports("away", "away"), stop=True)  # type: ignore[arg-type]
+    with pytest.raises(SaveError, match="3 uploads in a row failed; those on the local disk are whole"):
+        mirror.check(Reports("away"), stop=True)  # type: ignore[arg-type]
+    mirror.check(Reports(), stop=False)  # type: ignore[arg-type]
+    mirror.check(Reports(""), stop=True)  # type: ignore[arg-type]
+    assert mirror.settle(Reports()) == ""  # type: ignore[arg-type]
+    mirror.shared = False
+    caplog.clear()
+    assert mirror.settle(Reports("away")) == "its upload failed"  # type: ignore[arg-type]
+    assert "whole" not in caplog.text

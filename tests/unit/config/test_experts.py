@@ -1,0 +1,57 @@
+"""Options of experts: what is refused, in one line with the remedy, and what is derived."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.base.errors import UserError
+from megalite.config.cli import parse, to_yaml
+from megalite.config.model import ModelConfig
+
+EXPERTS = "--num-experts 8 --moe-ffn-size 32"
+REFUSED = {
+    "--num-experts 6 --ep 4": "--num-experts 6: must be divisible by --ep 4",
+    "--num-experts 4 --moe-topk 5": "--moe-topk 5: is more than the 4 experts",
+    f"{EXPERTS} --tp 2 --etp 1 --no-sequence-parallel": "--etp 1 with --tp 2 --no-sequence-parallel: whole experts",
+    "--ep 2": "--ep 2: needs a model with experts; give --num-experts",
+    "--moe-topk 1 --moe-aux-loss-coeff 0.1": "--moe-topk 1 --moe-aux-loss-coeff 0.1: applies to models with experts",
+    "--num-experts 8 --moe-ffn-size 30 --tp 4": "--moe-ffn-size 30: must be divisible by --tp 4",
+    f"{EXPERTS} --moe-shared-ffn-size 6 --tp 4": "--moe-shared-ffn-size 6: must be divisible by --tp 4",
+    f"{EXPERTS} --etp 2": "--etp 2: must be one of 1, tp",
+    f"{EXPERTS} --moe-shared-gate": "--moe-shared-gate: needs a shared expert",
+    f"{EXPERTS} --mlp-bias": "--mlp-bias with --num-experts: experts have no biases",
+    f"{EXPERTS} --moe-dense-layers 0 4": "--moe-dense-layers 0 4: must be some, not all, of the layers 0 to 3",
+    f"{EXPERTS} --moe-dense-layers 0 1 2 3": "must be some, not all",
+    f"{EXPERTS} --compile": "--compile with --num-experts: a compiled block cannot send tokens",
+    f"{EXPERTS} --mup-base-width 64": "--mup-base-width 64 with --num-experts: muP has no rule",
+    f"{EXPERTS} --moe-topk 1": "--moe-topk 1: renormalized, its weight is always 1",
+    f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01": "there is no balance loss to weigh",
+    "--num-experts 1": "--num-experts 1: must be at least 2",
+}
+
+
+@pytest.mark.parametrize("argv", REFUSED)
+def test_what_does_not_fit_is_refused(argv: str) -> None:
+    with pytest.raises(UserError) as refused:
+        parse(argv.split())
+    message = str(refused.value)
+    assert REFUSED[argv] in message
+    assert "\n" not in message
+
+
+def test_one_expert_of_each_token_has_a_weight_of_its_own() -> None:
+    assert parse(f"{EXPERTS} --moe-topk 1 --no-moe-renormalize".split()).config.model.moe_topk == 1
+
+
+def test_whole_experts_may_have_any_width() -> None:
+    parse(["--num-experts", "8", "--moe-ffn-size", "30", "--tp", "4", "--etp", "1"])
+
+
+def test_options_of_experts_are_written_and_read() -> None:
+    cfg = parse(f"{EXPERTS} --moe-dense-layers 0 2 --ep 4 --etp 1".split()).config
+    assert cfg.model.moe_dense_layers == (0, 2)
+    assert [cfg.model.is_moe(layer) for layer in range(4)] == [False, True, False, True]
+    assert [cfg.model.block_kind(layer).feed_forward for layer in (0, 1)] == ["mlp", "moe"]
+    assert ModelConfig.from_dict({**vars(cfg.model), "moe_dense_layers": [0, 2]}) == cfg.model
+    assert "etp: '1'" in to_yaml(cfg)
+    assert parse(["--num-experts", "4"]).config.model.moe_ffn_size == cfg.model.ffn_size

@@ -1,0 +1,242 @@
+"""Plans of models with experts: what ranks hold and keep, counted on tensors; bytes by the experts' own axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.base.errors import UserError
+from megalite.batch import MicroBatch
+from megalite.config.cli import parse
+from megalite.config.run import Config
+from megalite.dist.context import Axis, ParallelContext
+from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
+from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
+from megalite.extras.plan.memory.states import sides_of
+from megalite.extras.plan.report import dry_run_report
+from megalite.model.ffn.moe import IMBALANCE
+from megalite.optim.compress import PowerSGD
+from megalite.pipeline.schedule import Placement
+from megalite.train.build import build_engine
+from tests.parity import jobs
+from tests.unit.extras.plan.test_memory import (
+    DTYPES,
+    TRAINING,
+    _state_bytes,
+    config,
+    net_bytes,
+    rank_context,
+    stages_of,
+)
+
+EXPERTS = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 48, "ffn_hidden_size": 128}
+SHARED = {"moe_shared_ffn_size": 32, "moe_shared_gate": True, "moe_renormalize": False, "moe_dense_layers": (1,)}
+
+
+def moe(options: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
+    return config("llama", {**EXPERTS, **(options or {})}, parallel, **train)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "options", [{}, SHARED, {"moe_z_loss_coeff": 0.001, "moe_aux_loss_coeff": 0.01, "activation": "gelu"}], ids=str
+)
+def test_a_layer_of_experts_keeps_what_the_closed_form_says(
+    options: dict[str, Any], recompute: str, precision: str
+) -> None:
+    """On one rank every token meets its experts, however they are chosen: exact but for statistics of norms."""
+    options = {**options, "num_layers": 1, "moe_dense_layers": ()}
+    cfg = moe(options, recompute=recompute, precision=precision, micro_batch_size=2)
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    stage.first = stage.last = False
+    jobs.init_parameters(stage, 1)
+    x = torch.randn(32, 2, 64).to(DTYPES[precision]).requires_grad_()
+    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
+    stage(x, batch, TRAINING)
+    planned = block_activations(cfg, cfg.model.block_kind(0))
+    # Counts of a routing, and the ids of a recomputation, a few numbers a token.
+    assert net_bytes(lambda: stage(x, batch, TRAINING)) == pytest.approx(planned, abs=16 * 64)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_choices_are_kept_until_they_are_repeated(recompute: str) -> None:
+    cfg = moe({"num_layers": 1}, recompute=recompute)
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    stage.first = stage.last = False
+    jobs.init_parameters(stage, 1)
+    for param in stage.parameters():
+        param.main_grad = torch.zeros(param.shape)
+    x = torch.randn(32, 1, 64, requires_grad=True)
+    y = stage(x, MicroBatch.of_samples(torch.zeros(32, 1, dtype=torch.long), None), TRAINING)
+    assert len(stage.routing.choices) == (recompute == "full")
+    y.sum().backward()
+    assert not stage.routing.choices
+
+
+def test_a_rank_that_alone_holds_experts_does_not_gather_them() -> None:
+    cfg = moe({}, {"ep": 4, "zero": 3, "zero_whole_below": 0})
+    engine = build_engine(cfg, experts_context(Grid.from_config(cfg.parallel, 4), 0))
+    for bucket in engine.optimizer.buckets:
+        assert bucket.sharded.weights == bucket.sharded.grad == (bucket.batch.size > 1)
+
+
+@pytest.mark.parametrize("options", [{}, SHARED], ids=str)
+def test_a_split_backward_keeps_what_the_closed_form_says(options: dict[str, Any]) -> None:
+    options = {**options, "num_layers": 1, "moe_dense_layers": ()}
+    cfg = moe(options, recompute="full", precision="bf16", micro_batch_size=2)
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    stage.first = stage.last = False
+    jobs.init_parameters(stage, 1)
+    for param in stage.parameters():
+        param.requires_grad_(param.dim() > 1)
+    x = torch.randn(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
+    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
+
+    def until_w() -> object:
+        y = stage(x, batch, TRAINING)
+        with stage.queue.defer(0):
+            torch.autograd.backward(y, torch.ones_like(y))
+        x.grad = None
+        return stage.queue._kept.pop(0)
+
+    until_w()
+    # The router's gradients are fp32.
+    assert net_bytes(until_w) == pytest.approx(deferred_bytes(cfg, cfg.model.block_kind(0)), rel=0.02)
+
+
+def experts_context(grid: Grid, rank: int) -> ParallelContext:
+    """`rank_context` with the axes of the experts."""
+    ctx, own = rank_context(grid, rank), grid.experts
+    axes = {("ep",): Axis("ep")}
+    if own is not None:
+        here = own.coords(rank)
+        axes = {(n,): Axis(n, own[n], here[n]) for n in ("ep", "edp")}
+    return replace(ctx, axes={**ctx.axes, **axes})
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "precision", "zero"),
+    [
+        (4, {"ep": 2}, "bf16", 1),
+        (4, {"ep": 4}, "fp32", 1),
+        (8, {"ep": 2, "tp": 2, "pp": 2}, "bf16", 1),
+        (8, {"ep": 4, "tp": 2, "etp": "1"}, "bf16", 1),
+        (4, {"ep": 2}, "bf16", 0),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, SHARED], ids=["plain", "shared"])
+def test_a_rank_holds_what_is_planned(
+    world: int, layout: dict[str, Any], precision: str, zero: int, options: dict[str, Any]
+) -> None:
+    """Parameters, and the bytes of their states: experts shard theirs over their own ranks, a d c / ep-th of them."""
+    cfg = moe(options, {**layout, "zero": zero, "bucket_size": 50_000}, precision=precision)
+    grid = Grid.from_config(cfg.parallel, world)
+    for pp_rank in range(grid["pp"]):
+        engine = build_engine(cfg, experts_context(grid, grid.rank(pp=pp_rank)))
+        params = [p for stage in engine.stages.values() for p in stage.parameters()]
+        planned = memory_per_rank(cfg, grid)[pp_rank]
+        assert planned.parameters == sum(p.numel() for p in params)
+        states = planned.weights + planned.main_grad + planned.optimizer
+        # Buckets are aligned.
+        assert states == pytest.approx(_state_bytes(engine.optimizer, params), rel=0.01)
+
+
+def test_bytes_of_experts_by_their_own_axes() -> None:
+    """bf16 and AdamW: 6 + 12 / dp bytes for a dense parameter, 6 + 12 / (dp / ep) for one of an expert."""
+    cfg = moe({}, {"ep": 2}, precision="bf16")
+    (rank,) = memory_per_rank(cfg, Grid.from_config(cfg.parallel, 8))
+    experts = 6 * 8 // 2 * 3 * 64 * 48
+    dense = rank.parameters - experts
+    states = rank.weights + rank.main_grad + rank.optimizer
+    assert states == pytest.approx(dense * (6 + 12 / 8) + experts * (6 + 12 / 4), rel=1e-5)
+
+
+def test_imbalance_is_planned_for() -> None:
+    """The busiest rank of ep gets more than its share; on one rank there is none."""
+    cfg = moe({}, {"ep": 4})
+    kind = cfg.model.block_kind(0)
+    alone, spread = block_activations(moe(), kind), block_activations(cfg, kind)
+    per_row = 4 * (64 + 3 * 48)
+    rows = 32 * 2
+    assert spread - alone == round((IMBALANCE - 1) * rows) * per_row + round(IMBALANCE * rows) * 16
+
+
+def test_an_estimate_of_experts_is_refused() -> None:
+    from megalite.extras.estimate.rank import _check
+
+    cfg = moe({}, {"device": "cuda"})
+    with pytest.raises(UserError, match="--num-experts 8: how many tokens an expert gets is known only in a run"):
+        _check(cfg, Grid.of(1), 0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "summands"),
+    [({"ep": 1, "tp": 1}, 1), ({"ep": 1, "tp": 2, "etp": "1"}, 1), ({"ep": 2, "tp": 2}, 4)],
+    ids=str,
+)
+def test_what_powersgd_carries_of_experts_is_cut_as_they_are(layout: dict[str, Any], summands: int) -> None:
+    cfg = moe({}, {**layout, "zero": 0}, compress="powersgd:2")
+    engine = build_engine(cfg, experts_context(Grid.from_config(cfg.parallel, 8), 0))
+    carried = [s for s in engine.optimizer.states() if s.kind == "powersgd_0" or s.role == "powersgd"]
+    experts = [s.summand for s in carried if ".experts." in s.name]
+    assert set(experts) == {(0, summands)}
+
+
+def test_the_page_of_qwen3_30b() -> None:
+    words = "--preset qwen3-30b-a3b --ep 8 --precision bf16 --micro-batch-size 1 --global-batch-size 64 --dry-run"
+    cfg = parse(words.split()).config
+    page = dry_run_report(cfg, Grid.from_config(cfg.parallel, 64))
+    for line in (
+        "30,532,122,624 (3,353,032,704 active)",
+        "experts     128 in 48 of 48 layers, 8 per token, width 768",
+        "64 ranks = dp 64 x pp 1 x tp 1; vp 1",
+        "ep 8: 16 experts of each layer per rank, their states over 8 ranks",
+        "allow for 1.5 times the mean of tokens",
+    ):
+        assert line in page, page
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "group", "alone"),
+    [(8, 8, "2", True), (16, 4, "8", False), (16, 4, "2", True), (16, 8, "full", False)],
+)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_groups_of_ranks_that_share_experts(world: int, ep: int, group: str, alone: bool, zero: int) -> None:
+    """A group has as many copies of an expert as lie in it; where that is one, its states are as with stage 1."""
+    options = {"ep": ep, "zero": zero, "zero_group": group, "zero_whole_below": 0}
+    cfg = moe({}, options, precision="bf16", global_batch_size=world)
+    (rank,) = memory_per_rank(cfg, Grid.from_config(cfg.parallel, world))
+    experts = 6 * 8 // ep * 3 * 64 * 48
+    dense = rank.parameters - experts
+    n = world if group == "full" else int(group)
+
+    def states(ranks: int) -> float:
+        return 18 if ranks == 1 else {2: 2 + 16 / ranks, 3: 18 / ranks}[zero]
+
+    assert alone == (n // ep <= 1) or group == "full"
+    held = rank.weights + rank.main_grad + rank.optimizer
+    assert held == pytest.approx(dense * states(n) + experts * states(max(1, n // ep)), rel=1e-4)
+    assert "ep" in dry_run_report(cfg, Grid.from_config(cfg.parallel, world))
+
+
+def test_the_combined_outputs_of_a_gpu_are_planned_for() -> None:
+    cfg = moe({"moe_topk": 4}, {"device": "cuda"}, micro_batch_size=2)
+    assert _gpu_workspace(cfg, 1) == 8 * (2 * 32 * 4) * 64
+
+
+@pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": "1"}], ids=str)
+def test_powersgd_sees_each_expert(layout: dict[str, Any]) -> None:
+    """A stack of experts is as narrow as one of them, in a plan as in the codec."""
+    cfg = moe({}, {**layout, "zero": 0}, compress="powersgd:2")
+    grid = Grid.from_config(cfg.parallel, 8)
+    engine = build_engine(cfg, experts_context(grid, 0))
+    codecs = [bucket.codec for bucket in engine.optimizer.buckets if isinstance(bucket.codec, PowerSGD)]
+    sides = [(m.shape[:-1].numel(), m.shape[-1]) for codec in codecs for m in codec.matrices]
+    assert sum(len(q) for codec in codecs for q in codec.right) == sum(columns for _, columns in sides)
+    held = [sides_of(cfg, 2, [range(6)], [0], experts=part) for part in (True, False)]
+    assert [sum(pair) for pair in zip(*held)] == [sum(pair) for pair in zip(*sides)]

@@ -1,0 +1,250 @@
+"""Quantization and products of FP8 codes against fp64, torch's own product, and their edge cases."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.base.errors import UserError
+from megalite.base.fp8_recipes import RECIPES
+from megalite.ops.fp8 import (
+    FORMATS,
+    Codes,
+    _cuda_scale,
+    amaxes,
+    emulated_product,
+    quantize,
+    scaled_product,
+    select,
+)
+
+CASES = [
+    ((1, 128), "e4m3", True),
+    ((128, 128), "e4m3", True),
+    ((1, 32), "e4m3", True),
+    ((1, 0), "e4m3", True),
+    ((0, 0), "e4m3", False),
+    ((0, 0), "e5m2", False),
+]
+SPACING = {"e4m3": 2.0**-3, "e5m2": 2.0**-2}  # of codes, relative to the power of 2 below them
+SMALLEST = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}
+
+
+def nearest(x: np.ndarray, name: str) -> np.ndarray:
+    """Round to the nearest code, ties to even, in fp64 and without torch's casts."""
+    exponent = np.floor(np.log2(np.maximum(np.abs(x), 1e-300)))
+    step = np.maximum(2.0**exponent * SPACING[name], SMALLEST[name])
+    limit = 448.0 if name == "e4m3" else 57344.0
+    return np.clip(np.round(x / step) * step, -limit, limit)
+
+
+def by_hand(x: np.ndarray, block: tuple[int, int], name: str, power_of_2: bool) -> np.ndarray:
+    """Quantize and dequantize block by block, without torch."""
+    out, limit = np.zeros_like(x), 448.0 if name == "e4m3" else 57344.0
+    rows, columns = block[0] or x.shape[0], block[1] or x.shape[1]
+    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
+        part = x[i : i + rows, j : j + columns]
+        scale = np.float32(np.abs(part).max()) / np.float32(limit) or np.float32(1)
+        if power_of_2:
+            mantissa, exponent = np.frexp(scale)
+            scale = np.float32(2.0 ** (exponent - (mantissa == 0.5)))
+        # Exact for powers of 2; else in fp32, as a tie would fall to the other side.
+        ratio = part.astype(np.float32) * (np.float32(1) / scale)
+        out[i : i + rows, j : j + columns] = nearest(ratio.astype(float), name) * scale
+    return out
+
+
+@pytest.mark.parametrize(("block", "name", "power_of_2"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize_against_fp64(block: tuple[int, int], name: str, power_of_2: bool, dtype: torch.dtype) -> None:
+    x = (torch.randn(272, 400, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)  # 128 k + 16
+    x[5] = 0.0
+    x[:, 128:256] = 0.0
+    x[200, 300] = 1e4
+    codes = quantize(x, block, FORMATS[name], power_of_2)
+    assert codes.codes.is_contiguous()
+    expected = by_hand(x.double().numpy(), block, name, power_of_2)
+    got = codes.values().double().numpy()
+    np.testing.assert_allclose(got, expected, rtol=1e-7)
+    transposed = quantize(x.t(), block[::-1], FORMATS[name], power_of_2)
+    assert torch.equal(transposed.codes.float().t(), codes.codes.float())
+    assert transposed.codes.is_contiguous()
+
+
+def test_scales_at_exact_powers_of_2() -> None:
+    """448 times a power of 2 is the largest code at that scale; the next number needs the next one."""
+    for exponent in range(-120, 110, 7):
+        at = torch.tensor([[448.0 * 2.0**exponent]])
+        above = torch.nextafter(at, torch.tensor(torch.inf)) * (1 + 2**-20)
+        assert quantize(at, (1, 1), torch.float8_e4m3fn, True).scale.item() == 2.0**exponent
+        assert quantize(above, (1, 1), torch.float8_e4m3fn, True).scale.item() == 2.0 ** (exponent + 1)
+
+
+@pytest.mark.parametrize(("block", "name", "power_of_2"), CASES)
+def test_zeros_and_tiny_numbers(block: tuple[int, int], name: str, power_of_2: bool) -> None:
+    zero = quantize(torch.zeros(128, 256), block, FORMATS[name], power_of_2)
+    assert (zero.scale == 1).all()
+    assert (zero.values() == 0).all()
+    tiny = quantize(torch.full((128, 256), 1e-45), block, FORMATS[name], power_of_2)
+    assert tiny.values().isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize(("block", "name", "power_of_2"), CASES)
+def test_overflow_is_seen(block: tuple[int, int], name: str, power_of_2: bool, bad: float) -> None:
+    """An infinity does not become the largest code: what it contributes to is not finite, and other blocks are."""
+    x = torch.ones(256, 256)
+    x[3, 5] = bad
+    a, b = (quantize(each, block, FORMATS[name], power_of_2) for each in (x, torch.ones(256, 256)))
+    y = emulated_product(a, b, torch.float32)
+    assert not y[3].isfinite().any()
+    if block[0] == 1:
+        assert y[4:].isfinite().all()
+
+
+def test_codes_stay_within_range() -> None:
+    """No cast beyond the range, whose result differs between versions of torch."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    for name, format_ in FORMATS.items():
+        small = torch.full((1, 1), x.abs().amax().item() / 4)  # an amax that is too small
+        codes = quantize(x, (0, 0), format_, False, small)
+        assert codes.codes.float().abs().max().item() == torch.finfo(format_).max, name
+
+
+@pytest.mark.parametrize("formats", [*itertools.product(FORMATS.values(), repeat=2)])
+def test_emulation_is_torchs_product(formats: tuple[torch.dtype, torch.dtype]) -> None:
+    """Whole tensors: bit for bit, in every pair of formats."""
+    generator = torch.Generator().manual_seed(5)
+    a, b = (quantize(torch.randn(n, 64, generator=generator), (0, 0), f, False) for n, f in zip((48, 32), formats))
+    assert torch.equal(emulated_product(a, b, torch.float32), scaled_product(a, b, torch.float32))
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "scaled_mm"), reason="torch 2.11 has no product by rows on a CPU")
+def test_emulation_is_torchs_product_by_rows() -> None:
+    generator = torch.Generator().manual_seed(6)
+    a, b = (quantize(torch.randn(n, 64, generator=generator), (1, 0), FORMATS["e4m3"], True) for n in (48, 32))
+    assert torch.equal(emulated_product(a, b, torch.float32), scaled_product(a, b, torch.float32))
+
+
+def test_scales_as_gpus_read_them() -> None:
+    """Strides that torch requires of blocks of 128; order of blocks of 32, by the formula of cuBLAS."""
+    scale = torch.arange(1.0, 257.0).view(64, 4)
+    assert _cuda_scale(Codes(scale, scale, (1, 128))).stride() == (1, 64)
+    assert _cuda_scale(Codes(scale, scale, (128, 128))).stride() == (4, 1)
+    rows, columns = 200, 6
+    scale = 2.0 ** torch.randint(-8, 8, (rows, columns), generator=torch.Generator().manual_seed(1)).float()
+    flat = _cuda_scale(Codes(scale, scale, (1, 32))).float()
+    assert flat.numel() == 256 * 8
+    for i, j in itertools.product(range(rows), range(columns)):
+        tile = (i // 128) * 2 + j // 4
+        assert flat[tile * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4] == scale[i, j]
+
+
+@pytest.mark.parametrize("columns", [4, 6])
+def test_squares_of_an_odd_number_are_given_by_rows(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS reads the scales of squares with their columns padded to 4, and torch does not pad them."""
+    generator, passed = torch.Generator().manual_seed(8), []
+    a, w = (torch.randn(rows, 128 * columns, generator=generator) for rows in (16, 192))
+    operands = (quantize(a, (1, 128), FORMATS["e4m3"], True), quantize(w, (128, 128), FORMATS["e4m3"], True))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **_: passed.extend(args))
+    scaled_product(*operands, torch.float32)
+    scale = passed[3].t()
+    rows = 2 if columns == 4 else 192
+    assert scale.shape == (rows, columns)
+    assert scale.stride() == ((columns, 1) if columns == 4 else (1, rows))
+    by_rows = Codes(passed[1].t(), scale, (1 if rows == 192 else 128, 128))
+    assert torch.equal(by_rows.values(), operands[1].values())
+
+
+def test_error_of_a_product() -> None:
+    """About 3.7 % of a Gaussian product, whatever shares a scale; one huge element costs the other rows tensorwise."""
+    generator = torch.Generator().manual_seed(9)
+    x, w = torch.randn(256, 512, generator=generator), torch.randn(128, 512, generator=generator)
+    for recipe in RECIPES.values():
+        codes = [
+            quantize(each, block, FORMATS["e4m3"], recipe.power_of_2)
+            for each, block in ((x, recipe.activation), (w, recipe.weight))
+        ]
+        error = (emulated_product(*codes, torch.float32) - x @ w.t()).norm() / (x @ w.t()).norm()
+        assert 0.034 < error < 0.041
+    x[0, 0] = 1e4
+    lost = {
+        name: (quantize(x, recipe.activation, FORMATS["e4m3"], recipe.power_of_2).values()[1:] == 0).float().mean()
+        for name, recipe in RECIPES.items()
+    }
+    assert lost.pop("tensorwise") > 0.01
+    assert max(lost.values()) < 1e-3
+
+
+TRITON = """
+import torch
+from tests.unit.ops.test_fp8 import CASES, FORMATS, SMALLEST, SPACING
+from megalite.ops.fp8 import fused_quantize, quantize
+
+generator = torch.Generator().manual_seed(1)
+for (block, name, power_of_2), dtype in ((c, d) for c in CASES for d in (torch.bfloat16, torch.float32)):
+    x = (torch.randn(144, 272, generator=generator) * 3).to(dtype)
+    x[5], x[:, :128], x[140, 270] = 0.0, 0.0, 1e4
+    for operand in (x, x.t()):
+        expected = quantize(operand, block, FORMATS[name], power_of_2)
+        got = fused_quantize(operand, block, FORMATS[name], power_of_2)
+        assert torch.equal(got.scale, expected.scale), block
+        assert got.codes.is_contiguous() and got.codes.dtype == expected.codes.dtype
+        # The interpreter does not always round to nearest, as GPUs do, and loses the carry into an exponent.
+        wanted, code = expected.codes.float(), got.codes.float()
+        error, carry = (code - wanted).abs(), 2 * code == wanted
+        assert (carry | (error <= SPACING[name] * wanted.abs() + SMALLEST[name])).all(), (block, name)
+        assert (error > 0).float().mean() < 0.06
+x[3, 7] = torch.nan
+assert fused_quantize(x, (1, 128), FORMATS["e4m3"], True).scale[3].tolist()[0] == float("inf")
+assert torch.equal(fused_quantize(x.abs().zero_(), (1, 32), FORMATS["e4m3"], True).scale, torch.ones(144, 9))
+"""
+
+
+def test_triton_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", TRITON], env=environment, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_amaxes_of_nan_is_infinite() -> None:
+    assert amaxes(torch.tensor([[1.0, float("nan")]]), (0, 0)).item() == float("inf")
+
+
+def test_missing_hardware_is_one_line() -> None:
+    for name in RECIPES:
+        with pytest.raises(UserError) as caught:
+            select(name, range(2), torch.device("cpu"), emulate=False)
+        assert "needs a GPU of compute capability" in str(caught.value)
+        assert "--fp8-emulate" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert select(name, range(2), torch.device("cpu"), emulate=True) is not None
+    assert select("off", range(0), torch.device("cpu"), emulate=False) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "able"),
+    [
+        ((8, 0), ""),
+        ((8, 9), "tensorwise"),
+        ((9, 0), "blockwise rowwise tensorwise"),
+        ((10, 0), "rowwise tensorwise mxfp8"),
+    ],
+)
+def test_recipes_by_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], able: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name in RECIPES:
+        if name in able.split():
+            assert select(name, range(2), torch.device("cuda"), emulate=False).product is scaled_product  # type: ignore[union-attr]
+        else:
+            with pytest.raises(UserError, match="needs compute capability"):
+                select(name, range(2), torch.device("cuda"), emulate=False)

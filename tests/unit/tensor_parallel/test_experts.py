@@ -1,0 +1,174 @@
+"""Routers, grouped products and the way of tokens to experts, against plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megalite.batch import ForwardPass
+from megalite.config.model import ModelConfig
+from megalite.dist.context import Axis
+from megalite.model.moe import MoELayer
+from megalite.model.routing import Router
+from megalite.ops import grouped
+from megalite.tensor_parallel.dispatch import Dispatch
+from tests.parity.jobs import init_parameters
+from tests.unit.model.test_layers import layers_of
+
+TRAINING = ForwardPass(1, 0, 0, training=True, grad_scale=0.5)
+SIZES = [3, 0, 5, 16, 0]
+
+
+def model(**options: Any) -> ModelConfig:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "seq_len": 8, "init_std": 0.3}
+    return ModelConfig.from_arch("llama", **sizes, **{"num_experts": 6, "moe_topk": 2, "moe_ffn_size": 8, **options})
+
+
+def router_of(logits: torch.Tensor, **options: Any) -> Router:
+    """A router whose logits are those."""
+    router = Router(layers_of(model(num_experts=logits.shape[1], **options)), 0)
+    router.forward = lambda x: logits  # type: ignore[method-assign]
+    return router
+
+
+def test_renormalized_softmax_is_the_softmax_over_the_chosen() -> None:
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    x_SBH, upstream = torch.zeros(20, 2, 16), torch.linspace(-1, 2, 80).view(40, 2)
+    routing = router_of(logits).route(x_SBH, TRAINING)
+    best = logits.topk(2)
+    assert torch.equal(routing.ids_TK, best.indices)
+    expected = best.values.softmax(-1)
+    torch.testing.assert_close(routing.weights_TK, expected, rtol=1e-6, atol=1e-7)
+    grads = [torch.autograd.grad(w, logits, upstream, retain_graph=True)[0] for w in (routing.weights_TK, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+    plain = router_of(logits, moe_renormalize=False).route(x_SBH, TRAINING)
+    torch.testing.assert_close(plain.weights_TK, logits.softmax(-1).gather(1, best.indices))
+
+
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_losses_of_a_router(by_sequence: bool) -> None:
+    """Written out: E / (k T^2) sum over experts of tokens x probabilities, for each unit, times its T."""
+    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    kind = "seq_aux_loss" if by_sequence else "aux_loss"
+    coeffs = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.07, "moe_router_load_balancing_type": kind}
+    routing = router_of(logits, **coeffs).route(torch.zeros(20, 2, 16), TRAINING)
+    p_SBE, chosen_SBE = logits.softmax(-1).view(20, 2, 6), torch.zeros(40, 6)
+    chosen_SBE = chosen_SBE.scatter(1, logits.topk(2).indices, 1.0).view(20, 2, 6)
+    units = [(p_SBE[:, b], chosen_SBE[:, b]) for b in range(2)]
+    if not by_sequence:
+        units = [(p_SBE.flatten(0, 1), chosen_SBE.flatten(0, 1))]
+    balance = sum((len(p) * 6 / (2 * len(p) ** 2) * (c.sum(0) * p.sum(0)).sum() for p, c in units), torch.zeros(()))
+    expected = 0.3 * balance + 0.07 * logits.exp().sum(-1).log().square().sum()
+    assert routing.loss is not None
+    torch.testing.assert_close(routing.loss, expected)
+    y = torch.ones(3, requires_grad=True)
+    (got,) = torch.autograd.grad(routing.add_loss(2 * y, TRAINING).sum(), logits, retain_graph=True)
+    (want,) = torch.autograd.grad(0.5 * expected, logits)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_router_works_in_fp32() -> None:
+    router = Router(layers_of(model()), 0)
+    init_parameters(router, 1)
+    router.bfloat16()
+    router.weight.main_grad = torch.zeros(6, 16)
+    x = torch.randn(8, 16).bfloat16().requires_grad_()
+    logits = router(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, x.float() @ router.weight.float().t())
+    logits.backward(dy := torch.randn(8, 6))
+    assert x.grad is not None
+    assert x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(router.weight.main_grad, dy.t() @ x.detach().float())
+
+
+@pytest.mark.parametrize("way", ["loop", "grouped_mm"])
+def test_grouped_products(way: str) -> None:
+    """Each group's rows with its own matrix; torch's grouped GEMM, the backend on CUDA, runs here too."""
+    load = grouped.OP.backends[0 if way == "grouped_mm" else 1].load
+    functions = load(grouped.OP)
+    x, w, dy = torch.randn(24, 16), torch.randn(5, 8, 16), torch.randn(24, 8)
+    ends = list(accumulate(SIZES))
+    rows = [slice(end - size, end) for size, end in zip(SIZES, ends)]
+    y = functions["grouped_linear"](x, w, SIZES)
+    torch.testing.assert_close(y, torch.cat([x[r] @ m.t() for r, m in zip(rows, w)]))
+    dx = functions["grouped_dgrad"](dy, w, SIZES)
+    torch.testing.assert_close(dx, torch.cat([dy[r] @ m for r, m in zip(rows, w)]))
+    grad = torch.full((5, 8, 16), torch.nan)
+    functions["grouped_wgrad"](grad, dy, x, SIZES, False)
+    expected = torch.stack([dy[r].t() @ x[r] for r in rows])
+    torch.testing.assert_close(grad, expected)
+    functions["grouped_wgrad"](grad, dy, x, SIZES, True)
+    torch.testing.assert_close(grad, 2 * expected)
+
+
+def test_a_width_that_the_grouped_gemm_rejects_is_looped_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = grouped.OP.backends[0].load(grouped.OP)
+    monkeypatch.delattr(torch, "_grouped_mm")
+    for out, width in ((8, 12), (12, 8)):
+        x, w, dy = torch.randn(24, width), torch.randn(5, out, width), torch.randn(24, out)
+        assert torch.equal(functions["grouped_linear"](x, w, SIZES), grouped.grouped_linear(x, w, SIZES))
+        assert torch.equal(functions["grouped_dgrad"](dy, w, SIZES), grouped.grouped_dgrad(dy, w, SIZES))
+
+
+def test_a_router_adds_to_bf16_gradients() -> None:
+    """Without a product that reads fp32 and writes bf16, which CUDA lacks."""
+    router = Router(layers_of(model()), 0)
+    init_parameters(router, 1)
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("fp32 factors, bf16 sum")
+
+    router.ops = replace(router.ops, linear_wgrad=refuse)
+    router.weight.main_grad = torch.full((6, 16), torch.nan, dtype=torch.bfloat16)
+    x, dy = torch.randn(8, 16), torch.randn(8, 6)
+    for times in (1, 2):
+        router(x.clone().requires_grad_()).backward(dy)
+        torch.testing.assert_close(router.weight.main_grad, (times * dy.t() @ x).bfloat16(), rtol=0.02, atol=0.02)
+
+
+def test_rows_lie_expert_after_expert_in_the_order_of_tokens() -> None:
+    ids = torch.tensor([[2, 0], [0, 5], [2, 1], [5, 2]])
+    way = Dispatch.of(ids, 6, Axis("ep"))
+    assert way.sizes == [2, 1, 3, 0, 0, 2]
+    x = torch.arange(4.0)[:, None].requires_grad_()
+    rows = way.send(x)
+    assert rows.flatten().tolist() == [0, 1, 2, 0, 2, 3, 1, 3]
+    weights = torch.tensor([[1.0, 10.0]] * 4)
+    back = way.bring_back(rows * torch.tensor([1, 1, 2, 3, 3, 3, 4, 4.0])[:, None], weights)
+    assert back.flatten().tolist() == [0 * 13, 1 * (1 + 40), 2 * (3 + 20), 3 * (4 + 30)]
+    back.sum().backward()
+    assert x.grad is not None
+    assert x.grad.flatten().tolist() == [3 + 10, 41, 23, 34]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_a_layer_is_the_sum_of_its_experts(activation: str) -> None:
+    """Every expert over every token, weighed by 0 where it is not chosen; the shared expert through its gate."""
+    cfg = model(activation=activation, moe_shared_ffn_size=4, moe_shared_gate=True, moe_renormalize=False)
+    layer = MoELayer(layers_of(cfg), 0)
+    init_parameters(layer, 3)
+    p = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(4))
+
+    def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        inner = x @ up.t()
+        if activation == "gelu":
+            return F.gelu(inner) @ down.t()
+        gate, up = inner.chunk(2, -1)
+        return (F.silu(gate) * up) @ down.t()
+
+    first = "gate_up_proj" if activation == "swiglu" else "up_proj"
+    probabilities = (x @ p["router.weight"].t()).softmax(-1)
+    weights = probabilities * (probabilities >= probabilities.topk(2).values[..., -1:])
+    experts = zip(p[f"experts.{first}.weight"], p["experts.down_proj.weight"])
+    expected = sum(weights[..., e, None] * mlp(x, up, down) for e, (up, down) in enumerate(experts))
+    shared = mlp(x, p[f"shared_expert.{first}.weight"], p["shared_expert.down_proj.weight"])
+    expected = expected + (x @ p["shared_expert_gate.weight"].t()).sigmoid() * shared
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, ForwardPass(1, 0, 0, training=False)), expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,264 @@
+"""FP8 products of each layer of a block: values of an independent emulation, and the same codes at every tp."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.base.fp8_recipes import RECIPES, Recipe
+from megalite.config.run import Config
+from megalite.dist import collectives
+from megalite.extras.plan.memory.fp8 import code_bytes
+from megalite.ops import fp8
+from megalite.sharding import ParamSpec, Shard
+from megalite.tensor_parallel import products
+from megalite.tensor_parallel.products import Fp8Products
+from megalite.train.step import to_microbatches, to_rows
+from tests.parity import jobs
+from tests.unit.ops.test_fp8 import by_hand
+from tests.workers import WorkerPool
+
+SMALL = {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 8, "head_dim": 16, "ffn_hidden_size": 128, "seq_len": 32}
+BLOCKS = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "ffn_hidden_size": 256, "seq_len": 128}
+LAYERS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+Results = dict[str, dict[str, tuple[torch.Tensor, tuple[Any, ...]]]]
+
+
+def config(recipe: str, tp: int = 1, sequence_parallel: bool = False) -> Config:
+    model = jobs.llama(1, **(BLOCKS if recipe == "blockwise" else SMALL))
+    return jobs.make_config(model, {"tp": tp, "sequence_parallel": sequence_parallel}, fp8=recipe, fp8_emulate=True)
+
+
+def operands(spec: ParamSpec, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and output gradient of a layer, with outliers and rows of different size."""
+    generator = torch.Generator().manual_seed(len(spec.name))
+    x, dy = (torch.randn(tokens, 1, n, generator=generator) for n in reversed(spec.shape))
+    sizes = torch.exp(torch.randn(tokens, 1, 1, generator=generator))
+    x[3, 0, 5] = 300.0
+    return x * sizes, dy * sizes * 1e-4
+
+
+def run_layers(rank: int, cfg: Config, world: int, fault: str = "") -> Results:
+    """By layer: (values, where they are in the whole tensor) of y, dx, dW and of the codes of every operand."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, fault)
+        engine = jobs.start(rank, cfg, world)
+        engine.optimizer.start_step(1)
+        (stage,) = engine.stages.values()
+        return {name: run_layer(stage.layers["0"].get_submodule(name), rank, cfg, patch) for name in LAYERS}
+
+
+def run_layer(layer: Any, rank: int, cfg: Config, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    spec, tp = layer.weight.shard.spec, cfg.parallel.tp
+    out_features, in_features = spec.shape
+    column = dict(spec.sharded_dims)["tp"] == 0
+    features = ParamSpec("features", (spec.shape[0 if column else 1],), (("tp", 0),), parts=spec.parts)
+    at = Shard(features, layer.weight.shard.layout).take(torch.arange(float(features.shape[0]))).long()
+    x, dy = operands(spec, cfg.model.seq_len)
+    shard = slice(None)
+    if cfg.sequence_parallel:
+        shard = slice(rank * len(x) // tp, (rank + 1) * len(x) // tp)
+    whole = {"O": slice(None), "I": slice(None), "N": slice(None), ("O" if column else "I"): at}
+    x, dy = (x[shard], dy[..., at]) if column else (x[..., at], dy[shard])
+    held: dict[str, Any] = {}
+    original = Fp8Products._codes
+
+    def record(self: Fp8Products, x: torch.Tensor, dims: str) -> fp8.Codes:
+        codes = original(self, x, dims)
+        held[f"codes {dims}"] = codes.values(), tuple(whole[d] for d in dims)
+        return codes
+
+    patch.setattr(Fp8Products, "_codes", record)
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy.clone())
+    patch.setattr(Fp8Products, "_codes", original)
+    held["y"] = y.detach(), (slice(None), 0, at) if column else (shard, 0, slice(None))
+    held["dx"] = x.grad, (shard, 0, slice(None)) if column else (slice(None), 0, at)
+    held["dW"] = layer.weight.main_grad.clone(), (at, slice(None)) if column else (slice(None), at)
+    return held
+
+
+def put_together(ranks: list[Results], name: str, what: str, shape: tuple[int, ...]) -> np.ndarray:
+    whole = torch.full(shape, torch.nan)
+    for rank in ranks:
+        values, where = rank[name][what]
+        where = tuple(i for i in where if not isinstance(i, int))
+        whole[where] = values.reshape(whole[where].shape)
+    assert whole.isfinite().all()
+    return whole.numpy()
+
+
+def spec_of(cfg: Config, name: str) -> ParamSpec:
+    from megalite.model.parameters import param_map
+
+    return param_map(cfg.model)[f"layers.0.{name}.weight"]
+
+
+def shapes(cfg: Config, name: str) -> dict[str, tuple[int, ...]]:
+    out_features, in_features = spec_of(cfg, name).shape
+    sizes = {"N": cfg.model.seq_len, "O": out_features, "I": in_features}
+    codes = {f"codes {d}": tuple(sizes[i] for i in d) for d in ("NI", "OI", "NO", "IO", "ON", "IN")}
+    tokens = cfg.model.seq_len
+    return {**codes, "y": (tokens, out_features), "dx": (tokens, in_features), "dW": (out_features, in_features)}
+
+
+@cache
+def one_process(recipe: str) -> dict[str, dict[str, np.ndarray]]:
+    cfg = config(recipe)
+    ranks = [run_layers(0, cfg, 1)]
+    return {n: {what: put_together(ranks, n, what, s) for what, s in shapes(cfg, n).items()} for n in LAYERS}
+
+
+def assert_same_codes_and_products(ranks: list[Results], recipe: str) -> None:
+    cfg = config(recipe)
+    for name in LAYERS:
+        for what, shape in shapes(cfg, name).items():
+            got, expected = put_together(ranks, name, what, shape), one_process(recipe)[name][what]
+            if what.startswith("codes"):
+                np.testing.assert_array_equal(got, expected, err_msg=f"{name} {what}")
+            else:
+                atol = 1e-6 * np.abs(expected).max()
+                np.testing.assert_allclose(got, expected, rtol=0, atol=atol, err_msg=f"{name} {what}")
+
+
+def emulated(recipe: Recipe, operand: torch.Tensor, dims: str) -> np.ndarray:
+    """Quantize a whole operand by hand; gradients have N and O."""
+    block = recipe.activation if "N" in dims else recipe.weight
+    name = recipe.grad_format if {"N", "O"} <= set(dims) else "e4m3"
+    return by_hand(operand.double().numpy(), block, name, recipe.power_of_2)
+
+
+def assert_emulated(recipe_name: str, results: dict[str, dict[str, np.ndarray]]) -> None:
+    cfg, recipe = config(recipe_name), RECIPES[recipe_name]
+    for name in LAYERS:
+        spec = spec_of(cfg, name)
+        x, dy = (each[:, 0] for each in operands(spec, cfg.model.seq_len))
+        w = Shard(spec).initial(cfg.train.seed)
+        expected = {
+            "y": emulated(recipe, x, "NI") @ emulated(recipe, w, "OI").T,
+            "dx": emulated(recipe, dy, "NO") @ emulated(recipe, w.t(), "IO").T,
+            "dW": emulated(recipe, dy.t(), "ON") @ emulated(recipe, x.t(), "IN").T,
+        }
+        for what, value in expected.items():
+            atol = 1e-6 * np.abs(value).max()
+            np.testing.assert_allclose(results[name][what], value, rtol=0, atol=atol, err_msg=f"{name} {what}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_of_each_layer(recipe: str) -> None:
+    assert_emulated(recipe, one_process(recipe))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_same_codes_at_every_tp(pool: WorkerPool, recipe: str, tp: int, sequence_parallel: bool) -> None:
+    if recipe == "blockwise" and tp == 4:
+        pytest.skip("its cuts would be inside blocks")
+    assert_same_codes_and_products(pool.run(tp, run_layers, config(recipe, tp, sequence_parallel), tp), recipe)
+
+
+FAULTS = {"scale halved": "blockwise", "no clamp": "rowwise", "E5M2 weights": "tensorwise", "floor": "mxfp8"}
+
+
+def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Break the quantization."""
+    if fault == "scale halved":
+        scales = fp8.scales
+        patch.setattr(fp8, "scales", lambda *args: scales(*args) / 2)
+    elif fault == "no clamp":
+        scales = fp8.scales
+        # As where the amax of a part is taken for that of the whole; casts overflow as in torch 2.11.
+        patch.setattr(fp8, "scales", lambda *args: scales(*args) / 1.5)
+        patch.setattr(torch.Tensor, "clamp_", lambda self, low, high: self.masked_fill_(self.abs() > high, torch.nan))
+    elif fault == "E5M2 weights":
+        codes = fp8.Fp8.codes
+
+        def wrong(self: Any, x: torch.Tensor, dims: str, amax: torch.Tensor | None = None) -> fp8.Codes:
+            return quantize_e5m2(x, self) if "N" not in dims else codes(self, x, dims, amax)
+
+        patch.setattr(fp8.Fp8, "codes", wrong)
+    elif fault == "floor":
+        patch.setattr(torch.Tensor, "to", floor_to(torch.Tensor.to))
+    elif fault == "amax of this rank":
+        local = SimpleNamespace(all_reduce=lambda *args: collectives.FinishedWork(), MAX=None)
+        patch.setattr(products, "collectives", local)
+
+
+def quantize_e5m2(x: torch.Tensor, settings: fp8.Fp8) -> fp8.Codes:
+    return fp8.quantize(x, settings.recipe.weight, torch.float8_e5m2, settings.recipe.power_of_2)
+
+
+def floor_to(to: Any) -> Any:
+    """Round towards zero in casts to FP8."""
+
+    def floored(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if args[:1] == (torch.float8_e4m3fn,):
+            mantissa, exponent = torch.frexp(self)
+            self = torch.ldexp((mantissa * 16).trunc() / 16, exponent)
+        return to(self, *args, **options)
+
+    return floored
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_quantization_are_found(fault: str) -> None:
+    cfg = config(FAULTS[fault])
+    results = run_layers(0, cfg, 1, fault)
+    found = {n: {w: r[0].reshape(shapes(cfg, n)[w]).numpy() for w, r in each.items()} for n, each in results.items()}
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_emulated(FAULTS[fault], found)
+
+
+def test_a_maximum_of_one_rank_is_found(pool: WorkerPool) -> None:
+    for recipe in ("rowwise", "tensorwise"):
+        ranks = pool.run(2, run_layers, config(recipe, 2), 2, "amax of this rank")
+        with pytest.raises(AssertionError, match="Arrays are not equal"):
+            assert_same_codes_and_products(ranks, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bytes_of_codes_are_planned(recipe: str) -> None:
+    """What the weights' codes take after a pass is what the plan says, without the blocks left in bf16."""
+    small = config(recipe)
+    model = jobs.llama(4, **{**(BLOCKS if recipe == "blockwise" else SMALL), "qk_norm": "head"})
+    cfg = replace(small, model=model, train=replace(small.train, fp8_keep_bf16=1))
+    engine = jobs.start(0, cfg, 1)
+    batch = np.zeros((cfg.train.global_batch_size, model.seq_len + 1), np.int64)
+    (stage,) = engine.stages.values()
+    engine.executor.run(
+        engine.eval_program, to_microbatches(to_rows(batch, engine), 1, engine.ctx.device, engine.ctx.axis("cp")), 0, 0
+    )
+    held = [tensor for p in stage.parameters() for codes in (p.codes or ()) for tensor in codes[:2]]
+    assert sum(tensor.nbytes for tensor in held) == code_bytes(cfg, 1, [range(4)], [0], 1)[0] > 0
+
+
+def test_weights_are_quantized_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve products per block and micro-batch; none of embedding, head and kept blocks; two codes of a weight."""
+    counts = {"product": 0, "weights": 0, "operands": 0}
+    product, codes = fp8.emulated_product, fp8.Fp8.codes
+
+    def counted_product(*args: Any, **options: Any) -> torch.Tensor:
+        counts["product"] += 1
+        return product(*args, **options)
+
+    def counted_codes(self: Any, x: torch.Tensor, dims: str, amax: torch.Tensor | None = None) -> fp8.Codes:
+        counts["operands" if "N" in dims else "weights"] += 1
+        return codes(self, x, dims, amax)
+
+    monkeypatch.setattr(fp8, "emulated_product", counted_product)
+    monkeypatch.setattr(fp8.Fp8, "codes", counted_codes)
+    model = jobs.llama(4, **{**SMALL, "seq_len": 16})
+    cfg = jobs.make_config(model, fp8="rowwise", fp8_emulate=True, fp8_keep_bf16=1)
+    engine = jobs.start(0, cfg, 1)
+    for step in (1, 2):
+        jobs.run_steps(engine, 1, first=step)
+        # Two of four blocks with four layers, eight micro-batches.
+        assert counts == {"product": step * 2 * 12 * 8, "weights": step * 2 * 4 * 2, "operands": step * 2 * 16 * 8}

@@ -1,0 +1,26 @@
+"""The first hour of four people, as scripts that run with the installed wheel in an empty folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.installed import Installed
+from tests.ranks import ROOT
+
+SCRIPTS = ROOT / "tests" / "newcomers"
+
+
+@pytest.mark.parametrize(
+    "who", ["lead", *(pytest.param(name, marks=pytest.mark.full) for name in ("student", "hugging_face", "researcher"))]
+)
+def test_a_first_hour(installed: Installed, tmp_path: Path, who: str) -> None:
+    if who == "hugging_face":
+        pytest.importorskip("transformers")
+    done = installed("bash", "-x", str(SCRIPTS / f"{who}.sh"), folder=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+
+def test_every_script_is_run() -> None:
+    assert {path.stem for path in SCRIPTS.iterdir()} == {"lead", "student", "hugging_face", "researcher"}
