@@ -434,3 +434,14 @@ def test_an_abandoned_attempt_is_not_mixed_in(tmp_path: Path) -> None:
     steps, events = read_metrics(tmp_path)
     assert [(s["step"], s["loss"]) for s in steps] == [(1, 1.0), (2, 1.0), (3, 2.0)]
     assert [e["event"] for e in events] == ["resume"]
+
+
+def test_memory_of_a_rank_is_its_own() -> None:
+    # Linux lets ru_maxrss of a new process begin at that of the process that started it.
+    code = "import torch; from megalite.train.step_record import peak_memory; print(peak_memory(torch.device('cpu')))"
+    large = (
+        "import subprocess, sys; ballast = bytearray(1 << 30); "
+        f"print(subprocess.check_output([sys.executable, '-c', {code!r}], text=True))"
+    )
+    peak = int(subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, check=True).stdout)
+    assert 50 << 20 < peak < 1 << 30

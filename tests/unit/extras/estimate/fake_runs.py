@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import resource
 import sys
 
 from megalite.base.errors import UserError
@@ -26,7 +25,11 @@ def main() -> None:
             print(json.dumps(printed.getvalue()))
         except UserError as e:
             print(json.dumps(f"error: {e}"))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    import torch
+
+    from megalite.train.step_record import peak_memory
+
+    print(peak_memory(torch.device("cpu")))
 
 
 if __name__ == "__main__":

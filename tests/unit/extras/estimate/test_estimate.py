@@ -106,7 +106,7 @@ def states(run: dict[str, Any]) -> int:
 
 def test_a_rank_of_llama_405b(runs: Runs) -> None:
     run = runs.big
-    assert runs.process_bytes < 2 * GIB
+    assert runs.process_bytes < GIB
     # Of 8 layers and the embedding, tp 8: 3.45e9 parameters at 2 + 4 + 12 / 64 bytes, plus tables of rope.
     assert 0 <= run["states_bytes"] - states(run) < 2**21
     assert run["peak_bytes"] / GIB == pytest.approx(84.78, abs=0.01)
