@@ -17,6 +17,7 @@ from megalite.checkpoint.load import find_good, read_meta
 from megalite.checkpoint.save import Checkpointer, SaveError
 from megalite.dist.context import ParallelContext
 from tests.faults import checkpoint_states as cs
+from tests.rows import always_run
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +40,7 @@ POINTS: dict[str, tuple[int, str, set[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize("name", always_run(POINTS, "mid_shard", "manifest_written", "after_rename", "mid_prune"))
 def test_writer_killed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     victim, point, steps = POINTS[name]
     point = point.replace("{root}", str(tmp_path))

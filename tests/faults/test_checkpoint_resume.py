@@ -37,7 +37,7 @@ def losses(run_dir: Path) -> list[float]:
     return [by_step[step] for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_five_random_kills(zygote: Zygote, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")

@@ -17,6 +17,7 @@ import pytest
 
 from tests.faults.zygote import Job, Left, Zygote, processes_of
 from tests.ranks import ROOT, tmpfs
+from tests.rows import always_run
 
 STEPS = 8
 RUN = [
@@ -101,8 +102,11 @@ def resumes(zygote: Zygote, folder: Path, world: int, whole: dict[int, Any]) -> 
     assert not processes_of(folder)
 
 
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)])
-def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any], world: int, victim: int) -> None:
+@pytest.mark.parametrize(
+    "killed", always_run([(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)], (2, 1), (4, 0)), ids=str
+)
+def test_killed_in_a_step(zygote: Zygote, tmp_path: Path, whole: dict[int, Any], killed: tuple[int, int]) -> None:
+    world, victim = killed
     """Row 9: at both places of a dp group; and at each tensor and pipeline place."""
     left = start(zygote, tmp_path, world, fault={"rank": victim, "kind": "kill", "place": "step", "at": 6}).end(
         within=60

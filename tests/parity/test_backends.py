@@ -14,6 +14,7 @@ import pytest
 from megalite.config.model import ModelConfig
 from megalite.ops import resolve
 from tests.parity import jobs
+from tests.rows import always_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"llama": jobs.llama(2), "gpt2": jobs.gpt2(2)}
@@ -34,7 +35,7 @@ def test_cpp(model: str) -> None:
     np.testing.assert_allclose(steps(MODELS[model], "cpp", 6), steps(MODELS[model], "torch", 6), rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", always_run(MODELS, "llama"))
 def test_triton_interpreted(model: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     code = f"""

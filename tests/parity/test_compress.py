@@ -55,7 +55,7 @@ def losses(rank: int, runs: list[tuple[Config, int]], world: int) -> list[list[f
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_loss_and_bits(pool: WorkerPool) -> None:
     runs = [(config(name), STEPS) for name in ("int8", "powersgd:16")]
     again = [(config("powersgd:16"), 8), (config("int8"), 8), (config("int8", zero=0), 8)]

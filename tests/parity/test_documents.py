@@ -17,6 +17,7 @@ from megalite.data import Rows
 from tests.parity import jobs
 from tests.parity.test_layouts import LAYOUTS, micro_batch_size
 from tests.parity.test_zero import boxes_of, put_together
+from tests.rows import always_run
 from tests.workers import WorkerPool
 
 LENGTHS, SEQ = (7, 12, 5, 9), 32
@@ -120,7 +121,7 @@ GRID[1, 1, 2] += [(4, {"zero": 2}, {}), (4, _CUT, {"recompute": "full"}), (4, {}
 GRID[2, 2, 8] += [(4, {"tp": 2, "pp": 2, "schedule": "zb-h1", **_CUT}, {"loss_chunk": 5})]
 
 
-@pytest.mark.parametrize("grid", GRID, ids=str)
+@pytest.mark.parametrize("grid", always_run(GRID, (1, 1, 2), (2, 2, 8)), ids=str)
 def test_packed_documents_in_every_layout(pool: WorkerPool, grid: tuple[int, int, int]) -> None:
     names = ("llama", "gpt2")
     cfgs = [jobs.make_config(MAKE[name](n, **SIZES), p, **train) for n, p, train in GRID[grid] for name in names]

@@ -16,6 +16,7 @@ from megalite.config.run import Config
 from megalite.extras.convert.hf import export_hf
 from tests.parity import jobs
 from tests.parity.test_oracle import train_plainly
+from tests.rows import always_run
 from tests.unit.checkpoint.hf_models import load_model, make_model
 from tests.unit.checkpoint.test_hf import read_all
 from tests.workers import WorkerPool
@@ -92,8 +93,8 @@ def test_one_process_follows_transformers(models: Any, tmp_path: Path, family: s
     check([trained(0, config(folder, {}), 1, str(folder), str(tmp_path))], expected, tmp_path, family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("family", always_run(FAMILIES, "mixtral", "qwen2_moe"))
+@pytest.mark.parametrize("world", always_run(LAYOUTS, 4))
 def test_every_layout_follows_transformers(
     pool: WorkerPool, models: Any, tmp_path: Path, world: int, family: str
 ) -> None:

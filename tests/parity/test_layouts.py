@@ -13,6 +13,7 @@ import pytest
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from tests.parity import jobs
+from tests.rows import always_run
 from tests.workers import WorkerPool
 
 MODELS: dict[str, Any] = {"llama": jobs.llama, "gpt2": jobs.gpt2, "gemma2": jobs.gemma2, "gemma3": jobs.gemma3}
@@ -47,6 +48,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 # Schedules do not know what a layer is: models besides Llama train in those layouts that differ in more than the order.
 OF_EVERY_MODEL = ("tp2", "tp4", "pp4-zb-h1", "pp4-vp2", "dp2-zero1", "tp2-pp2-zb-v-zero1", "tp2-pp2-vp2-dp2-zero1")
 LAYOUTS_OF = {"llama": tuple(LAYOUTS), "layer_types": ("pp4-zb-h1", "tp2-pp2-vp2-dp2-zero1")}
+LARGEST = "tp2-pp2-vp2-dp2-zero1"
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS_OF.get(model, OF_EVERY_MODEL)]
 
 
@@ -64,8 +66,9 @@ def assert_same(pool: WorkerPool, world: int, cfg: Config) -> None:
         np.testing.assert_allclose(np.array(steps), expected, rtol=1e-5, err_msg=f"rank {rank}")
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES)
-def test_same_loss_and_gradient_norm(pool: WorkerPool, model: str, layout: str) -> None:
+@pytest.mark.parametrize("case", always_run(CASES, *(c for c in CASES if "llama" in c or LARGEST in c)), ids="-".join)
+def test_same_loss_and_gradient_norm(pool: WorkerPool, case: tuple[str, str]) -> None:
+    model, layout = case
     world, layers, parallel = LAYOUTS[layout]
     assert_same(
         pool, world, jobs.make_config(MODELS[model](layers), parallel, micro_batch_size=micro_batch_size(parallel))
@@ -120,7 +123,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", always_run([False, True], True))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_other_families(pool: WorkerPool, variant: str, sequence_parallel: bool) -> None:
     model = jobs.llama(2, **VARIANTS[variant])
@@ -128,7 +131,7 @@ def test_other_families(pool: WorkerPool, variant: str, sequence_parallel: bool)
     assert_same(pool, 4, jobs.make_config(model, parallel))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", always_run([False, True], True))
 @pytest.mark.parametrize("model", MODELS)
 def test_loss_by_chunks(pool: WorkerPool, model: str, sequence_parallel: bool) -> None:
     # 5 divides neither the tokens of a micro-batch nor a shard of them.
@@ -155,9 +158,9 @@ def test_overlap_changes_not_a_bit(pool: WorkerPool, layout: dict[str, Any], swi
 @pytest.mark.parametrize(
     ("model", "world", "parallel", "train"),
     [
-        ("llama", 2, {"tp": 2, "tp_chunks": 2}, {"micro_batch_size": 2}),
+        pytest.param("llama", 2, {"tp": 2, "tp_chunks": 2}, {"micro_batch_size": 2}, marks=pytest.mark.full),
         ("gpt2", 4, {"tp": 2, "tp_chunks": 4, "zero": 3, "zero_whole_below": 0}, {"recompute": "full"}),
-        ("gemma2", 8, {"tp": 4, "pp": 2, "tp_chunks": 2, "schedule": "zb-h1"}, {}),
+        pytest.param("gemma2", 8, {"tp": 4, "pp": 2, "tp_chunks": 2, "schedule": "zb-h1"}, {}, marks=pytest.mark.full),
     ],
 )
 def test_products_in_chunks(
@@ -166,7 +169,7 @@ def test_products_in_chunks(
     assert_same(pool, world, jobs.make_config(MODELS[model](), parallel, **train))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which torch.compile needs on CPU")
 def test_compiled_blocks(pool: WorkerPool) -> None:
     # The torch backend's ops, since torch.compile may fuse these as it likes.

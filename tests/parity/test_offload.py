@@ -19,10 +19,11 @@ from megalite.train.build import build_engine
 from megalite.train.step import train_step
 from tests.parity import jobs, test_bits
 from tests.parity.test_resume import MODEL, losses, train
+from tests.rows import always_run
 from tests.workers import WorkerPool
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-bf16", "adamw-fp32", "lamb-fp32"])
+@pytest.mark.parametrize("optimizer", always_run(["adamw-bf16", "adamw-fp32", "lamb-fp32"], "adamw-bf16"))
 def test_same_bits_where_ever_the_state_is(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     name, precision = optimizer.split("-")
     flags = [*MODEL, "--optimizer", name, "--precision", precision, "--bucket-size", "5000"]

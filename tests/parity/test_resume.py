@@ -15,6 +15,7 @@ import pytest
 
 from tests.parity.test_zero import put_together
 from tests.ranks import finish, run_ranks, start_ranks
+from tests.rows import always_run
 from tests.workers import WorkerPool
 
 STEPS = 6
@@ -70,7 +71,7 @@ def losses(run_dir: Path) -> list[tuple[int, float, float]]:
     return [(step, by_step[step]["loss"], by_step[step]["grad_norm"]) for step in sorted(by_step)]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.full] * (n == "tp2-cp2")) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", always_run(LAYOUTS, "tp2-pp2", "dp2-tp2-powersgd", "dp4-zero3-hybrid"))
 def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
     world, flags = LAYOUTS[layout]
     whole = pool.run(world, train, [*MODEL, *flags, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], world)
@@ -84,9 +85,9 @@ def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("one", "tp2-pp2"),
-        ("tp2-pp2", "dp2"),
-        ("pp2-vp2", "one"),
+        pytest.param("one", "tp2-pp2", marks=pytest.mark.full),
+        pytest.param("tp2-pp2", "dp2", marks=pytest.mark.full),
+        pytest.param("pp2-vp2", "one", marks=pytest.mark.full),
         ("dp4-zero3-hybrid", "dp2-pp2-zero2"),
         ("dp2-cp2", "tp2-cp2"),
     ],

@@ -18,6 +18,8 @@ from megalite.extras.plan.memory.ranks import memory_per_rank
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
+pytestmark = pytest.mark.full  # 13 engines of some size
+
 MODEL = jobs.llama(hidden_size=256, num_heads=8, num_kv_heads=4, ffn_hidden_size=768, vocab_size=512, seq_len=8)
 PARAMETERS = 3_410_176
 # Norms: small units, which stay whole at stage 3.
