@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from megalite.base import store
 from megalite.base.log import logger
 from tests.ranks import tmpfs
-from tests.stores import S3, BreakingProxy, start_s3
+from tests.stores import S3, BreakingProxy, environment, secrets_in, start_s3
 from tests.workers import WorkerPool
 
 # Before torch is imported. Several tests run at a time: on tiny tensors OpenMP threads spin for each other and cost ten
@@ -87,23 +89,41 @@ def pool() -> Iterator[WorkerPool]:
     workers.close()
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    """A server that speaks S3, to which the environment leads while a module's tests run."""
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """A server that speaks S3."""
     for module in ("moto", "s3fs"):
         pytest.importorskip(module, reason=f"{module} is not installed")
     server = start_s3(tmp_path_factory.mktemp("s3") / "moto.log")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.env.items():
-            patch.setenv(name, value)
-        yield server
+    yield server
     server.close()
 
 
 @pytest.fixture
-def proxy(s3: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[BreakingProxy]:
+def s3(s3_server: S3, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[S3]:
+    """That server, to which the environment leads; no file or log that the test leaves holds a secret."""
+    with leading_to(s3_server.port):
+        yield s3_server
+    said = "\n".join(record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when))
+    assert secrets_in(said.encode()) == []
+    assert [path for path in (s3_server.log, *tmp_path.rglob("*")) if secrets_in(path)] == []
+
+
+@pytest.fixture
+def proxy(s3: S3) -> Iterator[BreakingProxy]:
     """Stands before that server, and breaks what a test asks for."""
     made = BreakingProxy(s3.port)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{made.port}")
-    yield made
+    with leading_to(made.port):
+        yield made
     made.close()
+
+
+@contextlib.contextmanager
+def leading_to(port: int) -> Iterator[None]:
+    """An environment that leads to a port, and clients of S3 that have read it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(port).items():
+            patch.setenv(name, value)
+        store._open.cache_clear()
+        yield
+    store._open.cache_clear()

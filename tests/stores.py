@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import http.client
 import http.server
 import os
@@ -11,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +32,14 @@ class S3:
     Attributes:
         port: where it listens on 127.0.0.1.
         process: the server.
+        log: what it says.
         bucket: name of a bucket that exists.
     """
 
     port: int
     process: subprocess.Popen[bytes]
+    log: Path
     bucket: str = "bucket"
-
-    @property
-    def env(self) -> dict[str, str]:
-        return environment(self.port)
 
     def url(self, name: str) -> str:
         """A URL in the bucket."""
@@ -48,16 +50,29 @@ class S3:
         self.process.wait()
 
 
-def environment(port: int) -> dict[str, str]:
+def environment(port: int, host: str = "127.0.0.1") -> dict[str, str]:
     """What the store's own tools read."""
     return {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        "NO_PROXY": "127.0.0.1",
+        "NO_PROXY": host,
     }
+
+
+def secrets_in(left: Path | bytes) -> list[str]:
+    """The credentials of these tests that a file or a text holds: as they are, quoted for a URL, or in base64."""
+    if isinstance(left, Path):
+        left = left.read_bytes() if left.is_file() else b""
+    found = []
+    for secret in (KEY_ID, SECRET):
+        # Three texts, as the secret may begin at any of three places of a group.
+        encoded = [base64.b64encode(b"." * i + secret.encode())[4:-4] for i in range(3)]
+        if any(form in left for form in (secret.encode(), urllib.parse.quote(secret, "").encode(), *encoded)):
+            found.append(secret)
+    return found
 
 
 def start_s3(log: Path) -> S3:
@@ -66,7 +81,7 @@ def start_s3(log: Path) -> S3:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with log.open("wb") as f:
         process = subprocess.Popen(command, stdout=f, stderr=f, env={**os.environ, **environment(port)})
-    s3 = S3(port, process)
+    s3 = S3(port, process, log)
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -87,14 +102,20 @@ class Fault:
         match: pattern of "METHOD /path?query".
         kind: "503", "403" or "507" (answered so, nothing passes), "hang" (never answered), "cut" (half of the answer),
             "cut-request" (the connection is closed in the middle of what is sent), "short" (an answer without its last
-            byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and again).
+            byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and again),
+            "call-before" and "call-after" (`action` is called after half of the request, or when the server has
+            answered it, and nothing is answered).
         times: how often.
+        skip: how many matching requests pass before the first that is broken.
+        action: see "call-before".
         happened: how often it has.
     """
 
     match: str
     kind: str
     times: int = 1 << 30
+    skip: int = 0
+    action: Callable[[], None] = lambda: None
     happened: int = 0
     first: tuple[int, list[tuple[str, str]], bytes] | None = None
 
@@ -107,9 +128,9 @@ class BreakingProxy:
         requests: "METHOD /path?query" of all that came, in order.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.target, self.faults, self.requests = port, list[Fault](), list[str]()
-        proxy, self.closing = self, threading.Event()
+        proxy, self.closing, self.choosing = self, threading.Event(), threading.Lock()
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -121,27 +142,32 @@ class BreakingProxy:
 
             def log_message(self, *_: object) -> None: ...
 
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = http.server.ThreadingHTTPServer((host, 0), Handler)
         self.server.daemon_threads = True
         self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def handle(self, request: http.server.BaseHTTPRequestHandler) -> None:
         """Pass a request on, or not."""
         line = f"{request.command} {request.path}"
         self.requests.append(line)
-        fault = next((f for f in self.faults if f.happened < f.times and re.search(f.match, line)), None)
-        if fault is not None:
-            fault.happened += 1
+        with self.choosing:
+            fault = next((f for f in self.faults if f.happened < f.times and re.search(f.match, line)), None)
+            if fault is not None and fault.skip:
+                fault.skip -= 1
+                fault = None
+            elif fault is not None:
+                fault.happened += 1
         kind = fault.kind if fault is not None else ""
         size = int(request.headers.get("Content-Length", 0))
         if kind == "hang":
             self.closing.wait()
             return
-        if kind == "cut-request":
+        if kind in ("cut-request", "call-before"):
             request.rfile.read(size // 2)
-            request.connection.shutdown(socket.SHUT_RDWR)
-            request.close_connection = True
+            if fault is not None:
+                fault.action()
+            self.hang_up(request)
             return
         body = request.rfile.read(size)
         if kind in ("503", "403", "507"):
@@ -159,6 +185,10 @@ class BreakingProxy:
         headers = [(k, v) for k, v in response.getheaders() if k.lower() not in ("content-length", "transfer-encoding")]
         length = int(response.getheader("Content-Length") or len(data))
         connection.close()
+        if fault is not None and kind == "call-after":
+            fault.action()
+            self.hang_up(request)
+            return
         if fault is not None and kind == "replay":
             fault.first = (response.status, headers, data)
         if kind == "short":
@@ -170,8 +200,13 @@ class BreakingProxy:
             headers = [(k, v) for k, v in headers if "checksum" not in k.lower()]
         self.send(request, response.status, headers, data[: len(data) // 2] if kind == "cut" else data, length)
         if kind == "cut":
+            self.hang_up(request)
+
+    @staticmethod
+    def hang_up(request: http.server.BaseHTTPRequestHandler) -> None:
+        with contextlib.suppress(OSError):  # the other side may be dead
             request.connection.shutdown(socket.SHUT_RDWR)
-            request.close_connection = True
+        request.close_connection = True
 
     @staticmethod
     def send(

@@ -7,6 +7,8 @@ tried again with growing pauses, a bounded number of times; what will not get be
 from __future__ import annotations
 
 import copy
+import functools
+import os
 import random
 import re
 import time
@@ -103,17 +105,10 @@ class Store:
 
     def __init__(self, url: str, say: Callable[[str], None] = logger.warning) -> None:
         self.url, self._say = url.rstrip("/"), say
-        scheme = url.partition("://")[0]
         try:
-            import fsspec
-
-            # No listing is kept, and no connection is shared with what other code opens.
-            options = {"use_listings_cache": False, "skip_instance_cache": scheme != "memory"}
-            self.fs = fsspec.filesystem(scheme, **options, **_OPTIONS.get(scheme, {}))
+            self.fs = _open(url.partition("://")[0], os.getpid())
         except (ImportError, ValueError) as e:
             raise UserError(url, f"cannot be opened ({e})", 'pip install "megalite[cloud]"') from None
-        if hasattr(self.fs, "retries"):
-            self.fs.retries = 1
 
     @property
     def parent(self) -> Store:
@@ -222,6 +217,19 @@ class Store:
                 self._say(f"{where}: {_describe(e)}; attempt {attempt} of {ATTEMPTS}, trying again")
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError
+
+
+@functools.cache
+def _open(scheme: str, pid: int) -> Any:
+    """Open a file system for a process; a client of S3 costs a tenth of a second of processor time."""
+    import fsspec
+
+    # No listing is kept, and no connection is shared with what other code opens.
+    options = {"use_listings_cache": False, "skip_instance_cache": scheme != "memory"}
+    fs = fsspec.filesystem(scheme, **options, **_OPTIONS.get(scheme, {}))
+    if hasattr(fs, "retries"):
+        fs.retries = 1
+    return fs
 
 
 def _describe(e: BaseException) -> str:

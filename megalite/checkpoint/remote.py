@@ -7,16 +7,16 @@ last one that started. `latest` names the last commit, for listings that lag beh
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.base.downloads import locked
 from megalite.base.log import logger
 from megalite.base.store import MissingObject, Store, StoreError, cached_at, check_url, is_url, join
 from megalite.base.untrusted import BadFile, parse_json, read_json
@@ -107,7 +107,7 @@ def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
     """
     into.mkdir(parents=True, exist_ok=True)
     folder, part = into / name, into / f".part_{name}"
-    with _locked(into / ".lock"):
+    with locked(into / ".lock"):
         if folder.exists():
             return folder
         for other in into.iterdir():
@@ -144,7 +144,7 @@ def bring(folder: Path, name: str, size: int, crc32: tuple[int, ...]) -> None:
                     return f"block {block} differs from its checksum (CRC32)"
         return ""
 
-    with _locked(folder / f".lock_{name}"):
+    with locked(folder / f".lock_{name}"):
         if not (folder / name).exists():
             part = folder / f".part_{name}"
             Store(source["url"]).download(name, part, size, wrong)
@@ -155,11 +155,3 @@ def bring(folder: Path, name: str, size: int, crc32: tuple[int, ...]) -> None:
 def _sums(folder: Path, name: str) -> Sequence[int]:
     files = parse_json((folder / "manifest.json").read_bytes())["files"]
     return next((entry["crc32"] for entry in files if entry["name"] == name), ())
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Own a lock file among the processes of a host."""
-    with path.open("a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield

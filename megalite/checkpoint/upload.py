@@ -145,20 +145,23 @@ def _commit(store: Store, part: Part, patience: float) -> list[str]:
         if sizes.get(entry.name) != entry.size:
             raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
     _check_owner(store, job)
+    # Before COMMIT: who resumes from it on another disk has the metrics up to there.
+    run_dir = Path(job["root"]).parent
+    problems = _try("config and metrics are not uploaded", lambda: _upload_run_files(store, run_dir))
     store.write(f"{part.name}/manifest.json", data)
     store.write(f"{part.name}/COMMIT", commit_text(data))
     # From here on it exists; nothing that fails undoes it.
-    problems = []
-    for what, step in (
-        ("the fragments remain", lambda: store.delete(names)),
-        ("config and metrics are not uploaded", lambda: _upload_run_files(store, Path(job["root"]).parent)),
-        ("older ones remain", lambda: _tidy(store, part) if job["full"] else None),
-    ):
-        try:
-            step()
-        except (OSError, StoreError) as e:
-            problems.append(f"{what} ({e})")
-    return problems
+    problems += _try("the fragments remain", lambda: store.delete(names))
+    return problems + (_try("older ones remain", lambda: _tidy(store, part)) if job["full"] else [])
+
+
+def _try(problem: str, step: Callable[[], None]) -> list[str]:
+    """Do what a checkpoint can do without; return the problem if that failed."""
+    try:
+        step()
+    except (OSError, StoreError) as e:
+        return [f"{problem} ({e})"]
+    return []
 
 
 def _check_owner(store: Store, job: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ import yaml
 
 from megalite.base.errors import UserError
 from megalite.base.log import warn_on_rank_0
-from megalite.base.store import check_local
+from megalite.base.store import check_url
 from megalite.config.dialect import PLAIN, Dialect
 from megalite.config.flags import add_flag, read_flags
 from megalite.config.model import ROUTER_LOSSES, ModelConfig
@@ -59,7 +59,7 @@ class CommandLine(NamedTuple):
 
 def parse(
     argv: list[str] | None = None,
-    read_model: Callable[[str], ModelConfig] | None = None,
+    read_model: Callable[[str, str], ModelConfig] | None = None,
     world: int | None = None,
     dialect: Dialect = PLAIN,
 ) -> CommandLine:
@@ -67,7 +67,8 @@ def parse(
 
     Args:
         argv: the words after the program name.
-        read_model: reads the model options of an `--init-from-hf` directory; preset, files and flags override them.
+        read_model: reads the model options of an `--init-from-hf` directory, given that and the `--cache-dir`; preset,
+            files and flags override them.
         world: number of ranks; None if they are not started.
         dialect: spellings and files of other tools to accept.
 
@@ -81,7 +82,7 @@ def parse(
     )
     layers = [_preset_layer(start.preset), *(read_yaml(Path(path), dialect) for path in start.config), flags]
     if read_model is not None and "init_from_hf" in (merged := _merge(layers)):
-        layers.insert(0, _folder_layer(merged["init_from_hf"], read_model))
+        layers.insert(0, _folder_layer(merged["init_from_hf"], _values(layers)["cache_dir"], read_model))
     layers.insert(0, _family_layer(layers))
     if world is None and not (start.print_config or start.dry_run):
         world = 1
@@ -161,11 +162,11 @@ def _preset_layer(preset: str | None) -> Layer:
     return _layer(PRESETS[preset], f"--preset {preset}")
 
 
-def _folder_layer(folder: OptionValue, read_model: Callable[[str], ModelConfig]) -> Layer:
+def _folder_layer(folder: OptionValue, cache_dir: str, read_model: Callable[[str, str], ModelConfig]) -> Layer:
     """Return the options of the model in a Hugging Face folder, without those that belong to a run."""
     run_options = ("seq_len", "hidden_dropout", "attention_dropout", "init_std", *ROUTER_LOSSES)
-    check_local("--init-from-hf", folder.value)
-    options = vars(read_model(folder.value))
+    check_url("--init-from-hf", folder.value)
+    options = vars(read_model(folder.value, cache_dir))
     return {name: OptionValue(value, folder.written) for name, value in options.items() if name not in run_options}
 
 

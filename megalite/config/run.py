@@ -50,7 +50,7 @@ class RunConfig:
     reset_step: bool = False
     """With --resume PATH: count steps from 1 again, and restart the learning-rate schedule."""
     init_from_hf: str | None = None
-    """Start a new run with the model options and weights of this Hugging Face directory."""
+    """Start a new run with the model options and weights of this Hugging Face directory, or URL of one."""
     resume_fallback: bool = False
     """If the newest checkpoint is damaged, resume from the one before it."""
     max_minutes: float = 0.0
@@ -110,7 +110,7 @@ class RunConfig:
         require(
             not self.run_dir.startswith("memory://"), f"--run-dir {self.run_dir}", rule, "give a store or a directory"
         )
-        check_local("--init-from-hf", self.init_from_hf)
+        check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         step_range("--record-schedule", self.record_schedule)
         step_range("--profile", self.profile)

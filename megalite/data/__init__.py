@@ -14,7 +14,7 @@ from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
 from megalite.data.sidecar import chat_template_of, read_sidecar
-from megalite.data.stand_in import bring_prefix, bring_tree
+from megalite.data.stand_in import bring_prefix
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.tokens import IndexedDataset, token_dtype
 
@@ -34,7 +34,6 @@ __all__ = [
     "Samples",
     "Tokenizer",
     "bring_prefix",
-    "bring_tree",
     "build_datasets",
     "chat_template_of",
     "check_tokenizer_matches",

@@ -7,18 +7,16 @@ The oldest are deleted when the units of all files together take more than a lim
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megalite.base.downloads import locked
 from megalite.base.errors import UserError
 from megalite.base.log import logger
-from megalite.base.store import MissingObject, Store, cached_at, is_url
+from megalite.base.store import MissingObject, Store, cached_at
 from megalite.base.untrusted import BadFile, read_json
 
 # Whole blocks of the checksums, of 32 KiB and of the older 256 KiB.
@@ -41,7 +39,7 @@ def bring_prefix(prefix: str, cache_dir: str, limit: int) -> None:
     url, _, name = prefix.rpartition("/")
     store, folder = Store(url), cached_at(url, cache_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / f".lock_{name}"):
+    with locked(folder / f".lock_{name}"):
         for suffix, must in ((".idx", True), (".bin", True), (".mask.bin", False), (".json", False)):
             path, units = folder / (name + suffix), folder / f"{name}{suffix}.units"
             try:
@@ -69,27 +67,6 @@ def bring_prefix(prefix: str, cache_dir: str, limit: int) -> None:
                 store.download(path.name, part, size)
             os.replace(part, path)
             _write_source(units, source)
-
-
-def bring_tree(url: str, cache_dir: str) -> Path:
-    """Download a file, or a folder without those in it, to where `cached_at` says; other paths stay as they are."""
-    if not is_url(url):
-        return Path(url)
-    target = cached_at(url, cache_dir)
-    parent, _, name = url.rstrip("/").rpartition("/")
-    files = {n: size for n, size in Store(url).names().items() if not n.endswith("/")}
-    folder, store = (target, Store(url)) if files and set(files) != {name} else (target.parent, Store(parent))
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / f".lock_{name}"):
-        for n in files or {name: 0}:
-            size, stamp = store.stamp(n)
-            mark = folder / f".stamp_{n}"
-            if (folder / n).exists() and mark.exists() and mark.read_text() == stamp:
-                continue
-            store.download(n, folder / f".part_{n}", size)
-            os.replace(folder / f".part_{n}", folder / n)
-            mark.write_text(stamp)
-    return target
 
 
 class Units:
@@ -135,7 +112,7 @@ class Units:
         path, end = self._path(unit), min((unit + 1) * UNIT, self.size)
         if len(data := _read_if_there(path)) == end - unit * UNIT:
             return data
-        with _locked(self._folder / f".lock_{unit % _LOCKS}"):
+        with locked(self._folder / f".lock_{unit % _LOCKS}"):
             if len(data := _read_if_there(path)) == end - unit * UNIT:
                 return data
             data = self._store.read(self._name, unit * UNIT, end)
@@ -154,7 +131,7 @@ class Units:
 
     def _account(self, added: int) -> None:
         """Add to the bytes of all units of this host; above the limit delete the oldest, down to nine tenths of it."""
-        with _locked(self._cache / ".units"):
+        with locked(self._cache / ".units"):
             total = self._cache / ".units_bytes"
             try:
                 used = added + int(total.read_text())
@@ -193,11 +170,3 @@ def _read_source(units: Path) -> dict[str, Any]:
         return read_json(units / _SOURCE, _MAX_SOURCE)
     except (OSError, BadFile):
         return {}
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Own a lock file among the processes and threads of a host."""
-    with path.open("a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield

@@ -51,16 +51,17 @@ def find_main(name: str) -> Main:
     """Import and return the function of a command."""
     module, function = COMMANDS[name].place.split(":")
     main: Main = getattr(import_module(f"megalite.extras.{module}"), function)
-    return lambda words: main(_local(name, words))
+    return lambda words: _with_local_words(name, main, words)
 
 
-def _local(name: str, words: Sequence[str]) -> Sequence[str]:
-    """Download what URLs among the arguments name."""
+def _with_local_words(name: str, main: Main, words: Sequence[str]) -> int | None:
+    """Run a command with local copies of what URLs among its arguments name."""
     if not any("://" in word for word in words):
-        return words
+        return main(words)
     from megalite.extras.local_words import local_words
 
-    return local_words(name, words)
+    with local_words(name, words) as local:
+        return main(local)
 
 
 def _usage() -> str:

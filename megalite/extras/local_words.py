@@ -1,47 +1,120 @@
-"""URLs of stores on the command line of a tool: what they name is downloaded, and its local copy takes their place."""
+"""URLs of stores on the command line of a tool: local copies take their place, and what is written is uploaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from megalite.base.store import Store, cached_at, check_local, check_url, is_url
+from megalite.base.downloads import bring_tree
+from megalite.base.errors import require
+from megalite.base.log import logger
+from megalite.base.store import Store, cached_at, check_url, is_url, join
 from megalite.checkpoint.remote import local_copy
-from megalite.data import bring_prefix, bring_tree
+from megalite.data import bring_prefix
 
 # Commands that read what exists. Training has its own options for what it keeps locally.
-READERS = ("convert", "evaluate", "generate", "inspect", "lm-eval", "plot")
+TOOLS = ("convert", "evaluate", "generate", "inspect", "lm-eval", "plot", "preprocess", "tokenizer")
 # Apart from the folders of runs, which may be writing to theirs.
 _CACHE, _LIMIT = "~/.cache/megalite/tools", 100 * 10**9
-_LOCAL_ONLY = ("preprocess", "tokenizer")
+# Those that refuse to write over what exists.
+_MAKERS = ("convert", "preprocess", "tokenizer")
 _TEXTS, _OUTPUTS = ("--prompt", "--system"), ("--out", "--json")
+_PREFIXES = ("--data", "--valid-data", "--merge")
+_FILES = ("--tokenizer", "--chat-template", "--text")
+# Of what is written, the files without which nothing is read: they are uploaded last.
+_LAST = (".idx", "config.json", "manifest.json", "COMMIT")
 
 
-def local_words(command: str, words: Iterable[str]) -> list[str]:
-    """Replace URLs among the arguments of a command that reads, alone or as --flag=URL; leave all else as it is.
+@contextlib.contextmanager
+def local_words(command: str, words: Iterable[str]) -> Iterator[list[str]]:
+    """Replace URLs among the arguments of a command, alone or as --flag=URL; leave all else as it is.
+
+    What the command writes to a URL is uploaded at the end, if there was no error.
 
     Raises:
-        StoreError: there is no such thing in the store, or it cannot be read.
-        UserError: what the command writes, or reads from the disk alone, is a URL.
+        StoreError: there is no such thing in the store, or it cannot be read or written.
+        UserError: there is already what would be written.
     """
-    out, flag = [], ""
-    for word in words:
-        before, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        flag = before or flag
-        if command in _LOCAL_ONLY or (command in READERS and flag in _OUTPUTS):
-            check_local(f"megalite {command} {flag}".strip(), value)
-        bring = command in READERS and flag not in _TEXTS and is_url(value)
-        out.append(f"{before}{equals}{_bring(command, flag, value)}" if bring else word)
-        if flag in (*_TEXTS, *_OUTPUTS) and (equals or not before):
-            flag = ""  # they take one word
-    return out
+    out, flag, uploads, words = [], "", list[tuple[Path, str]](), list(words)
+    with contextlib.ExitStack() as remove:
+        for word in words:
+            before, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+            flag = before or flag
+            if command in TOOLS and flag not in _TEXTS and is_url(value):
+                check_url(flag or command, value)
+                if flag in _OUTPUTS:
+                    if command in _MAKERS and "--overwrite" not in words:
+                        _check_free(flag, value)
+                    cache = Path(_CACHE).expanduser()
+                    cache.mkdir(parents=True, exist_ok=True)
+                    folder = Path(remove.enter_context(tempfile.TemporaryDirectory(prefix="out_", dir=cache)))
+                    uploads.append((folder, value))
+                    value = str(folder / _split(value)[1])
+                else:
+                    value = _bring(command, flag, value)
+            out.append(f"{before}{equals}{value}")
+            if flag in (*_TEXTS, *_OUTPUTS) and (equals or not before):
+                flag = ""  # they take one word
+        yield out
+        for folder, url in uploads:
+            _upload(folder, url)
+            logger.info(f"uploaded {url}")
 
 
 def _bring(command: str, flag: str, url: str) -> str:
-    check_url(flag or command, url)
-    if flag in ("--data", "--valid-data"):
+    if flag in _PREFIXES:
         bring_prefix(url, _CACHE, _LIMIT)
         return str(cached_at(url, _CACHE))
+    if flag == "--input":
+        return str(_bring_all(url))
     # A Hugging Face folder, a tokenizer, and of a run what is drawn: files side by side.
-    if command == "plot" or flag == "--tokenizer" or "config.json" in Store(url).names():
+    if command == "plot" or flag in _FILES or "config.json" in Store(url).names():
         return str(bring_tree(url, _CACHE))
     return str(local_copy(url, _CACHE))
+
+
+def _bring_all(url: str) -> Path:
+    """Download a file, or a folder with those in it, without what was there before."""
+    names, here = Store(url).names(), cached_at(url, _CACHE)
+    folders = {name.rstrip("/") for name in names if name.endswith("/")}
+    for path in here.iterdir() if here.is_dir() else ():
+        if path.is_dir() and path.name not in folders:
+            shutil.rmtree(path)
+        elif path.is_file() and path.name not in names and not path.name.startswith("."):
+            path.unlink()
+    for name in folders:
+        _bring_all(join(url, name))
+    return here if names and len(folders) == len(names) else bring_tree(url, _CACHE)
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return the folder that a URL is in, and its last name."""
+    folder, _, name = url.rstrip("/").rpartition("/")
+    return folder, name
+
+
+def _check_free(flag: str, url: str) -> None:
+    """Refuse to write where there is something, as the commands do on a disk."""
+    parent, name = _split(url)
+    there = {n.rstrip("/") for n in Store(parent).names()}
+    for end in ("", ".bin", ".idx", ".json", ".mask.bin"):
+        rule = f"{parent}/{name}{end} exists"
+        require(name + end not in there, f"{flag} {url}", rule, "choose another name, or give --overwrite if it has it")
+
+
+def _upload(folder: Path, url: str) -> None:
+    """Upload all files of a folder: what is read first is deleted first and uploaded last, so nothing mixed is read."""
+    parent, name = _split(url)
+    store, files = Store(parent), [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+    def position(file: str) -> int:
+        return max((i for i, end in enumerate(_LAST, 1) if file.endswith(end)), default=0)
+
+    # Marks of answers may be left from conversations that text replaces.
+    store.delete([*filter(position, files), f"{name}.mask.bin"])
+    for file in sorted(files, key=lambda file: (position(file), file)):
+        store.upload(file, str(folder / file), os.path.getsize(folder / file))

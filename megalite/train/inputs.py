@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError
 from megalite.base.store import is_url
 from megalite.config.run import Config
@@ -16,7 +17,6 @@ from megalite.data import (
     Samples,
     Tokenizer,
     bring_prefix,
-    bring_tree,
     build_datasets,
     check_tokenizer_matches,
     load_tokenizer,

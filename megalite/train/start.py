@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megalite.base.downloads import bring_tree
 from megalite.base.dtypes import DTYPES
 from megalite.base.errors import UserError, step_range
 from megalite.base.log import logger, setup_logging
@@ -162,7 +163,8 @@ def init_weights(engine: Engine) -> dict[str, Any]:
         engine.optimizer.init_parameters(engine.cfg.train.seed)
         logger.info(f"new run: random weights of --seed {engine.cfg.train.seed}")
     else:
-        dtype = load_hf(folder, engine.cfg.model, engine.optimizer.states(), engine.ctx)
+        local = agree(engine.ctx, lambda: bring_tree(folder, engine.cfg.run.cache_dir))
+        dtype = load_hf(local, engine.cfg.model, engine.optimizer.states(), engine.ctx)
         engine.optimizer.finish_load()
         logger.info(f"weights from {folder} ({dtype}); the optimizer starts at zero")
     return {"step": 0, "consumed_samples": 0}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import json
 import os
 import select
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,11 +69,16 @@ class Job:
 
 
 class Zygote:
-    """The test's side."""
+    """The test's side.
 
-    def __init__(self) -> None:
+    Args:
+        before: words that the command line of the process begins with ("ip netns exec NAME").
+        modules: imported too.
+    """
+
+    def __init__(self, before: Sequence[str] = (), modules: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [*before, sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -363,4 +369,6 @@ if __name__ == "__main__":
 
     import pretrain_gpt  # noqa: F401
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     serve()

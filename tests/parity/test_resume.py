@@ -226,7 +226,7 @@ def test_sigusr1_prints_stacks_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
-    """A run exported and started anew in another layout has the evaluation loss that it had."""
+    """A run exported and started anew in another layout has the evaluation loss that it had; from a store."""
     from megalite.extras.convert.hf import export_hf
 
     arguments = [*MODEL, "--train-steps", "3", "--eval-every", "3", "--run-dir", str(tmp_path / "a")]
@@ -234,7 +234,8 @@ def test_start_from_a_hugging_face_folder(tmp_path: Path) -> None:
     export_hf(str(tmp_path / "a"), str(tmp_path / "hf"))
     ranks = run_ranks(
         [
-            *("--init-from-hf", str(tmp_path / "hf"), "--seq-len", "16", "--mock-data", "--device", "cpu"),
+            *("--init-from-hf", f"file://{tmp_path}/hf", "--cache-dir", str(tmp_path / "cache")),
+            *("--seq-len", "16", "--mock-data", "--device", "cpu"),
             *("--tp", "2", "--pp", "2", "--lr", "1e-12", "--train-steps", "1", "--eval-every", "1"),
             *("--run-dir", str(tmp_path / "b")),
         ],

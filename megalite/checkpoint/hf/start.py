@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError
 from megalite.base.log import warn_on_rank_0
 from megalite.checkpoint.hf.config import TRAINING_ONLY
@@ -15,13 +16,17 @@ from megalite.dist.context import ParallelContext
 from megalite.sharding import StateTensor
 
 
-def hf_model_config(folder: str | Path) -> ModelConfig:
+def hf_model_config(folder: str | Path, cache_dir: str = "") -> ModelConfig:
     """Return the model of a Hugging Face folder, after checking its files; seq_len is its number of positions.
 
+    Args:
+        folder: a path, or a URL of a store: then the folder is downloaded.
+        cache_dir: where to.
+
     Raises:
-        UserError: see `HFSource`.
+        UserError: see `HFSource`; the folder cannot be downloaded.
     """
-    return HFSource(folder).config
+    return HFSource(bring_tree(str(folder), cache_dir)).config
 
 
 def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> str:

@@ -7,8 +7,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError, require
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import read_config
@@ -139,9 +139,9 @@ def _check_script(script: tuple[str, ...], world: int) -> None:
         raise UserError.from_message(f"{e}{files if 'cannot' in str(e) or 'No such file' in str(e) else ''}") from None
 
 
-def _read_model(folder: str) -> ModelConfig:
+def _read_model(folder: str, cache_dir: str) -> ModelConfig:
     """Read the model of a Hugging Face folder from its config.json alone, without torch."""
-    path = Path(folder) / "config.json"
+    path = bring_tree(f"{folder}/config.json", cache_dir)
     try:
         config = read_json(path, 4 << 20)
     except (OSError, BadFile) as e:

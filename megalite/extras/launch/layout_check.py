@@ -15,7 +15,9 @@ from megalite.pipeline.choose import names_of
 _SCRIPTS = (["pretrain_gpt.py"], ["-m", "pretrain_gpt"])
 
 
-def check_layout(script: Sequence[str], world: int, read_model: Callable[[str], ModelConfig] | None = None) -> None:
+def check_layout(
+    script: Sequence[str], world: int, read_model: Callable[[str, str], ModelConfig] | None = None
+) -> None:
     """Check all options of a `pretrain_gpt.py` command as its ranks would, also against the number of ranks.
 
     What requires data or a device is left to the ranks, and so is any other training script.

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from megalite.base import store as store_module
+from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError
 from megalite.base.store import Store, StoreError, cached_at
 from megalite.data import build_datasets
-from megalite.data.stand_in import UNIT, bring_prefix, bring_tree
+from megalite.data.stand_in import UNIT, bring_prefix
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.ranks import ROOT
 from tests.stores import S3, BreakingProxy, Fault

@@ -1,8 +1,10 @@
-"""Tools take URLs: what they name is downloaded first."""
+"""Tools take URLs: what they name is downloaded first, and what they write is uploaded."""
 
 from __future__ import annotations
 
+import json
 import secrets
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,12 @@ from tests.unit.checkpoint.test_upload import make_part, upload_parts
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def local(command: str, words: list[str]) -> list[str]:
+    """The words of a command that does nothing."""
+    with local_words(command, words) as out:
+        return out
 
 
 def test_inspect_verifies_a_checkpoint_in_a_store(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,29 +48,85 @@ def test_what_each_word_becomes(s3: S3, tmp_path: Path) -> None:
     Store(run).write("metrics.jsonl", b"{}\n")
     # Not the folder of the run itself, which may be writing to its files.
     home = tmp_path / "home/.cache/megalite/tools/s3" / s3.bucket
-    words = local_words("plot", ["--out", "a.png", run, "runs/b"])
+    words = local("plot", ["--out", "a.png", run, "runs/b"])
     assert words == ["--out", "a.png", str(home / run.split("/", 3)[3]), "runs/b"]
     assert (Path(words[2]) / "metrics.jsonl").read_bytes() == b"{}\n"
     Store(run).write("hf/config.json", b"{}")
-    assert local_words("generate", [f"--hf={run}/hf"]) == [f"--hf={home / run.split('/', 3)[3]}/hf"]
-    assert local_words("train", ["--run-dir", run]) == ["--run-dir", run]
+    assert local("generate", [f"--hf={run}/hf"]) == [f"--hf={home / run.split('/', 3)[3]}/hf"]
+    assert local("train", ["--run-dir", run]) == ["--run-dir", run]
     with pytest.raises(StoreError, match="holds no committed checkpoint"):
-        local_words("evaluate", [run])
+        local("evaluate", [run])
 
 
-def test_what_is_text_or_written() -> None:
-    """Text is text even if it begins as a URL does; what is written, and what preparing data reads, is local."""
+def test_what_is_text() -> None:
+    """Text is text even if it begins as a URL does; the words after it are paths again."""
     words = ["--prompt", "https://example.com is", "--system=s3://b/x", "run"]
-    assert local_words("generate", words) == words
-    for command, given in (
-        ("plot", ["--out", "s3://b/a.png"]),
-        ("convert", ["--out=s3://b/c"]),
-        ("lm-eval", ["--json", "s3://b/c"]),
-        ("preprocess", ["--out", "s3://b/x"]),
-        ("tokenizer", ["s3://b/text.jsonl"]),
-    ):
-        with pytest.raises(UserError, match=f"megalite {command}.*must be a path on this machine"):
-            local_words(command, given)
-    # The words after them are paths again.
+    assert local("generate", words) == words
     with pytest.raises(StoreError, match="does not exist|holds no committed"):
-        local_words("inspect", ["--prompt", "x", "file:///nowhere/run"])
+        local("inspect", ["--prompt", "x", "file:///nowhere/run"])
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_preprocessing_from_and_into_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same bytes as from a disk to a disk, in shares that are joined; what is there is not replaced unasked."""
+    url, disk, there = f"file://{tmp_path}/far", tmp_path / "disk", tmp_path / "far/out"
+    (tmp_path / "far/text/b").mkdir(parents=True)
+    for name in ("text/a.jsonl", "text/b/c.jsonl"):
+        lines = [json.dumps({"text": f"{name} {i} " * 1000}) for i in range(30)]
+        (tmp_path / "far" / name).write_text("\n".join(lines))
+    preprocess, how = find_main("preprocess"), ["--tokenizer", "bytes", "--workers", "1"]
+    preprocess(["--input", f"{tmp_path}/far/text", *how, "--out", f"{disk}/whole"])
+    preprocess(["--input", f"{url}/text", *how, f"--out={url}/out/whole"])
+    assert read(there) == read(disk)
+    for share in ("1/2", "2/2"):
+        preprocess(["--input", f"{url}/text", *how, "--share", share, "--out", f"{url}/out/{share[0]}"])
+    preprocess(["--merge", f"{url}/out/1", f"{url}/out/2", "--out", f"{url}/out/merged"])
+    for end in ("bin", "idx", "json"):
+        assert (there / f"merged.{end}").read_bytes() == (disk / f"whole.{end}").read_bytes()
+    before = read(there)
+    with pytest.raises(UserError, match=r"whole\.\w+ exists"):
+        preprocess(["--input", f"{url}/text/a.jsonl", *how, "--out", f"{url}/out/whole"])
+    assert read(there) == before
+    (there / "whole.mask.bin").write_bytes(b"of other data")
+    preprocess(["--input", f"{url}/text/a.jsonl", *how, "--overwrite", "--out", f"{url}/out/whole"])
+    assert not (there / "whole.mask.bin").exists()
+    (tmp_path / "far/text/a.jsonl").unlink()  # the copy of the folder forgets it too
+    preprocess(["--input", f"{url}/text", *how, "--out", f"{url}/out/rest"])
+    preprocess(["--input", f"{tmp_path}/far/text", *how, "--out", f"{disk}/rest"])
+    for end in ("bin", "idx", "json"):
+        assert (there / f"rest.{end}").read_bytes() == (disk / f"rest.{end}").read_bytes()
+    assert not list((tmp_path / "home").glob("**/out_*"))
+
+
+@pytest.mark.parametrize("breaks", ["text.bin", "text.json", "text.idx"])
+def test_an_upload_that_breaks_leaves_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str) -> None:
+    """Neither new data nor a mixture with what they replace: without .idx a run refuses them."""
+    far = tmp_path / "far"
+    far.mkdir()
+    for name in ("text.bin", "text.json", "text.idx"):
+        (far / name).write_text("old")
+    real = Store.upload
+
+    def upload(self: Store, name: str, path: str, size: int) -> None:
+        if name == breaks:
+            raise StoreError(name, "is away")
+        real(self, name, path, size)
+
+    monkeypatch.setattr(Store, "upload", upload)
+    ends = ExitStack()
+    words = ends.enter_context(local_words("preprocess", ["--overwrite", "--out", f"file://{far}/text"]))
+    for name in ("text.bin", "text.json", "text.idx"):
+        Path(words[2]).with_name(name).write_text("new")
+    with pytest.raises(StoreError):
+        ends.close()
+    assert not (far / "text.idx").exists()
+    assert not list((tmp_path / "home").glob("**/out_*"))
+
+
+def test_a_command_that_fails_uploads_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        find_main("preprocess")(["--input", "/nowhere", "--tokenizer", "bytes", "--out", f"file://{tmp_path}/far/x"])
+    assert not (tmp_path / "far").exists()

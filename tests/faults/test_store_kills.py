@@ -1,0 +1,216 @@
+"""Two hosts that share no disk, data and checkpoints in a store: killed at random, they end as a run on local disks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.base.store import Store
+from megalite.checkpoint import remote
+from megalite.checkpoint.manifest import Manifest, commit_text
+from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from tests.faults.zygote import Job, Zygote
+from tests.ranks import reserve_port
+from tests.stores import S3, BreakingProxy, Fault, environment
+
+BLOCK = 8 << 20
+END_S = 120
+# Where a run is killed: pattern of the request, and how many of those may pass before it.
+MID_PART = (r"PUT .*/rank_0000\d\.safetensors", 1)
+PLACES = [
+    MID_PART,
+    (r"PUT .*/rank_0000\d\.json", 2),
+    ("PUT .*/manifest.json", 1),
+    ("PUT .*/COMMIT", 1),
+    ("PUT .*/(latest|owner|metrics.jsonl)", 2),
+    ("DELETE", 3),
+    (r"GET .*(text\.bin|safetensors)", 2),
+    (".", 60),
+]
+
+
+class Host:
+    """A rank's machine: its disk, and its own network if it has one.
+
+    Attributes:
+        disk: the home folder of what runs on it, by which its processes are known.
+    """
+
+    def __init__(self, rank: int, disk: Path, before: list[str], env: dict[str, str]) -> None:
+        self.rank, self.disk, self.env = rank, disk, {**env, "HOME": str(disk)}
+        self.log = disk.with_name(f"said_{rank}")
+        self.log.mkdir()
+        self.zygote = Zygote(before, ["s3fs"])
+
+    def start(self, arguments: list[str], port: int) -> Job:
+        self.disk.mkdir(exist_ok=True)
+        place = {"RANK": str(self.rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        return self.zygote.start(arguments, 1, self.log, env={**self.env, **place})
+
+    def power_off(self, rank: int) -> None:
+        """Kill the rank and all that it has started."""
+        home = f"HOME={self.disk}\0".encode()
+        for pid in [rank, *map(int, filter(str.isdigit, os.listdir("/proc")))]:
+            with contextlib.suppress(OSError):
+                if pid == rank or home in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def networks(count: int) -> Iterator[tuple[str, list[str]]]:
+    """Network namespaces on one bridge; the bridge's address, and the names of the namespaces."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2 (network namespaces)")
+    pid = os.getpid()
+    net, bridge, names = f"10.{64 + pid % 64}.{pid // 64 % 256}", f"mlb{pid}", [f"mls{pid}{i}" for i in range(count)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    with ExitStack() as undo:
+        ip("link", "add", bridge, "type", "bridge")
+        undo.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"{net}.254/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for i, name in enumerate(names):
+            ip("netns", "add", name)
+            undo.callback(ip, "netns", "del", name)
+            ip("link", "add", f"{name}c", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"{name}c", "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"{net}.{i + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield f"{net}.254", names
+
+
+@contextlib.contextmanager
+def two_hosts(s3: S3, folder: Path, apart: bool) -> Iterator[tuple[BreakingProxy, list[Host]]]:
+    """Hosts that reach the store through a proxy alone; `apart`: each has a network of its own."""
+    with ExitStack() as undo:
+        address, names = undo.enter_context(networks(2)) if apart else ("127.0.0.1", [])
+        first = address.replace(".254", ".1")
+        proxy = BreakingProxy(s3.port, address)
+        undo.callback(proxy.close)
+        interface = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"} if apart else {}
+        env = {**environment(proxy.port, address), "MASTER_ADDR": first, **interface}
+        hosts = []
+        for rank in range(2):
+            before = ["ip", "netns", "exec", names[rank]] if apart else []
+            hosts.append(Host(rank, folder / f"host{rank}", before, env))
+            undo.callback(hosts[-1].zygote.close)
+        yield proxy, hosts
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float]]:
+    """(step, loss, gradient norm) of the last line of each step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    by_step = {line["step"]: line for line in lines if "event" not in line}
+    return [(step, by_step[step]["loss"], by_step[step]["grad_norm"]) for step in sorted(by_step)]
+
+
+def newest_whole(store: Store) -> int:
+    """Step of the newest checkpoint in the store, 0 without one; all that counts as committed is whole."""
+    steps = [0]
+    for name in remote.committed(store):
+        data = store.read(f"{name}/manifest.json")
+        assert store.read(f"{name}/COMMIT") == commit_text(data)
+        for entry in Manifest.from_json(data, name).files:
+            shard = store.read(f"{name}/{entry.name}")
+            sums = [zlib.crc32(shard[at : at + BLOCK]) for at in range(0, len(shard), BLOCK)]
+            assert (len(shard), sums) == (entry.size, list(entry.crc32))
+        steps.append(remote.step_of(name))
+    return max(steps)
+
+
+def killed(
+    proxy: BreakingProxy, hosts: list[Host], arguments: list[str], place: tuple[str, int], rng: random.Random
+) -> str:
+    """Train until a request at that place, then turn off one host or both; the request, "" if the run ended before.
+
+    The rest of the run is told to end, as a launcher would, and killed if it does not.
+    """
+    off = rng.choice([[0], [1], [0, 1]])
+    port, done, hit = reserve_port(), threading.Event(), []
+    jobs = [host.start(arguments, port) for host in hosts]
+    pids = [job.pid(0) for job in jobs]
+
+    def act() -> None:
+        for rank in off:
+            hosts[rank].power_off(pids[rank])
+        hit.append(proxy.requests[-1])
+        done.set()
+
+    proxy.faults = [
+        Fault(place[0], rng.choice(["call-before", "call-after"]), 1, skip=rng.randrange(place[1]), action=act)
+    ]
+    hosts[0].zygote.until(lambda: done.is_set() or all(job.ended() for job in jobs), END_S)
+    proxy.faults = []
+    for rank in {0, 1} - set(off):
+        if hit and not jobs[rank].ended():
+            os.kill(pids[rank], signal.SIGTERM)
+            with contextlib.suppress(AssertionError):
+                hosts[rank].zygote.until(jobs[rank].ended, 20)
+            hosts[rank].power_off(pids[rank])
+    left = [job.end()[0] for job in jobs]
+    assert hit or [rank.code for rank in left] == [0, 0], left
+    for rank in off if hit and rng.random() < 0.5 else []:
+        shutil.rmtree(hosts[rank].disk)
+    return hit[0] if hit else ""
+
+
+@pytest.mark.parametrize(
+    ("kills", "apart"),
+    [
+        (2, False),
+        pytest.param(10, True, marks=[pytest.mark.full, pytest.mark.root, pytest.mark.slow]),
+    ],
+    ids=["twice", "ten-times-on-two-networks"],
+)
+def test_killed_at_random(s3: S3, zygote: Zygote, tmp_path: Path, kills: int, apart: bool) -> None:
+    """After every kill what counts as committed is whole, and none is lost; the end is that of an undisturbed run."""
+    (tmp_path / "data").mkdir()
+    with IndexedDatasetWriter(tmp_path / "data/text", np.dtype("<u2")) as writer:
+        writer.add_documents(np.random.default_rng(0).integers(0, 90, 300_000), [1000] * 300)
+        writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90})
+    for path in (tmp_path / "data").iterdir():
+        Store(s3.url(f"data{kills}")).write(path.name, path.read_bytes())
+    model = [
+        *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
+        *("--global-batch-size", "4", "--device", "cpu", "--lr", "3e-4", "--hidden-dropout", "0.1"),
+        *("--lr-decay-steps", "30", "--save-every", "2"),
+    ]
+    rng, url, steps, hits = random.Random(30), s3.url(f"runs/killed{kills}"), 4, list[str]()
+    flags = [*model, "--data", s3.url(f"data{kills}/text"), "--run-dir", url]
+    store, newest = Store(f"{url}/checkpoints"), 0
+    with two_hosts(s3, tmp_path, apart) as (proxy, hosts):
+        while len(hits) < kills:
+            place = MID_PART if len(hits) < 2 else rng.choice(PLACES)
+            # An end that nobody disturbed has saved all its steps.
+            ended = killed(proxy, hosts, [*flags, "--train-steps", str(steps)], place, rng)
+            hits += [ended] if ended else []
+            before, newest = newest, newest_whole(store)
+            assert newest >= before if ended else newest == steps
+            steps += 2
+        assert killed(proxy, hosts, [*flags, "--train-steps", str(steps)], ("never", 1), rng) == ""
+        assert "the hosts share no folder" in "".join(path.read_text() for path in hosts[0].log.iterdir())
+    whole = tmp_path / "whole"
+    undisturbed = [*model, "--data", str(tmp_path / "data/text"), "--train-steps", str(steps), "--run-dir", str(whole)]
+    assert [rank.code for rank in zygote.start(undisturbed, 2, tmp_path).end()] == [0, 0]
+    last = remote.committed(store)[0]
+    for shard in (whole / f"checkpoints/step_{steps:08d}").glob("*.safetensors"):
+        assert store.read(f"{last}/{shard.name}") == shard.read_bytes()
+    assert remote.step_of(last) == steps
+    assert losses(tmp_path / "host0/.cache/megalite/s3" / s3.bucket / f"runs/killed{kills}") == losses(whole)
