@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from megalite.config import cli
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import show_help_if_asked
+from megalite.train.recover.member import become_guard, become_guard_if_asked, guard
 
 if __name__ == "__main__":
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)  # before torch is imported, which takes a second
+    become_guard_if_asked(sys.argv[1:])
 
 from megalite.api import start
 from megalite.base.log import env_rank
@@ -28,6 +30,7 @@ from megalite.extras.tool import show
 from megalite.train.exit import leaving_together
 from megalite.train.inputs import with_vocab_size
 from megalite.train.loop import StepCallback, fit
+from megalite.train.recover.rehearse import rehearse
 
 
 def main(
@@ -36,6 +39,10 @@ def main(
     """Train as the command line says; your own script can pass data and callbacks (see docs/extending.md)."""
     show_help_if_asked(sys.argv[1:], dialect=DIALECT)
     parsed = cli.parse(read_model=hf_model_config, world=world_size(otherwise=0) or None, dialect=DIALECT)
+    if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
+        if (rank_guard := guard()) is None:
+            become_guard()
+        rank_guard.wait_for_turn(rehearse)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

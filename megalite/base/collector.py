@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Steps between two collections, the same on all ranks: a pause of one rank is a pause of all.
+_COLLECTION_STEPS = 100
+
 
 @contextmanager
 def without_collector() -> Iterator[None]:
@@ -16,4 +19,32 @@ def without_collector() -> Iterator[None]:
         yield
     finally:
         if was:
+            gc.enable()
+
+
+class PeriodicCollector:
+    """Runs Python's garbage collector every `_COLLECTION_STEPS` steps and at saves only, after the first step.
+
+    A step leaves no reference cycles, so an automatic collection only walks through objects that stay alive: pauses of
+    up to a second, on one rank after another.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = False
+
+    def end_of_step(self, step: int, saves: bool) -> None:
+        """Collect after this step if one is due; replace automatic collection after the first step."""
+        if not self._stopped and gc.isenabled():
+            self._stopped = True
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        elif self._stopped and (saves or step % _COLLECTION_STEPS == 0):
+            gc.collect()
+
+    def close(self) -> None:
+        """Return to automatic collection. May be called more than once."""
+        if self._stopped:
+            self._stopped = False
+            gc.unfreeze()
             gc.enable()

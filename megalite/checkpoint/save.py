@@ -94,6 +94,10 @@ class Checkpointer:
         """
         self._claim.continues(Path(path))
 
+    def adopt(self, name: str) -> None:
+        """Name a checkpoint that an earlier process of this run has written; every rank calls it."""
+        self._claim.add(name)
+
     def save(
         self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
     ) -> Path | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.base.errors import in_range, require, step_range
-from megalite.base.store import cached_at, check_local, check_url
+from megalite.base.store import cached_at, check_local, check_url, is_url
 from megalite.config.context_parallel import check_context_parallel
 from megalite.config.data import DataConfig
 from megalite.config.expert_parallel import check_experts
@@ -62,6 +62,13 @@ class RunConfig:
     """Before every save, compare the copies of each weight over dp and tp; save nothing if they differ."""
     watchdog_timeout: float = 600.0
     """Stop the run, and name the rank that hangs, after this many seconds without progress; 0: no watchdog."""
+    recover: Literal["none", "process"] = "none"
+    """process: when a rank dies or hangs, all go on within seconds from copies of their states in host memory; each
+    rank has two more processes (docs/reliability.md)."""
+    recover_every: int = 1
+    """With --recover: steps between copies."""
+    max_recoveries: int = 100
+    """With --recover: after so many the last state is saved, and the run ends with exit code 75."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """On a loss spike: ignore it, skip its update, or rewind to the last checkpoint and skip the samples since then."""
     spike_threshold: float = 1.5
@@ -88,8 +95,8 @@ class RunConfig:
     """Also log to this Weights & Biases project (offline without an API key)."""
 
     def __post_init__(self) -> None:
-        in_range(self, "save_every save_model_every eval_every", 0, 10**10)
-        in_range(self, "eval_steps log_every", 1, 10**10)
+        in_range(self, "save_every save_model_every eval_every max_recoveries", 0, 10**10)
+        in_range(self, "eval_steps log_every recover_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)
         # A timeout shorter than a step, or than reading a file at start-up, would end healthy runs.
         in_range(self, "max_minutes", 0, 10**9)
@@ -110,6 +117,9 @@ class RunConfig:
         require(
             not self.run_dir.startswith("memory://"), f"--run-dir {self.run_dir}", rule, "give a store or a directory"
         )
+        given = f"--recover {self.recover} with --run-dir {self.run_dir}"
+        rule = "uploads end with the process that is replaced"
+        require(self.recover == "none" or not is_url(self.run_dir), given, rule, "give a directory, or --recover none")
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         step_range("--record-schedule", self.record_schedule)

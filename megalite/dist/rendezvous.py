@@ -47,6 +47,11 @@ def world_size(otherwise: int = 1) -> int:
     return env_int("WORLD_SIZE", otherwise, low=1)
 
 
+def store_host() -> str:
+    """Name the host where ranks meet, as their launcher says; rank 0 runs there."""
+    return os.environ.get("MASTER_ADDR", "localhost")
+
+
 def local_world_size() -> int:
     """Number of ranks on this host, as its launcher says; all of them where none does."""
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")

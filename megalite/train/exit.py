@@ -22,6 +22,7 @@ from megalite.dist.agree import agree
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.dist.rendezvous import launched_together, shutdown
+from megalite.train.recover.member import guard
 from megalite.train.signals import print_stacks, stop_with_torchrun
 from megalite.train.watch.heartbeat import say_goodbye
 from megalite.train.watch.peers import FailureWatch
@@ -63,12 +64,16 @@ def _reraise(failure: Exception | None) -> None:
         raise failure
 
 
-def leave_unfinished(ctx: ParallelContext) -> None:
+def leave_unfinished(ctx: ParallelContext, otherwise: int = 0) -> None:
     """Exit with the launcher's code for an unfinished run, if it set one: 0 tells a scheduler that all steps are done.
 
     Every rank calls it, after its last save: a launcher that sees one rank fail kills the others.
+
+    Args:
+        ctx: this rank's axes.
+        otherwise: the code if the launcher set none.
     """
-    if code := unfinished_code():
+    if code := unfinished_code() or otherwise:
         gather_texts("", ctx.world, ctx.device)
         raise SystemExit(code)
 
@@ -121,6 +126,12 @@ def leaving_together() -> Iterator[None]:
 
 def _report_failure(e: BaseException, rank: int, watch: FailureWatch) -> None:
     """Print the error that is being handled, and inform the other ranks unless one of them was first."""
+    if (rank_guard := guard()) is not None:
+        if _lost_peer(e) or isinstance(e, dist.DistError):
+            rank_guard.lost_a_peer()
+        elif isinstance(e, RuntimeError):
+            # It may follow from a death that nobody knows of yet.
+            rank_guard.may_be_killed()
     if isinstance(e, PeerError):
         _print_last(rank, "exiting: another rank failed first")
     elif _lost_peer(e):
@@ -133,6 +144,8 @@ def _report_failure(e: BaseException, rank: int, watch: FailureWatch) -> None:
 
 def _leave_after(rank: int, reason: str) -> None:
     """End a rank that still waits for one that has failed."""
+    if (rank_guard := guard()) is not None:
+        rank_guard.lost_a_peer()
     say_goodbye()
     _print_last(rank, f"exiting: {reason}")
     _exit(1)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.base.collector import PeriodicCollector
 from megalite.base.errors import UserError
 from megalite.base.log import logger, warn_on_rank_0
 from megalite.checkpoint.save import SaveError
 from megalite.train.evaluate import evaluate
 from megalite.train.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.train.fp8_amax import Fp8Amax
+from megalite.train.recover.hub import UNFINISHED
 from megalite.train.rewind import rewind
 from megalite.train.routing import ExpertWatch
-from megalite.train.run import Run, save
+from megalite.train.run import Run, keep_copy, save
 from megalite.train.signals import stop_on_signals
 from megalite.train.step import StepResult, train_step
 from megalite.train.step_record import step_record
@@ -26,9 +27,6 @@ from megalite.train.watch.watchdog import CHILDREN, IDLE, OWN, STRICT
 
 # Steps from which on a run without checkpoints gets a warning.
 _LONG_RUN = 1000
-
-# Steps between two garbage collections, the same on all ranks: a pause of one rank is a pause of all.
-_COLLECTION_STEPS = 100
 
 # With fp32 and bf16 there is no loss scale to lower: this many steps in a row without an update mean a broken run.
 _MAX_BAD_STEPS = 3
@@ -81,7 +79,7 @@ def fit(run: Run, callbacks: Sequence[StepCallback] = ()) -> None:
             run.heartbeat.beat("callback", run.step, OWN)
             callback(run, record)
     if run.step < run.engine.cfg.train.train_steps:
-        leave_unfinished(run.engine.ctx)
+        leave_unfinished(run.engine.ctx, UNFINISHED if run.only_saves else 0)
 
 
 def steps(run: Run) -> Iterator[dict[str, Any]]:
@@ -92,23 +90,26 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     """
     cfg = run.engine.cfg
     saved_at = run.saved[-1][0] if run.saved else 0
-    if run.step >= cfg.train.train_steps and run.step == saved_at:
+    if run.step >= cfg.train.train_steps and run.step == saved_at and not run.recovered:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
     log_plan(run)
     engine = run.engine
     watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model)
-    progress = Progress(*watches, run.step, saved_at)
+    progress = Progress(*watches, run.step, saved_at, stop=run.only_saves)
     with closing(PeriodicCollector()) as garbage:
+        if run.recovered:
+            follow_up(run, progress)
+        else:
+            keep_copy(run, trained=False)
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
             if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
                 continue
             count_bad_steps(run, result, progress)
-            if cfg.run.eval_every and run.step % cfg.run.eval_every == 0:
-                evaluate(run)
-            progress.failure = save_failure(run)
-            save_if_due(run, progress)
+            if not progress.bad_steps and run.step % cfg.run.recover_every == 0:
+                keep_copy(run)
+            follow_up(run, progress)
             garbage.end_of_step(run.step, saves=progress.saved_at == run.step)
             run.heartbeat.beat("between steps", run.step, IDLE)
             yield record
@@ -214,6 +215,15 @@ def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
     return True
 
 
+def follow_up(run: Run, progress: Progress) -> None:
+    """Do what is due after a step, besides its record."""
+    every = run.engine.cfg.run.eval_every
+    if every and run.step % every == 0:
+        evaluate(run)
+    progress.failure = save_failure(run)
+    save_if_due(run, progress)
+
+
 def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
     """Report a skipped update.
 
@@ -242,7 +252,7 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
 def save_if_due(run: Run, progress: Progress) -> None:
     """Start the save that is due after this step, if any; after bad steps, wait for a good one."""
     options = run.engine.cfg.run
-    if progress.bad_steps:
+    if progress.bad_steps or progress.saved_at == run.step:
         return
     if options.save_every and run.step % options.save_every == 0:
         save_now(run, progress)
@@ -265,31 +275,3 @@ def save_failure(run: Run) -> SaveError | None:
     except SaveError as e:
         return e
     return None
-
-
-class PeriodicCollector:
-    """Runs Python's garbage collector every `_COLLECTION_STEPS` steps and at saves only, after the first step.
-
-    A step leaves no reference cycles, so an automatic collection only walks through objects that stay alive: pauses of
-    up to a second, on one rank after another.
-    """
-
-    def __init__(self) -> None:
-        self._stopped = False
-
-    def end_of_step(self, step: int, saves: bool) -> None:
-        """Collect after this step if one is due; replace automatic collection after the first step."""
-        if not self._stopped and gc.isenabled():
-            self._stopped = True
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        elif self._stopped and (saves or step % _COLLECTION_STEPS == 0):
-            gc.collect()
-
-    def close(self) -> None:
-        """Return to automatic collection. May be called more than once."""
-        if self._stopped:
-            self._stopped = False
-            gc.unfreeze()
-            gc.enable()

@@ -18,6 +18,7 @@ from megalite.train.engine import Engine
 from megalite.train.gpu_readings import GpuReadings
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
+from megalite.train.recover.copies import Copies
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import CHILDREN, OWN
@@ -47,6 +48,10 @@ class Run:
         stop_asked: this process got SIGTERM or SIGINT (`signals`); set it to stop after the next step.
         exit_stack: callbacks for the end of the run, called after its own parts are closed.
         closed: whether the run is closed.
+        copies: the copies of this rank's state that its guard keeps; None without `--recover`.
+        recovered: another process has trained to `step`, and what is due after that step may not be done.
+        continues: checkpoint whose history the run continues, from before its first process, and its step.
+        only_saves: recoveries are used up: nothing is left to do but a save.
     """
 
     engine: Engine
@@ -68,6 +73,10 @@ class Run:
     stop_asked: bool = field(default=False, init=False)
     exit_stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
     closed: bool = field(default=False, init=False)
+    copies: Copies | None = None
+    recovered: bool = False
+    continues: tuple[int, Path] | None = None
+    only_saves: bool = False
 
     @property
     def consumed_samples(self) -> int:
@@ -112,15 +121,8 @@ def save(run: Run, weights_only: bool = False) -> None:
     engine.optimizer.wait_weights()
     if engine.cfg.run.check_replicas:
         check_replicas(engine.optimizer.copies(), engine.ctx)
-    meta = {
-        **run.meta,
-        "step": run.step,
-        "loss_history": run.spikes.history,
-        "consumed_samples": run.consumed_samples,
-        "skipped_steps": run.skipped_steps,
-        **(run.datasets.position_meta(run.consumed_samples) if engine.ctx.rank == 0 else {}),
-        "scalars": {**engine.optimizer.scalars(), **engine.scaler.scalars()},
-    }
+    position = run.datasets.position_meta(run.consumed_samples) if engine.ctx.rank == 0 else {}
+    meta = {**run.meta, **position, **_state(run)}
     write = run.checkpointer.save_model if weights_only else run.checkpointer.save
     path = write(run.step, engine.optimizer.states(), meta, background=True)
     if path is None:
@@ -128,3 +130,37 @@ def save(run: Run, weights_only: bool = False) -> None:
     if not weights_only:
         run.saved.append((run.step, path))
     run.metrics.event("save_model" if weights_only else "save", step=run.step, checkpoint=str(path))
+
+
+def keep_copy(run: Run, trained: bool = True) -> None:
+    """Copy this rank's state into the memory of its guard, if it has one; a recovery goes on from there.
+
+    Args:
+        trained: this process has trained the step, and evaluates or saves after it if that is due.
+    """
+    if run.copies is None:
+        return
+    engine = run.engine
+    engine.optimizer.wait_weights()
+    history = {
+        "run_id": run.checkpointer.run_id,
+        "continues": [(step, str(path)) for step, path in filter(None, [run.continues])],
+        "saved": [(step, str(path)) for step, path in run.saved],
+        "rewinds": run.rewinds,
+        "data_version": run.meta["data_version"],
+        "chat_template": run.meta["chat_template"],
+        "trained": trained,
+    }
+    run.copies.take(run.step, _state(run) | history)
+
+
+def _state(run: Run) -> dict[str, Any]:
+    """Return the state of a run that is not held in tensors."""
+    engine = run.engine
+    return {
+        "step": run.step,
+        "loss_history": run.spikes.history,
+        "consumed_samples": run.consumed_samples,
+        "skipped_steps": run.skipped_steps,
+        "scalars": {**engine.optimizer.scalars(), **engine.scaler.scalars()},
+    }

@@ -9,6 +9,7 @@ from types import FrameType
 from megalite.base.child import signal_when_parent_dies
 from megalite.base.log import logger
 from megalite.dist.rendezvous import under_torchrun
+from megalite.train.recover.member import guard
 from megalite.train.run import Run
 
 
@@ -20,7 +21,7 @@ def print_stacks() -> None:
 
 def stop_with_torchrun() -> None:
     """Get SIGTERM when torchrun is killed: it leaves its ranks running, and nobody could restart them."""
-    if under_torchrun():
+    if under_torchrun() and guard() is None:
         signal_when_parent_dies(signal.SIGTERM)
 
 
@@ -35,3 +36,5 @@ def stop_on_signals(run: Run) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         run.exit_stack.callback(signal.signal, number, signal.signal(number, stop) or signal.SIG_DFL)
+    if (rank_guard := guard()) is not None:
+        rank_guard.ready()

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from megalite.base.downloads import bring_tree
 from megalite.base.dtypes import DTYPES
-from megalite.base.errors import UserError, step_range
+from megalite.base.errors import step_range
 from megalite.base.log import logger, setup_logging
 from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
@@ -46,8 +45,10 @@ from megalite.train.gpu_readings import GpuReadings
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
+from megalite.train.recover.restore import continue_recovered, meet_guards, open_copies, record_recovery
 from megalite.train.resume import Source, check_folders, choose_checkpoint, log_start, resume
 from megalite.train.run import Run
+from megalite.train.run_dir import make_run_dir, write_config, write_pid
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import IDLE, OWN
@@ -67,8 +68,9 @@ def open_run(
         UserError: a request cannot be met on some rank; raised on every rank, after everything opened is closed again.
     """
     with contextlib.ExitStack() as exit_stack:
+        meet_guards(cfg, ctx)
         agree(ctx, lambda: check_folders(cfg))
-        heartbeat = Heartbeat(cfg.run.folder, ctx, cfg.run.watchdog_timeout)
+        heartbeat = Heartbeat(cfg.run.folder, ctx, cfg.run.watchdog_timeout, cfg.run.recover != "none")
         exit_stack.callback(heartbeat.close)
         cfg, tokenizer = agree(ctx, lambda: resolve_vocabulary(cfg, train_data is not None))
         text = cli.to_yaml(cfg)
@@ -83,25 +85,47 @@ def open_run(
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
         log_banner(engine)
         heartbeat.beat("set-up: checkpoint", patience=OWN)
-        checkpointer = _make_checkpointer(cfg, run_dir, ctx)
+        copies = open_copies(engine)
+        restored = copies.restored if copies else None
+        checkpointer = _make_checkpointer(cfg, run_dir, ctx, restored["run_id"] if restored else "")
         exit_stack.callback(checkpointer.close)
-        source = choose_checkpoint(engine, checkpointer.mirror)
-        datasets.use_version(source.data_version if source else VERSION_OF_DATA)
-        meta = {"config": dataclasses.asdict(cfg), **_hashes(datasets, ctx, tokenizer)}
-        state = source.state(resume(engine, source, meta)) if source else init_weights(engine)
-        prefixes, learned = prefixes_of(cfg.local_data.data) if cfg.data.data else (), state.get("chat_template")
-        meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
-        if source:
-            log_start(engine, source, meta)
+        source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer.mirror, restored)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
+        if copies:
+            agree(ctx, lambda: write_pid(run_dir, ctx.rank))
         run = make_run(
             engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
         )
+        run.copies = copies
         _record_start(run, source)
         exit_stack.pop_all()
         run.heartbeat.beat("between calls", run.step, IDLE)
         return run
+
+
+def _starting_point(
+    engine: Engine,
+    datasets: Datasets,
+    tokenizer: Tokenizer | None,
+    mirror: Mirror | None,
+    restored: dict[str, Any] | None,
+) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
+    """Load the state that the run starts from, unless it was `restored` from copies.
+
+    Returns:
+        The checkpoint, if it was one; what checkpoints of this run record; the metadata that the run continues from.
+    """
+    cfg, ctx = engine.cfg, engine.ctx
+    source = None if restored else choose_checkpoint(engine, mirror)
+    datasets.use_version(restored["data_version"] if restored else source.data_version if source else VERSION_OF_DATA)
+    meta = {"config": dataclasses.asdict(cfg), **_hashes(datasets, ctx, tokenizer)}
+    state = restored or (source.state(resume(engine, source, meta)) if source else init_weights(engine))
+    prefixes, learned = prefixes_of(cfg.local_data.data) if cfg.data.data else (), state.get("chat_template")
+    meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
+    if source:
+        log_start(engine, source, meta)
+    return source, meta, state
 
 
 def _open_same_data(
@@ -118,10 +142,10 @@ def _open_same_data(
     return datasets
 
 
-def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext) -> Checkpointer:
+def _make_checkpointer(cfg: Config, run_dir: Path, ctx: ParallelContext, run_id: str) -> Checkpointer:
     run, place = cfg.run, Mirror.of(cfg.run.run_dir, run_dir)
     scratch = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
-    return Checkpointer(run_dir / "checkpoints", ctx, "", run.keep_last, run.save_errors, scratch, place)
+    return Checkpointer(run_dir / "checkpoints", ctx, run_id, run.keep_last, run.save_errors, scratch, place)
 
 
 def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -137,9 +161,13 @@ def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | Non
 
 def _record_start(run: Run, source: Source | None) -> None:
     """Record in metrics.jsonl what the run starts from, and continue the history of that checkpoint."""
-    if source and not source.resets:
+    if run.copies is not None and run.copies.restored is not None:
+        continue_recovered(run, run.copies.restored)
+    elif source and not source.resets:
         continue_history(run, source.path)
     origin = {"checkpoint": str(source.path), "resets": " ".join(source.resets)} if source else {}
+    if record_recovery(run):
+        return
     event = "resume" if source else "start"
     run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, **origin)
 
@@ -151,6 +179,7 @@ def digest_of(text: str) -> str:
 
 def continue_history(run: Run, source: Path) -> None:
     """Make the checkpoint that a run starts from, and those before it in its folder, part of this run's history."""
+    run.continues = run.step, source
     run.checkpointer.continues(source)
     older = step_folders(source.parent) if source.parent == run.checkpointer.root else []
     run.saved = [(step, path) for step, path in reversed(older) if step < run.step] + [(run.step, source)]
@@ -267,34 +296,3 @@ def _log_sharding(engine: Engine) -> None:
             f"ZeRO-3: {total - unsharded:,} weights of this rank are sharded over {ranks} ranks; {unsharded:,} of "
             f"small layers are not (--zero-whole-below {p.zero_whole_below:,})"
         )
-
-
-def make_run_dir(run_dir: Path) -> None:
-    """Make the run's directories."""
-    try:
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (run_dir / "checkpoints").mkdir(exist_ok=True)
-    except OSError as e:
-        raise UserError(
-            f"--run-dir {run_dir}", f"must be a folder this user can write ({e.strerror})", "choose another --run-dir"
-        ) from None
-
-
-def write_config(run_dir: Path, text: str) -> None:
-    """Write config.yaml; an earlier run's file stays until the new one is completely on disk.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    path, part = run_dir / "config.yaml", run_dir / ".config.yaml.part"
-    try:
-        with part.open("w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        rule = f"cannot be written ({e.strerror})"
-        raise UserError(str(path), rule, "make room, or choose another --run-dir") from None

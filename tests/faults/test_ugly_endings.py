@@ -56,7 +56,7 @@ def test_an_earlier_config_survives_a_full_disk(tmp_path: Path) -> None:
     """In a process whose files may have 100 bytes: the kernel's own refusal, as of a full disk."""
     (tmp_path / "config.yaml").write_text("earlier")
     script = (
-        "import resource, signal, sys; from pathlib import Path; from megalite.train.start import write_config\n"
+        "import resource, signal, sys; from pathlib import Path; from megalite.train.run_dir import write_config\n"
         "from megalite.extras.tool import run_tool\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "run_tool(lambda: write_config(Path(sys.argv[1]), 'x' * 1000))"

@@ -6,6 +6,7 @@ A job may carry faults, which happen inside the rank at a named place; the progr
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -176,6 +177,12 @@ def wait_for_file(path: str) -> None:
         time.sleep(0.01)
 
 
+def only_once(act: Callable[[], None], mark: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+        act()
+
+
 def fork() -> None:
     """A process, such as a worker that loads data, that inherits every descriptor and outlives its parent a little."""
     if os.fork() == 0:
@@ -217,6 +224,7 @@ def install(fault: dict[str, Any]) -> None:
     "save", "writer", "flip", "moment"), reading the batch that ends at sample `at` ("data", "spike").
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
+    "once": a file that marks that it has happened, for ranks that are started again.
     """
     import torch
 
@@ -230,6 +238,8 @@ def install(fault: dict[str, Any]) -> None:
     act = FAULTS.get(fault["kind"], lambda: None)
     if fault["kind"] == "await":
         act = functools.partial(wait_for_file, fault["path"])
+    if "once" in fault:
+        act = functools.partial(only_once, act, fault["once"])
     if "after" in fault:
         act = threading.Timer(fault["after"], act).start
 
@@ -316,6 +326,35 @@ def be_rank(job: dict[str, Any]) -> None:
     os.dup2(err, 2)
     os.environ.update({key: str(value) for key, value in job["env"].items()})
     sys.argv = ["pretrain_gpt.py", *job["arguments"]]
+    if "--recover" in job["arguments"]:
+        be_guard(job)
+    train(job)
+
+
+def be_guard(job: dict[str, Any]) -> None:
+    """Guard a rank whose processes are forked, so that they need not import anything."""
+    from megalite.train.recover.guard import Guard
+
+    inherited = set(os.listdir("/proc/self/fd"))
+
+    def start(descriptor: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
+            for open_one in set(os.listdir("/proc/self/fd")) - inherited - {str(descriptor)}:
+                with contextlib.suppress(OSError):
+                    os.close(int(open_one))
+            os.environ["MEGALITE_GUARD"] = str(descriptor)
+            train(job)
+        return pid
+
+    Guard(start).serve()
+
+
+def train(job: dict[str, Any]) -> None:
+    """Run the program to its end."""
     import pretrain_gpt
 
     code = 0

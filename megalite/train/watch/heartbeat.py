@@ -41,9 +41,10 @@ class Heartbeat(Observer):
         run_dir: the run's folder; reports go to logs/watchdog_ID/ in it, and only when something hangs.
         ctx: this rank's axes.
         timeout: seconds without a heartbeat before the watchdog acts; 0: no watchdog.
+        recovers: whether guards replace a rank that is killed.
     """
 
-    def __init__(self, run_dir: Path, ctx: ParallelContext, timeout: float) -> None:
+    def __init__(self, run_dir: Path, ctx: ParallelContext, timeout: float, recovers: bool = False) -> None:
         # A name of its own: reports of an earlier run must not be mistaken for this one's.
         name = gather_texts(secrets.token_hex(4), ctx.world, ctx.device)[0]
         self._files = [shared_memory("heartbeat", LAYOUT.size), shared_memory("stacks", 0)] if timeout else []
@@ -58,6 +59,7 @@ class Heartbeat(Observer):
                 "world": ctx.world.size,
                 "timeout": timeout,
                 "cuda": ctx.device.type == "cuda",
+                "recovers": recovers,
             }
             self._settings: dict[str, object] = settings | {
                 "folder": str(run_dir.resolve() / "logs" / f"watchdog_{name}")

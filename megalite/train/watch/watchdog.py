@@ -109,18 +109,11 @@ class Watchdog:
     """Watches one rank until the rank exits or is killed."""
 
     def __init__(
-        self,
-        rank: int,
-        world: int,
-        pid: int,
-        timeout: float,
-        folder: str,
-        beats: int,
-        stacks: int,
-        alive: int,
-        cuda: bool = False,
-    ) -> None:
+        self, rank: int, world: int, pid: int, timeout: float, folder: str, beats: int, stacks: int, alive: int,
+        cuda: bool = False, recovers: bool = False
+    ) -> None:  # fmt: skip
         self.rank, self.world, self.pid, self.timeout, self.cuda = rank, world, pid, timeout, cuda
+        self.recovers = recovers
         self.folder, self.stacks, self.alive = Path(folder), stacks, alive
         self.memory = mmap.mmap(beats, LAYOUT.size, prot=mmap.PROT_READ)
         self.tick = min(1.0, timeout / 20)
@@ -199,7 +192,9 @@ class Watchdog:
         if not (last or self.all_reported()):
             return
         reports = {report.rank: report for report in [*self.published(), self.report]}
-        if last or len(reports) == self.world:
+        complete = len(reports) == self.world
+        # Where guards recover the run, the culprit's watchdog kills it, and they all others.
+        if last or (complete and not (self.recovers and culprit_of(reports).rank != self.rank)):
             self.end(reports)
 
     def look(self, beat: Beat, silent: float) -> HangReport:
@@ -261,7 +256,7 @@ class Watchdog:
 
     def end(self, reports: dict[int, HangReport]) -> None:
         """Name the culprit and kill this rank."""
-        culprit = min(reports.values(), key=lambda report: report.suspicion)
+        culprit = culprit_of(reports)
         missing = [rank for rank in range(self.world) if rank not in reports]
         if missing and culprit.state == WAITING:
             named = f"ranks {missing}, which do not report: they are busy for too long, or they or their hosts are gone"
@@ -284,6 +279,11 @@ class Watchdog:
         lines = "".join(f"[rank {self.rank}] watchdog: {line}\n" for line in text.splitlines())
         with contextlib.suppress(OSError):
             write_or_drop(2, lines.encode(), _READER_PATIENCE_S)
+
+
+def culprit_of(reports: dict[int, HangReport]) -> HangReport:
+    """Return the most suspicious report."""
+    return min(reports.values(), key=lambda report: report.suspicion)
 
 
 def works(previous: tuple[int, int] | None, effort: tuple[int, int] | None, seconds: float) -> bool:

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.base.collector import PeriodicCollector
 from megalite.config import cli
 from megalite.dist.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from megalite.train.loop import PeriodicCollector, fit
+from megalite.train.loop import fit
 from megalite.train.start import open_run
 
 RUN = [

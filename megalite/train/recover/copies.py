@@ -1,0 +1,127 @@
+"""Copies of a rank's state in the memory of its guard: two whole ones, and a third that is being written.
+
+A copy is the tensors of `DistributedOptimizer.states`, also those that another rank owns, one after the other, then the
+run's other state as JSON. Weights are made from the masters.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megalite.base.child import shared_memory
+from megalite.dist.collectives import gather_texts
+from megalite.dist.context import ParallelContext
+from megalite.sharding import StateTensor
+from megalite.train.recover.member import GuardedRank
+
+_NUM_SLOTS = 3
+# For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
+_JSON_BYTES = 16 << 20
+
+
+class Copies:
+    """Writes and reads the copies of this rank.
+
+    Args:
+        guard: who keeps them.
+        states: what this rank holds.
+
+    Attributes:
+        restored: the run's other state, as in the copy that was loaded last; None if there was none.
+    """
+
+    def __init__(self, guard: GuardedRank, states: Sequence[StateTensor]) -> None:
+        self._guard = guard
+        self._flats = [state.flat.detach() for state in states]
+        self._size = sum(map(_room, self._flats))
+        self._held: list[dict[str, Any]] = guard.turn.get("copies", [])
+        self._number = 0
+        self.restored: dict[str, Any] | None = None
+        total = self._size + _JSON_BYTES
+        if not guard.slots:
+            guard.keep([shared_memory(f"copy_{i}", total) for i in range(_NUM_SLOTS)])
+        self._maps = [mmap.mmap(slot, total) for slot in guard.slots]
+        self._memory = [torch.frombuffer(memory, dtype=torch.uint8, count=self._size) for memory in self._maps]
+
+    @torch.no_grad()
+    def take(self, step: int, state: dict[str, Any]) -> None:
+        """Copy the state after `step`, and tell the guard once it is whole.
+
+        Args:
+            step: completed steps.
+            state: what `restored` will be, as JSON content.
+        """
+        used = {copy["slot"] for copy in self._held}
+        slot = next(i for i in range(_NUM_SLOTS) if i not in used)
+        for target, flat in zip(self._parts(slot), self._flats):
+            target.copy_(flat, non_blocking=True)
+        # Reading the sums also waits for the copies.
+        text = json.dumps({**state, "sums": _sums(self._flats)}).encode()
+        if len(text) > _JSON_BYTES:
+            raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
+        self._maps[slot][self._size : self._size + len(text)] = text
+        self._number += 1
+        copy = {"commit": self._number, "step": step, "slot": slot, "length": len(text), "crc": zlib.crc32(text)}
+        self._held = [*self._held[-1:], copy]
+        self._guard.commit(copy)
+
+    @torch.no_grad()
+    def load(self, ctx: ParallelContext) -> list[str]:
+        """Load the newest copy that is sound on all ranks into the states, and drop later ones; every rank calls it.
+
+        Returns:
+            What was wrong with the copies that were not used; empty where there were none.
+        """
+        problems = []
+        for copy in sorted(self._held, key=lambda copy: -copy["commit"]):
+            problem = self._try(copy, ctx.rank)
+            found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
+            if not found:
+                self._number = copy["commit"]
+                break
+            problems += found
+            self.restored = None
+        else:
+            self._number = -1
+        self._held = [copy for copy in self._held if copy["commit"] <= self._number]
+        self._guard.loaded(self._number)
+        return problems
+
+    def _try(self, copy: dict[str, Any], rank: int) -> str:
+        """Load a copy; return what is wrong with it."""
+        text = self._maps[copy["slot"]][self._size : self._size + copy["length"]]
+        damaged = f"the copy of step {copy['step']} in the memory of rank {rank} is damaged"
+        if zlib.crc32(text) != copy["crc"]:
+            return damaged
+        self.restored = json.loads(text)
+        assert self.restored is not None
+        for part, flat in zip(self._parts(copy["slot"]), self._flats):
+            flat.copy_(part)
+        return "" if _sums(self._flats) == self.restored.pop("sums") else damaged
+
+    def _parts(self, slot: int) -> list[torch.Tensor]:
+        """Return the parts of a slot's memory, of the states' types and lengths."""
+        parts, at = [], 0
+        for flat in self._flats:
+            part = self._memory[slot][at : at + flat.numel() * flat.element_size()]
+            parts.append(part.view(flat.dtype))
+            at += _room(flat)
+        return parts
+
+
+def _room(flat: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in a slot, where the next one is aligned."""
+    return -(-flat.numel() * flat.element_size() // 8) * 8
+
+
+def _sums(flats: Sequence[torch.Tensor]) -> list[int]:
+    """Sum the bits of each tensor as integers: any one flipped bit changes the sum."""
+    bits = {4: torch.int32, 2: torch.int16}
+    sums = [flat.view(bits[flat.element_size()]).sum(dtype=torch.int64) for flat in flats]
+    return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
