@@ -233,14 +233,15 @@ def _start_writer() -> tuple[subprocess.Popen[bytes], socket.socket]:
 
 
 def boxes_of(states: Sequence[StateTensor], weights_as: str | None) -> list[Source]:
-    """List the boxes of all tensors that this rank owns; with `weights_as`, of masters alone, as bf16 of that kind."""
+    """List the boxes of all tensors that this rank owns; with `weights_as`, of masters alone, of that kind, in bf16."""
     out = []
     # Masters lie side by side in the shard: an export reads and verifies nothing else.
     for state in sorted(states, key=lambda state: state.role != "master"):
         if not state.is_owner or (weights_as is not None and state.role != "master"):
             continue
+        stored = "BF16" if weights_as and not state.exact else "F32"
         for box in _merge_rows(state.slices):
-            saved = SavedBox(weights_as or state.kind, state.name, "BF16" if weights_as else "F32", state.shape, box)
+            saved = SavedBox(weights_as or state.kind, state.name, stored, state.shape, box)
             out.append((saved, state.flat.detach()[box.at : box.at + box.numel]))
     return out
 

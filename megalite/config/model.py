@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megalite.base.errors import in_range, require
 from megalite.config.experts import check_expert_options
+from megalite.config.latent_attention import LATENT_SIZES, check_latent_options
 from megalite.config.layer_types import SLIDING, read_layer_types
 from megalite.config.names import Choices, check_names
 from megalite.families import FAMILIES
@@ -18,7 +20,12 @@ _MAX_LAYERS = 10_000
 # Samples and rotary tables of one sequence are made before its first step.
 _MAX_SEQ_LEN = 2**24
 _MAX_FACTOR = 10**6
-ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+BALANCING = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_router_bias_update_rate",
+)
 """Options of a run that do not change the meaning of the weights."""
 
 
@@ -33,7 +40,10 @@ class RopeScaling:
         low_freq_factor, high_freq_factor: turns within the original length up to which a frequency is low, and from
             which it is high (llama3).
         beta_slow, beta_fast: the same (yarn).
-        attention_factor: factor of queries and keys (yarn); 0: 0.1 ln(factor) + 1.
+        attention_factor: factor of rotated queries and keys (yarn); 0: that of mscale over that of mscale_all_dim where
+            both are given, else 0.1 ln(factor) + 1.
+        mscale, mscale_all_dim: DeepSeek's factors of the logarithm, of which the second applies to all dimensions in
+            latent attention (yarn; see `stretch`); 0: not given.
         truncate: whether the bounds are rounded to whole dimensions (yarn).
     """
 
@@ -45,6 +55,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     beta_fast: float = 32.0
     attention_factor: float = 0.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
     truncate: bool = True
 
     def __post_init__(self) -> None:
@@ -58,19 +70,32 @@ class RopeScaling:
         require(
             1 <= self.factor < _MAX_FACTOR
             and 0 < self.low_freq_factor < self.high_freq_factor < _MAX_FACTOR
-            and 0 < self.beta_slow < self.beta_fast < _MAX_FACTOR
-            and 0 <= self.attention_factor < _MAX_FACTOR
+            and 0 < self.beta_slow <= self.beta_fast < _MAX_FACTOR
+            and all(0 <= x < _MAX_FACTOR for x in (self.attention_factor, self.mscale, self.mscale_all_dim))
             and 1 <= self.original_max_position_embeddings < 2**30,
             f"--rope-scaling {dataclasses.asdict(self)}",
-            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, 0 < beta_slow < beta_fast, attention_factor "
-            ">= 0, all below a million, and a positive original length",
+            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, 0 < beta_slow <= beta_fast, attention_factor, "
+            "mscale and mscale_all_dim >= 0, all below a million, and a positive original length",
             "take the values of the model's config.json",
         )
+
+    def stretch(self, mscale: float) -> float:
+        """Return 0.1 mscale ln(factor) + 1: how much queries and keys grow with the length (YaRN, section 3.4)."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of the rotated parts of queries and keys; 1 but for YaRN."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if not self.attention_factor and self.mscale and self.mscale_all_dim:
+            return self.stretch(self.mscale) / self.stretch(self.mscale_all_dim)
+        return self.attention_factor or self.stretch(1.0)
 
 
 SCALING_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
-    "yarn": ("beta_slow", "beta_fast", "attention_factor", "truncate"),
+    "yarn": ("beta_slow", "beta_fast", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
 """Fields of `RopeScaling` that one type of scaling has and the other has not."""
 
@@ -91,6 +116,17 @@ class ModelConfig:
     """Number of key/value heads (grouped-query attention). Default: --num-heads."""
     head_dim: int | None = None
     """Size of each head. Default: --hidden-size / --num-heads."""
+    kv_lora_rank: int | None = None
+    """Width of the latents that keys and values are made of (multi-head latent attention, DeepSeek-V2). Default: none,
+    grouped-query attention."""
+    q_lora_rank: int | None = None
+    """With --kv-lora-rank: width of the latents that queries are made of. Default: none, one projection."""
+    qk_nope_head_dim: int | None = None
+    """With --kv-lora-rank: size of the part of a query or key head that is not rotated. Default: 128."""
+    qk_rope_head_dim: int | None = None
+    """With --kv-lora-rank: size of the rotated part, of which all key heads share one. Default: 64."""
+    v_head_dim: int | None = None
+    """With --kv-lora-rank: size of a value head. Default: 128."""
     ffn_hidden_size: int | None = None
     """Inner width of the MLP. Default: 4 times --hidden-size; with a gated activation 8/3 times, rounded up to a
     multiple of 64."""
@@ -170,7 +206,20 @@ class ModelConfig:
     moe_ffn_size: int | None = None
     """Inner width of an expert. Default: --ffn-hidden-size."""
     moe_renormalize: bool = True
-    """Divide the routing weights of a token by their sum (Mixtral), instead of using the softmax as it is."""
+    """Divide the routing weights of a token by their sum (Mixtral), instead of using the scores as they are."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Score of an expert: its share of a softmax, or a sigmoid of its own logit (DeepSeek-V3)."""
+    moe_router_topk_scaling_factor: float = 1.0
+    """Multiply the routing weights by this, last of all (DeepSeek-V3: 2.5)."""
+    moe_router_num_groups: int = 1
+    """Number of groups of neighboring experts, of which a token uses only the best (DeepSeek-V3: 8); 1: no groups."""
+    moe_router_group_topk: int = 1
+    """Number of groups that a token may use (DeepSeek-V3: 4)."""
+    moe_router_enable_expert_bias: bool = False
+    """Choose experts by score + bias, and move the bias after every step against the load: balance without a loss
+    (DeepSeek-V3). Saved with the weights, in fp32."""
+    moe_router_bias_update_rate: float = 1e-3
+    """Size of that move; 0 leaves the bias as it is."""
     moe_shared_ffn_size: int = 0
     """Inner width of the shared expert, which sees every token; 0: none."""
     moe_shared_gate: bool = False
@@ -201,6 +250,11 @@ class ModelConfig:
         in_range(self, "rope_linear_factor", 1, 10**6)
         in_range(self, "hidden_dropout attention_dropout", 0, 1)
         self._default("num_kv_heads", self.num_heads)
+        if self.kv_lora_rank is not None:
+            for name, size in LATENT_SIZES.items():
+                self._default(name, size)
+            self._default("head_dim", self.nope_size + self.rotary_dim)
+        check_latent_options(self)
         if self.head_dim is None:
             require(
                 self.hidden_size % self.num_heads == 0,
@@ -277,6 +331,20 @@ class ModelConfig:
         return self.head_dim
 
     @property
+    def nope_size(self) -> int:
+        assert self.qk_nope_head_dim is not None
+        return self.qk_nope_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def latent_size(self) -> int:
+        assert self.kv_lora_rank is not None
+        return self.kv_lora_rank
+
+    @property
     def ffn_size(self) -> int:
         assert self.ffn_hidden_size is not None
         return self.ffn_hidden_size
@@ -312,7 +380,12 @@ class ModelConfig:
     def attention_scale(self) -> float | None:
         """Factor on the attention scores; None: 1 / sqrt(head_dim)."""
         assert self.query_pre_attn_scalar is not None
-        return None if self.query_pre_attn_scalar == self.head_dim else self.query_pre_attn_scalar**-0.5
+        # DeepSeek's stretch of all dimensions of queries and keys; YaRN's own is that of the rotated ones.
+        scaling = self.rope_scaling if self.kv_lora_rank is not None else None
+        stretch = 1.0 if scaling is None else scaling.stretch(scaling.mscale_all_dim) ** 2
+        if self.query_pre_attn_scalar == self.head_dim and stretch == 1:
+            return None
+        return stretch * self.query_pre_attn_scalar**-0.5
 
     def block_kind(self, layer: int) -> BlockKind:
         """Mixer and feed-forward layer of a block, as the family has them."""
@@ -327,7 +400,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.head_size * self.rope_fraction)
+        return int(self.head_size * self.rope_fraction) if self.qk_rope_head_dim is None else self.qk_rope_head_dim
 
     @classmethod
     def from_dict(cls, options: dict[str, Any]) -> ModelConfig:

@@ -16,6 +16,7 @@ from megalite.config.context_parallel import check_context_parallel
 from megalite.config.data import DataConfig
 from megalite.config.expert_parallel import check_experts
 from megalite.config.fp8 import check_fp8
+from megalite.config.latent_attention import check_latent_attention
 from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
@@ -145,6 +146,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_tensor_parallel()
         check_context_parallel(self.model, self.parallel, self.data.within_documents, self.train.compile)
+        check_latent_attention(self.model, self.parallel, self.train)
         check_experts(self.model, self.parallel, self.train)
         self._check_features()
         check_fp8(self.model, self.parallel, self.train)

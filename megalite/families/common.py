@@ -90,6 +90,10 @@ class Family:
         prefix: prefix of the names of all tensors but the head; files may lack it (GPT-2 on the hub).
         presets: published models, by name (`--preset`).
         block_kind: (`ModelConfig`, layer) -> the kind of that block.
+        others: other model types in files of this family.
+        derived: keys that no single field has, with their types.
+        read: (keys of config.json, `ModelConfig` values) -> the values that follow from derived keys.
+        write: `ModelConfig` -> derived keys.
     """
 
     name: str
@@ -108,6 +112,10 @@ class Family:
     prefix: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
     block_kind: Callable[[Any, int], BlockKind] = block_of
+    others: tuple[str, ...] = ()
+    derived: Mapping[str, type] = field(default_factory=dict)
+    read: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = lambda values, options: {}
+    write: Callable[[Any], dict[str, Any]] = lambda cfg: {}
 
     def place(self, name: str) -> Packing:
         """Return the packing of a tensor of megalite in the family's files, with the layer filled in."""

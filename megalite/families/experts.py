@@ -22,6 +22,7 @@ SPARSE_FIELDS: tuple[tuple[str, str], ...] = (
     ("norm_topk_prob", "moe_renormalize"),
     ("mlp_only_layers", "moe_dense_layers"),
 )
+SPARSE_KEYS: dict[str, type] = {"decoder_sparse_step": int}
 SPARSE_DEFAULTS: dict[str, Any] = {
     **LLAMA_DEFAULTS,
     "norm_topk_prob": False,
@@ -31,8 +32,45 @@ SPARSE_DEFAULTS: dict[str, Any] = {
 }
 
 
-def dense_layers(options: dict[str, Any], step: int | None) -> tuple[int, ...]:
-    """List the layers without experts: those that are named in the options, and all but every `step`-th."""
+def read_sparse(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Read Qwen's layers without experts: those that are named, and all but every `decoder_sparse_step`-th."""
+    step = values["decoder_sparse_step"]
     layers = min(options["num_layers"] or 0, _MAX_LAYERS) if step and step > 1 else 0
     between = {layer for layer in range(layers) if (layer + 1) % (step or 1)}
-    return tuple(sorted({*(options["moe_dense_layers"] or ()), *between}))
+    return {"moe_dense_layers": tuple(sorted({*(options["moe_dense_layers"] or ()), *between}))}
+
+
+# DeepSeek's: dense layers first, shared experts of the width of the others, groups.
+FIRST_DENSE: dict[str, type] = {
+    "first_k_dense_replace": int,
+    "n_shared_experts": int,
+    "n_group": int,
+    "topk_group": int,
+}
+SHARED_TENSORS: dict[str, Packing] = {
+    "layers.{}.mlp.shared_expert.gate_up_proj.weight": rows(
+        "model.layers.{}.mlp.shared_experts.gate_proj.weight", "model.layers.{}.mlp.shared_experts.up_proj.weight"
+    ),
+    "layers.{}.mlp.shared_expert.down_proj.weight": rows("model.layers.{}.mlp.shared_experts.down_proj.weight"),
+}
+
+
+def read_first_dense(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Read DeepSeek's layers of experts."""
+    layers = min(values["first_k_dense_replace"] or 0, options["num_layers"] or 0, _MAX_LAYERS)
+    return {
+        "moe_dense_layers": tuple(range(layers)),
+        "moe_shared_ffn_size": (values["n_shared_experts"] or 0) * (options["moe_ffn_size"] or 0),
+        "moe_router_num_groups": values["n_group"] or 1,
+        "moe_router_group_topk": values["topk_group"] or 1,
+    }
+
+
+def write_first_dense(cfg: Any) -> dict[str, Any]:
+    """Write what `read_first_dense` reads."""
+    return {
+        "first_k_dense_replace": len(cfg.moe_dense_layers),
+        "n_shared_experts": cfg.moe_shared_ffn_size // cfg.moe_ffn_size,
+        "n_group": cfg.moe_router_num_groups,
+        "topk_group": cfg.moe_router_group_topk,
+    }

@@ -74,5 +74,5 @@ class BlockKind(NamedTuple):
 
 
 def block_of(cfg: Any, layer: int) -> BlockKind:
-    """Return the kind of a block of most families: experts where `cfg`, a `ModelConfig`, has them, else dense."""
-    return BlockKind(feed_forward="moe" if cfg.is_moe(layer) else "mlp")
+    """Return the kind of a block of most families: what its options ask for (`cfg`, a `ModelConfig`)."""
+    return BlockKind("gqa" if cfg.kv_lora_rank is None else "mla", "moe" if cfg.is_moe(layer) else "mlp")

@@ -1,7 +1,14 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen 2 with experts beside a shared one with a gate."""
 
 from megalite.families.common import Family, preset, rows
-from megalite.families.experts import EXPERT_FIELDS, EXPERT_TENSORS, SPARSE_DEFAULTS, SPARSE_FIELDS
+from megalite.families.experts import (
+    EXPERT_FIELDS,
+    EXPERT_TENSORS,
+    SPARSE_DEFAULTS,
+    SPARSE_FIELDS,
+    SPARSE_KEYS,
+    read_sparse,
+)
 from megalite.families.llama import LLAMA_FIELDS, LLAMA_TENSORS
 
 _SHARED = "model.layers.{}.mlp.shared_expert"
@@ -47,6 +54,8 @@ FAMILY = Family(
         "qkv_bias": True,
     },
     constants={"use_sliding_window": False},
+    derived=SPARSE_KEYS,
+    read=read_sparse,
     presets={
         # Qwen/Qwen1.5-MoE-A2.7B and Qwen/Qwen2-57B-A14B
         "qwen1.5-moe-a2.7b": preset(

@@ -1,7 +1,14 @@
 """Qwen 3 with experts. transformers 4 calls their number num_experts, 5 num_local_experts."""
 
 from megalite.families.common import Family, preset
-from megalite.families.experts import EXPERT_FIELDS, EXPERT_TENSORS, SPARSE_DEFAULTS, SPARSE_FIELDS
+from megalite.families.experts import (
+    EXPERT_FIELDS,
+    EXPERT_TENSORS,
+    SPARSE_DEFAULTS,
+    SPARSE_FIELDS,
+    SPARSE_KEYS,
+    read_sparse,
+)
 from megalite.families.llama import LLAMA_FIELDS, LLAMA_TENSORS
 
 _GROUPED = {"num_kv_heads": 4, "head_dim": 128, "num_experts": 128, "moe_topk": 8}
@@ -29,6 +36,8 @@ FAMILY = Family(
         "attention_bias": False,
     },
     constants={"use_sliding_window": False},
+    derived=SPARSE_KEYS,
+    read=read_sparse,
     presets={
         # Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B
         "qwen3-30b-a3b": preset(

@@ -28,6 +28,10 @@ class LayerKind(ABC):
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         """Declare its parameters under the global name `name`, in the order of the forward pass."""
 
+    def buffers(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        """Declare what is no parameter and still saved with the weights, whole on every rank and in fp32 always."""
+        return []
+
     def matrices(self, cfg: ModelConfig) -> list[ParamSpec]:
         """List the matrices [out, in] that every token is multiplied with."""
         return [spec for spec in self.specs(cfg, "") if len(spec.shape) == 2]

@@ -21,10 +21,10 @@ from megalite.model.routing_log import RoutingLog
 from megalite.model.specs import layout_holding
 from megalite.ops import Ops
 from megalite.ops.fp8 import Fp8
-from megalite.sharding import Layout, ParamSpec, Shard
+from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
-from megalite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, WgradQueue
+from megalite.tensor_parallel.linear import ColumnParallelLinear, LocalLinear, RowParallelLinear, WgradQueue
 from megalite.tensor_parallel.products import Fp8Products, Products
 
 Rope = tuple[torch.Tensor, torch.Tensor] | None
@@ -36,7 +36,7 @@ class Layers:
 
     Args:
         cfg: the model.
-        specs: its parameter table.
+        specs: its parameters and buffers.
         tp: tensor-parallel axis.
         sequence_parallel: whether the residual stream is sharded along the sequence.
         dtype, device: type and device of parameters and activations.
@@ -78,6 +78,12 @@ class Layers:
             param.untyped_storage().resize_(0)
         return param
 
+    def buffer(self, name: str) -> StateTensor:
+        """Make a declared buffer, zeros in fp32; this rank's copy is saved if it is the first of all."""
+        spec = self.specs[name]
+        shard, flat = Shard(spec, self.layout), torch.zeros(spec.numel, device=self.device)
+        return StateTensor(name, "master", spec.shape, flat, shard.slices, shard.is_owner(), exact=True)
+
     def column(self, name: str) -> ColumnParallelLinear:
         """Make a column-parallel linear layer with the declared weight and bias."""
         return ColumnParallelLinear(**self.linear(name))
@@ -85,6 +91,10 @@ class Layers:
     def row(self, name: str) -> RowParallelLinear:
         """Make a row-parallel linear layer with the declared weight and bias."""
         return RowParallelLinear(**self.linear(name))
+
+    def local(self, name: str) -> LocalLinear:
+        """Make a linear layer with the declared weight and bias that leaves all communication to others."""
+        return LocalLinear(**self.linear(name) | {"tp": Axis("tp"), "sequence_parallel": False})
 
     def linear(self, name: str) -> dict[str, Any]:
         """Make the arguments of a declared parallel linear layer."""
@@ -228,9 +238,7 @@ class Rotary:
 
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None, divisor: float = 1.0) -> None:
         self.dim, self.theta, self.scaling, self.divisor = dim, theta, scaling, divisor
-        self._amplitude = 1.0
-        if scaling is not None and scaling.rope_type == "yarn":
-            self._amplitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
+        self._amplitude = 1.0 if scaling is None else scaling.amplitude
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,6 +47,16 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     return MappingProxyType({spec.name: _of_width(spec, cfg.width_multiplier) for spec in specs})
 
 
+def buffer_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
+    """List what is saved beside the parameters (`LayerKind.buffers`); names are no parameter's."""
+    specs: list[ParamSpec] = []
+    for i in range(cfg.num_layers):
+        kind = cfg.block_kind(i)
+        specs += MIXERS[kind.mixer].buffers(cfg, f"layers.{i}.self_attn")
+        specs += FEED_FORWARDS[kind.feed_forward].buffers(cfg, f"layers.{i}.mlp")
+    return MappingProxyType({spec.name: spec for spec in specs})
+
+
 def active_parameters(cfg: ModelConfig) -> int:
     """Count the parameters that a token meets: all but the experts that it is not sent to."""
     specs = param_map(cfg).values()

@@ -5,7 +5,8 @@ Shapes: T = S B tokens of this rank (the shard of the sequence, with sequence pa
 The balance loss of a unit u (a sequence or a micro-batch) with T_u tokens is (E / (K T_u^2)) sum_e C_e sum_t p_te: C_e
 counts the tokens of e, p are the probabilities, and 1 is balanced (Fedus et al. 2021, section 2.2). The objective has
 coeff T_u times it for every unit, beside the losses of the tokens: each rank adds what its own tokens contribute, with
-C summed over the ranks that share the unit. The z-loss is coeff logsumexp(logits)^2 for every token (Zoph et al. 2022).
+C summed over the ranks that share the unit. C is of the largest p, whatever a bias or groups make of the choice
+(DeepSeek-V3, equation 18). The z-loss is coeff logsumexp(logits)^2 for every token (Zoph et al. 2022).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Routing:
     """What a router has decided for the tokens of a pass.
 
     Attributes:
-        ids_TK: experts of each token, int64, in falling order of probability.
+        ids_TK: experts of each token, int64.
         weights_TK: their weights, fp32.
         loss: what the token's balance loss and z-loss add to the objective, fp32, 0-dim; None where there are none.
     """
@@ -54,7 +55,12 @@ class Routing:
 
 
 class Router(WideLinear):
-    """Softmax over all experts in fp32, of which each token takes the K largest."""
+    """Scores of all experts in fp32, of which each token takes the K largest.
+
+    Scores are a softmax, or sigmoids with a bias for the choice alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    Of experts in groups, those of the best groups can be chosen: by their best one (DeepSeek-V2, section 2.1.3), or
+    with sigmoids by their best two.
+    """
 
     def __init__(self, layers: Layers, index: int) -> None:
         super().__init__(layers.param(f"layers.{index}.mlp.router.weight", True), layers.queue, layers.ops)
@@ -62,6 +68,12 @@ class Router(WideLinear):
         assert cfg.num_experts is not None
         self.index, self.log, self.num_experts, self.k = index, layers.routing, cfg.num_experts, cfg.moe_topk
         self.renormalize, self.z_coeff = cfg.moe_renormalize, cfg.moe_z_loss_coeff
+        self.sigmoid, self.factor = cfg.moe_router_score_function == "sigmoid", cfg.moe_router_topk_scaling_factor
+        self.groups, self.best_groups = cfg.moe_router_num_groups, cfg.moe_router_group_topk
+        self.bias = None
+        if cfg.moe_router_enable_expert_bias:
+            state = layers.routing.biases[index] = layers.buffer(f"layers.{index}.mlp.router.bias")
+            self.bias = state.flat
         self.by_sequence = cfg.moe_router_load_balancing_type == "seq_aux_loss"
         self.aux_coeff = 0.0 if cfg.moe_router_load_balancing_type == "none" else cfg.moe_aux_loss_coeff
         # Axes whose ranks hold other tokens of the same samples.
@@ -70,20 +82,36 @@ class Router(WideLinear):
     def route(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> Routing:
         """Choose experts for the tokens x_SBH (x_sBH)."""
         logits_TE = self(x_SBH.flatten(0, 1))
-        p_TE, key = logits_TE.softmax(-1), (self.index, fwd.microbatch)
+        scores_TE, key = logits_TE.sigmoid() if self.sigmoid else logits_TE.softmax(-1), (self.index, fwd.microbatch)
         # Computed again, a near tie could fall the other way, and the rows would not fit those of the first time.
-        ids_TK = self.log.choices.pop(key) if self.log.recomputing else p_TE.detach().topk(self.k).indices
-        weights_TK = p_TE.gather(1, ids_TK)
+        ids_TK = self.log.choices.pop(key) if self.log.recomputing else self._choose(scores_TE.detach())
+        weights_TK = scores_TE.gather(1, ids_TK)
         if self.renormalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        weights_TK = weights_TK * self.factor if self.factor != 1 else weights_TK
         if not fwd.training:
             return Routing(ids_TK, weights_TK, None)
-        balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), ids_TK)
+        p_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if self.sigmoid else scores_TE
+        plain = self.bias is None and self.groups == 1
+        largest_TK = ids_TK if plain else scores_TE.detach().topk(self.k).indices
+        balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), largest_TK)
+        counts = counts if plain else count(ids_TK.flatten(), self.num_experts)
         z = logits_TE.logsumexp(-1).square().sum()
         if not self.log.recomputing:
             self.log.add(key, ids_TK, torch.cat((balance.detach()[None], z.detach()[None], counts)).double())
         wanted = self.aux_coeff or self.z_coeff
         return Routing(ids_TK, weights_TK, self.aux_coeff * balance + self.z_coeff * z if wanted else None)
+
+    def _choose(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """Return the experts of each token, int64 [T, K], in falling order of their scores (with the bias)."""
+        choice_TE = scores_TE if self.bias is None else scores_TE + self.bias
+        if self.groups > 1:
+            by_group = choice_TE.unflatten(-1, (self.groups, -1))
+            of_groups = by_group.topk(2).values.sum(-1) if self.sigmoid else by_group.max(-1).values
+            best = of_groups.topk(self.best_groups).indices
+            closed = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, best, False)
+            choice_TE = by_group.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
+        return choice_TE.topk(self.k).indices
 
     def _balance(self, p_SBE: torch.Tensor, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what these tokens add to the sum of T_u times the balance loss, and how often experts are chosen."""

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from megalite.sharding import StateTensor
+
 Key = tuple[int, int]
 """Index of a layer, and of a micro-batch."""
 
@@ -17,6 +19,7 @@ class RoutingLog:
     Attributes:
         choices: experts chosen in a forward pass that is to be repeated, int64 [T, K].
         sums: what this rank's tokens add to [T_u x balance loss, z-loss, tokens of each expert], fp64 [2 + E].
+        biases: of every router that has one, by layer; they stay from step to step.
         recomputing: whether a forward pass repeats an earlier one.
         remembers: whether every forward pass will be repeated: its choices are kept until then.
     """
@@ -24,6 +27,7 @@ class RoutingLog:
     def __init__(self) -> None:
         self.choices: dict[Key, torch.Tensor] = {}
         self.sums: dict[Key, torch.Tensor] = {}
+        self.biases: dict[int, StateTensor] = {}
         self.recomputing = self.remembers = False
 
     def clear(self) -> None:

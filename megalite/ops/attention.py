@@ -2,7 +2,8 @@
 
 attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=None) -> out
     q [B, N, S, D], k and v [B, G, S, D] of one dtype, any strides; query head n reads key/value head n // (N / G);
-    out [B, N, S, D] like q. mask is a `Mask`, documents are `Documents` or None.
+    out [B, N, S, D] like q. v may be narrower, and then so is out: kernels take one width, so zeros fill v up, in a
+    copy that backward keeps. mask is a `Mask`, documents are `Documents` or None.
 
         scores = q k^T * scale                        scale: 1 / sqrt(D) unless given
         scores = softcap * tanh(scores / softcap)     with softcap only (Gemma 2, arXiv:2408.00118, section 2)
@@ -132,7 +133,10 @@ def attention(
     softcap: float | None = None,
 ) -> Tensor:
     """Run SDPA, varlen attention with documents, or plain torch with softcap; see the module's contract."""
-    seq = q.shape[2]
+    seq, missing = q.shape[2], q.shape[-1] - v.shape[-1]
+    if missing:
+        wide = attention(q, k, F.pad(v, (0, missing)), mask, documents, dropout=dropout, scale=scale, softcap=softcap)
+        return wide[..., : v.shape[-1]]
     window = seq if mask.window is None else min(mask.window, seq)
     if (documents is not None or window < seq) and (
         why_masked(q.device, q.dtype, q.shape[-1], dropout, softcap) is None

@@ -67,6 +67,9 @@ class DistributedOptimizer:
             wait for their own weights); otherwise `step` waits.
         offload: optimizer state that is not kept on the buckets' device; None: it is.
         host_ops: kernels for updates on the host; None: `ops`.
+
+    Attributes:
+        beside: tensors that are saved with the weights and are none: what changes them is none of the optimizer's.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class DistributedOptimizer:
         self.overlap_gather = overlap_gather
         self._gathers = GatherChain(buckets)
         self.num_steps = 0
+        self.beside: list[StateTensor] = []
         self._offload, self._update_ops = offload, host_ops or ops
         flats = [_make_flats(bucket) for bucket in buckets] if offload is None else offload.states.flats
         ratios = [ShareTrustRatios(bucket, ctx, self._update_ops) for bucket in buckets]
@@ -266,7 +270,7 @@ class DistributedOptimizer:
         for state in self._states:
             out += share_states(state.bucket, state.flats)
             out += codec_states(state.bucket, self.ctx)
-        return out
+        return out + self.beside
 
     def scalars(self) -> dict[str, int | float]:
         """Return the state that is not held in tensors."""

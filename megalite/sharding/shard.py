@@ -41,8 +41,7 @@ class ParamSpec:
         parts: sizes of the parts packed along the last sharded dimension (q|k|v, gate|up), each sharded separately;
             (): one part.
         padded: whether the last sharded dimension (the vocabulary) is padded with zeros to `Layout.multiple`.
-        init: "normal" (times `std`), "zeros" or "ones".
-        std: standard deviation of "normal".
+        init, std: "normal" times the standard deviation `std`, "zeros" or "ones".
         weight_decay: whether decoupled weight decay applies.
         decoupled_lr: whether `--decoupled-lr` sets the learning rate (embedding and output layer).
         matrix: whether each part is a matrix of a block, which matrix-wise update rules apply to.
@@ -246,14 +245,13 @@ def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[
     from megalite.dist.rendezvous import local_world_size
 
     rows_per_block = max(1, _INIT_BLOCK // math.prod(spec.shape[1:]))
-    name = spec.tied_to or spec.name
     starts = range(0, spec.shape[0], rows_per_block)
     sizes = (min(rows_per_block, spec.shape[0] - row) for row in starts)
     blocks = [Slice((row, *(0 for _ in spec.shape[1:])), (n, *spec.shape[1:])) for row, n in zip(starts, sizes)]
     blocks = [block for block in blocks if any(block.intersect(box) for box in wanted)]
 
     def draw(block: Slice) -> torch.Tensor:
-        generator = philox(seed, "init", name, block.offset[0] // rows_per_block)
+        generator = philox(seed, "init", spec.tied_to or spec.name, block.offset[0] // rows_per_block)
         return torch.from_numpy(generator.standard_normal(block.shape, dtype=np.float32)).mul_(spec.std)
 
     threads = min(len(blocks), max(1, (os.cpu_count() or 1) // local_world_size()))
@@ -279,6 +277,7 @@ class StateTensor:
         is_owner: whether this rank writes it to checkpoints; true on exactly one rank per element.
         summand: (i, n): `flat` holds summand i of n, each saved as a tensor of its own; loaded into another number of
             summands, each gets an equal fraction of their sum. None: `flat` holds the tensor itself.
+        exact: whether checkpoints of weights alone keep it in fp32.
     """
 
     name: str
@@ -288,6 +287,7 @@ class StateTensor:
     slices: list[Slice]
     is_owner: bool
     summand: tuple[int, int] | None = None
+    exact: bool = False
 
     @property
     def kind(self) -> str:

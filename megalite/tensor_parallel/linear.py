@@ -260,6 +260,10 @@ class ColumnParallelLinear(ParallelLinear):
         return _ColumnLinear.apply(x, self.weight, self.bias, self)
 
 
+class LocalLinear(ColumnParallelLinear):
+    """y = x W^T + b of what this rank holds of x and W, on an axis of its own; communication is the caller's."""
+
+
 class RowParallelLinear(ParallelLinear):
     """y = x W^T + b with the input features sharded over tp: x_SB(I/T) -> y_SBO (y_sBO with sequence parallelism)."""
 

@@ -20,7 +20,7 @@ from megalite.dist.seeding import RngStreams
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload
-from megalite.model.parameters import param_map
+from megalite.model.parameters import buffer_map, param_map
 from megalite.model.partition import stage_layers
 from megalite.ops import Ops
 from megalite.ops.cpu_memory import keep_freed_memory
@@ -110,7 +110,7 @@ def build_stages(
     cfg: Config, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops, fp8: Fp8 | None = None
 ) -> dict[int, GPTStage]:
     """Build the stages of this rank; parameters are not yet initialized."""
-    specs = param_map(cfg.model)
+    specs = {**param_map(cfg.model), **buffer_map(cfg.model)}
     rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
     split = stage_layers(cfg)
     layout = layout_of(cfg, ctx, placement)
@@ -193,6 +193,7 @@ def _build_optimizer(
     # Gradients shrink with the width under muP.
     options = replace(cfg.optim, eps=cfg.optim.eps / cfg.model.width_multiplier)
     optimizer = DistributedOptimizer(buckets, options, ctx, ops, p.overlap_param_gather, *_offload(cfg, ctx, buckets))
+    optimizer.beside += [bias for stage in stages.values() for bias in stage.routing.biases.values()]
     # Not inside compiled blocks, whose graph a hook would break.
     linear = [m for unit in modules for m in unit.modules() if isinstance(m, ParallelLinear) and not cfg.train.compile]
     optimizer.wait_before(dict.fromkeys([*modules, *linear]))

@@ -52,6 +52,22 @@ def routing_figures(cfg: ModelConfig, sums: Sequence[float], tokens: int) -> Rou
     return RoutingFigures(aux_loss, z_loss, (counts.max(1).values / counts.mean(1)).max().item(), counts)
 
 
+def move_biases(engine: Engine, figures: RoutingFigures | None) -> None:
+    """Move every bias of this rank against the load of the whole batch: by the rate, up where below the mean, or down.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Counts are of all ranks, so copies stay equal.
+    """
+    m = engine.cfg.model
+    if figures is None or not m.moe_router_enable_expert_bias:
+        return
+    by_layer = dict(zip(filter(m.is_moe, range(m.num_layers)), figures.tokens))
+    for stage in engine.stages.values():
+        for layer, bias in stage.routing.biases.items():
+            counts = by_layer[layer]
+            move = (counts.mean() - counts).sign() * m.moe_router_bias_update_rate
+            bias.flat.add_(move.to(bias.flat))
+
+
 class ExpertWatch:
     """Warns of experts that nobody uses, and of one that all use; about each state once.
 

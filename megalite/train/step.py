@@ -21,7 +21,7 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.train.engine import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
-from megalite.train.routing import RoutingFigures, routing_figures, routing_sums
+from megalite.train.routing import RoutingFigures, move_biases, routing_figures, routing_sums
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,12 @@ def train_step(
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     rates = rates_at(cfg.optim, cfg.train, step)
+    routing = routing_figures(cfg.model, routed, len(rows) * engine.ctx.dp.size * cfg.model.seq_len)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
         update(engine, rates, grad_norm, unscale)
+        move_biases(engine, routing)
     engine.scaler.update(overflow=not finite)
     return StepResult(
         loss=loss,
@@ -103,7 +105,7 @@ def train_step(
         spiked=spiked,
         stop=stops > 0,
         failed=failures > 0,
-        routing=routing_figures(cfg.model, routed, len(rows) * engine.ctx.dp.size * cfg.model.seq_len),
+        routing=routing,
     )
 
 

@@ -22,6 +22,7 @@ from tests.unit.checkpoint.test_hf import read_all
 from tests.workers import WorkerPool
 
 FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 5
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
 # World -> layouts; every family in the first of each, one in the others.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [{"ep": 2}],

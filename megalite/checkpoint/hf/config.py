@@ -7,17 +7,15 @@ transformers 5 writes `rope_parameters` and `dtype`; 4.57, vLLM and llama.cpp re
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, get_type_hints
 
 from megalite.base.errors import UserError
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.layer_types import FULL, SLIDING
-from megalite.config.model import ROUTER_LOSSES, SCALING_FIELDS, ModelConfig, RopeScaling
+from megalite.config.model import BALANCING, SCALING_FIELDS, ModelConfig, RopeScaling
 from megalite.config.values import fits, rule_of
 from megalite.families import FAMILIES
 from megalite.families.common import Family
-from megalite.families.experts import dense_layers
 from megalite.families.parts import ACTIVATIONS
 
 _ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new", "swish": "silu"}
@@ -28,12 +26,12 @@ _SCALING_KEYS = {
     "llama3": (*_STRETCH, *SCALING_FIELDS["llama3"]),
     "yarn": _STRETCH,
 }
-_MSCALE = ("mscale", "mscale_all_dim")
+_FACTORS = ("attention_factor", "mscale", "mscale_all_dim")
 _NUMBERS = ("rope_theta", "rope_theta_local", "partial_rotary_factor", *_SCALING_KEYS["llama3"], "beta_slow",
-            "beta_fast", "attention_factor", *_MSCALE)  # fmt: skip
+            "beta_fast", *_FACTORS)  # fmt: skip
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Options that a run may change without changing the meaning of the weights.
-TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std", *ROUTER_LOSSES)
+TRAINING_ONLY = ("arch", "seq_len", "hidden_dropout", "attention_dropout", "init_std", *BALANCING)
 
 
 def _activations(family: Family) -> dict[str, str]:
@@ -46,6 +44,7 @@ def _activations(family: Family) -> dict[str, str]:
 def family_of(config: dict[str, Any], where: str) -> Family:
     """Return the family of a config.json."""
     model_type = config.get("model_type")
+    model_type = next((f.name for f in FAMILIES.values() if model_type in f.others), model_type)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         rule = f"model_type {model_type!r:.60} is not one of {', '.join(FAMILIES)}"
         raise BadCheckpoint(where, rule, "convert a model of one of these families")
@@ -76,8 +75,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         if name in source_of and options[name] != values[key]:
             raise refuse(key, f"differs from {source_of[name]} {options[name]!r}, and megalite has one value for both")
         options[name], source_of[name] = values[key], key
-    if "moe_dense_layers" in options:
-        options["moe_dense_layers"] = dense_layers(options, values["decoder_sparse_step"])
+    options |= family.read(values, options)
     window = values.get("sliding_window")
     if isinstance(window, int) and window >= (options["max_position_embeddings"] or 0):
         # No shorter than the longest sequence, so equal to full attention.
@@ -113,10 +111,10 @@ def _check_types(values: dict[str, Any], family: Family, where: str) -> None:
     hints, old = get_type_hints(ModelConfig), (family.old_theta, family.local_theta, family.partial_rotary)
     expected: dict[str, Any] = {
         **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), int),
-        "decoder_sparse_step": int,
         **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
         **dict.fromkeys((key for key in old if key), float),
         **{key: hints[name] for key, name in family.fields},
+        **family.derived,
         "layer_types": list,
         family.activation: str,
     }
@@ -202,17 +200,8 @@ def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
         raise BadCheckpoint(where, f"rope scaling {kind} has no {', '.join(missing)}", "correct it")
     if kind in SCALING_FIELDS:
         given = {key: rope[key] for key in (*_STRETCH, *SCALING_FIELDS[kind]) if rope.get(key) is not None}
-        return {"rope_scaling": RopeScaling(rope_type=kind, **_with_amplitude(rope, given))}
+        return {"rope_scaling": RopeScaling(rope_type=kind, **given)}
     return {"rope_linear_factor": float(rope["factor"])} if kind == "linear" else {}
-
-
-def _with_amplitude(rope: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Compute YaRN's `attention_factor` where a config.json has it as the ratio of two scales (DeepSeek-V2's keys)."""
-    scales = [float(rope.get(key) or 0) for key in _MSCALE]
-    if "attention_factor" in given or not all(scales):
-        return given
-    own, all_dims = (0.1 * scale * math.log(given["factor"]) + 1.0 for scale in scales)
-    return {**given, "attention_factor": own / all_dims}
 
 
 def _with_type(rope: dict[str, Any]) -> dict[str, Any]:
@@ -244,6 +233,7 @@ def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[
     for key, name in family.fields:
         value = getattr(cfg, name)
         out[key] = list(value) if isinstance(value, tuple) else value
+    out |= family.write(cfg)
     out[family.activation] = _activations(family).get(cfg.activation, cfg.activation)
     if cfg.position == "rope":
         out.update(_write_rope(cfg, family))
@@ -260,10 +250,9 @@ def _write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "default"}
     if cfg.rope_scaling is not None:
         kind = cfg.rope_scaling.rope_type
-        fields = [name for name in (*_STRETCH, *SCALING_FIELDS[kind]) if name != "attention_factor"]
-        scaling = {"rope_type": kind, **{name: getattr(cfg.rope_scaling, name) for name in fields}}
-        if cfg.rope_scaling.attention_factor:
-            scaling["attention_factor"] = cfg.rope_scaling.attention_factor
+        given = {name: getattr(cfg.rope_scaling, name) for name in (*_STRETCH, *SCALING_FIELDS[kind])}
+        # 0 stands for an absent key.
+        scaling = {"rope_type": kind, **{k: v for k, v in given.items() if v or k not in _FACTORS}}
     elif cfg.rope_linear_factor != 1:
         scaling = {"rope_type": "linear", "factor": cfg.rope_linear_factor}
     partial = {"partial_rotary_factor": cfg.rope_fraction} if family.partial_rotary else {}

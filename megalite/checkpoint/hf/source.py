@@ -23,7 +23,7 @@ from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, parse_header
 from megalite.config.model import ModelConfig
 from megalite.families.common import Family, Packing
-from megalite.model.parameters import param_map
+from megalite.model.parameters import buffer_map, param_map
 from megalite.sharding import ParamSpec
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -60,11 +60,12 @@ class HFSource:
         self.family: Family = family_of(raw, where)
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
-        self.specs: Mapping[str, ParamSpec] = param_map(self.config)
+        self.specs: Mapping[str, ParamSpec] = {**param_map(self.config), **buffer_map(self.config)}
         found = self._find_tensors()
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
         self._check()
-        types = {STORED[t.dtype] for t in self._tensors.values()}
+        apart = {name for buffer in buffer_map(self.config) for name in self.family.place(buffer).names}
+        types = {STORED[t.dtype] for name, t in self._tensors.items() if name not in apart}
         self.dtype = torch_name(next((dtype for dtype in DTYPES.values() if types == {dtype}), torch.float32))
 
     def tensors(self) -> Iterator[tuple[ParamSpec, Packing]]:

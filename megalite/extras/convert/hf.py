@@ -34,7 +34,7 @@ from megalite.extras.convert.stream import (
 from megalite.extras.convert.tokenizer import export_tokenizer
 from megalite.extras.saved_model import recorded_tokenizer, resolve_checkpoint
 from megalite.families import FAMILIES
-from megalite.model.parameters import param_map
+from megalite.model.parameters import buffer_map, param_map
 from megalite.sharding import ParamSpec
 
 
@@ -155,19 +155,22 @@ def _export_dtype(meta: dict[str, Any], option: str | None) -> torch.dtype:
 def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, folder: Path, shard_bytes: int) -> None:
     """Write model.safetensors, or numbered files and their index."""
     family, tensors = FAMILIES[cfg.arch], weights_of(reader.manifest, reader.path)
-    specs = {name: spec for name, spec in param_map(cfg).items() if spec.tied_to is None}
+    buffers = buffer_map(cfg)
+    specs = {name: spec for name, spec in {**param_map(cfg), **buffers}.items() if spec.tied_to is None}
     _check_names(reader.path, specs, tensors)
 
     def group(spec: ParamSpec, part: FileTensor) -> TensorGroup:
+        own = torch.float32 if spec.name in buffers else dtype
+
         def make() -> list[torch.Tensor]:
             full = torch.empty(part.shape)
             for box, rows in part.views(full):
                 reader.read(tensors[spec.name], box, rows)
             if spec.name == "lm_head.weight":
                 full /= cfg.width_multiplier
-            return [full.to(dtype)]
+            return [full.to(own)]
 
-        return TensorGroup(((part.name, stored_name(dtype), part.shape),), make)
+        return TensorGroup(((part.name, stored_name(own), part.shape),), make)
 
     groups = [
         group(spec, part)
@@ -179,7 +182,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         header, _ = make_header(t for g in shard for t in g.tensors)
-        write_file(folder / name, shard_bytes_of(header, shard, dtype))
+        write_file(folder / name, shard_bytes_of(header, shard))
         weight_map.update({tensor: name for g in shard for tensor, _, _ in g.tensors})
         total += sum(g.num_bytes for g in shard)
     if len(shards) > 1:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megalite.base.dtypes import stored_name
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
 from megalite.checkpoint.entries import FileEntry, TensorEntry
@@ -85,7 +86,7 @@ def write_checkpoint(
             stored = [t for g in shard for t in g.tensors]
             header, begins = make_header(stored)
             name = f"rank_{number:05d}.safetensors"
-            size, crcs = write_file(folder / name, shard_bytes_of(header, shard, torch.float32))
+            size, crcs = write_file(folder / name, shard_bytes_of(header, shard))
             files.append(FileEntry(name, size, len(header), tuple(crcs)))
             for key, _, _ in stored:
                 tensor = keys[key]
@@ -113,14 +114,14 @@ def split_shards(groups: Sequence[TensorGroup], limit: int) -> list[list[TensorG
     return shards
 
 
-def shard_bytes_of(header: bytes, groups: Sequence[TensorGroup], dtype: torch.dtype) -> Iterator[bytes | memoryview]:
+def shard_bytes_of(header: bytes, groups: Sequence[TensorGroup]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file: its header, then its tensors, made one group at a time."""
     yield header
     for group in groups:
         tensors = group.make()
-        for (name, _, shape), tensor in zip(group.tensors, tensors, strict=True):
+        for (name, stored, shape), tensor in zip(group.tensors, tensors, strict=True):
             assert tensor.shape == shape, name
-            assert tensor.dtype == dtype, name
+            assert stored_name(tensor.dtype) == stored, name
             yield memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).cast("B")
 
 

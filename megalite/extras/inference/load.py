@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,9 +86,9 @@ class Weights:
     options: dict[str, Any]
     chat_template: str | None = None
 
-    def load(self, parameters: Iterable[torch.nn.Parameter], ctx: ParallelContext) -> None:
+    def load(self, stage: GPTStage, ctx: ParallelContext) -> None:
         """Fill this rank's shards of the parameters, of any data type and layout; every rank calls it."""
-        states = [_part_of(p) for p in parameters]
+        states = [*map(_part_of, stage.parameters()), *stage.routing.biases.values()]
         if self.step is None:
             load_hf(self.path, self.cfg, states, ctx)
         else:
@@ -145,7 +144,7 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     cfg = Config(model=weights.cfg, parallel=ParallelConfig(zero=0))
     ops = kernels.resolve(None, device, torch.float32)
     (stage,) = build_stages(cfg, ctx, schedule_of(cfg, 1).placement, torch.float32, ops).values()
-    weights.load(stage.parameters(), ctx)
+    weights.load(stage, ctx)
     name = weights.tokenizer
     tokenizer_ = load_tokenizer(name) if name else None
     return Model(weights.cfg, stage.eval(), tokenizer_, weights.step, weights.chat_template)

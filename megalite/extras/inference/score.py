@@ -95,7 +95,7 @@ class Scorer:
         schedule, dtype = schedule_of(cfg, ctx.dp.size), DTYPES[cfg.train.precision]
         ops = kernels.resolve(cfg.train.ops, ctx.device, dtype)
         (self._stage,) = build_stages(cfg, ctx, schedule.placement, dtype, ops).values()
-        weights.load(self._stage.parameters(), ctx)
+        weights.load(self._stage, ctx)
         self._program = forward_program(schedule.programs[ctx.pp.rank])
         self._index = ctx.pp.rank
 

@@ -38,6 +38,11 @@ class MoE(FeedForward):
         specs += mlp_specs(cfg, f"{name}.shared_expert", shared) if shared else []
         return [*specs, _router(cfg, f"{name}.shared_expert_gate.weight", 1)] if cfg.moe_shared_gate else specs
 
+    def buffers(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        assert cfg.num_experts is not None
+        bias = ParamSpec(f"{name}.router.bias", (cfg.num_experts,), init="zeros", weight_decay=False)
+        return [bias] if cfg.moe_router_enable_expert_bias else []
+
     def weight_work(self, cfg: ModelConfig) -> int:
         """Count the multiply-adds of a token: those of the experts that it goes to."""
         assert cfg.num_experts is not None

@@ -2,6 +2,7 @@
 
 from megalite.model.kinds import Mixer
 from megalite.model.mixers.gqa import GroupedQueryAttention
+from megalite.model.mixers.mla import LatentAttention
 
-MIXERS: dict[str, Mixer] = {"gqa": GroupedQueryAttention()}
+MIXERS: dict[str, Mixer] = {"gqa": GroupedQueryAttention(), "mla": LatentAttention()}
 """Name (`BlockKind.mixer`) -> mixer."""

@@ -37,6 +37,22 @@ YARN_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 200.0}
+LATENTS: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+}
+GROUPS: dict[str, Any] = {"q_lora_rank": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+STRETCHED = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9}
 # Name of the case -> (model_type, options); the head may be tied, biased, scaled, odd.
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -101,6 +117,16 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, "head_dim": 12, "num_hidden_layers": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
         | {"norm_topk_prob": True},
     ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**LATENTS, **GROUPS, "num_hidden_layers": 4, "topk_method": "group_limited_greedy", "attention_bias": True},
+    ),
+    "deepseek_v2_lite": ("deepseek_v2", {**LATENTS, "rope_parameters": STRETCHED}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**LATENTS, **GROUPS, "num_hidden_layers": 4, "rope_parameters": STRETCHED},
+    ),
+    "kimi_k2": ("deepseek_v3", {**LATENTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 # A family without a case of its own is tested with Llama's keys.
 CASES = _CASES | {name: (name, GROUPED) for name in FAMILIES if name not in {family for family, _ in _CASES.values()}}
@@ -122,6 +148,9 @@ def make_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **sa
         for name, p in model.named_parameters():
             if p.dim() == 1:
                 p.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.normal_(0.0, 0.1)
     model.save_pretrained(folder, **save)
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Experts saved in one layout and loaded in another: bit-equal tensors and moments, equal next losses."""
+"""Experts and biases saved in one layout and loaded in another: bit-equal tensors and moments, equal next losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.parity.jobs import make_config
-from tests.parity.test_experts import QWEN
+from tests.parity.test_bias import BIASED
 from tests.unit.checkpoint.jobs import load_and_save, train_and_save
 from tests.unit.checkpoint.test_reshard import assert_same
 from tests.workers import WorkerPool
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    cfg = make_config(QWEN, {"ep": 4})
+    cfg = make_config(BIASED, {"ep": 4})
     return pool.run(4, train_and_save, cfg, 4, str(tmp_path_factory.mktemp("ep4")), 2)[0]
 
 
@@ -33,13 +33,13 @@ def saved(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_there_and_back(pool: WorkerPool, saved: Any, tmp_path: Path, layout: str) -> None:
     world, parallel = LAYOUTS[layout]
-    cfg = make_config(QWEN, parallel)
+    cfg = make_config(BIASED, parallel)
     there = pool.run(world, load_and_save, cfg, world, saved["path"], str(tmp_path / "there"), 1)
     assert_same(saved["path"], there[0]["path"])
     np.testing.assert_allclose(there[0]["after"], saved["after"], rtol=1e-5)
     for rank in there:
         assert rank["read"] == rank["loaded"] == rank["needed"]
-    cfg = make_config(QWEN, {"ep": 4})
+    cfg = make_config(BIASED, {"ep": 4})
     back = pool.run(4, load_and_save, cfg, 4, there[0]["path"], str(tmp_path / "back"), 1)
     assert_same(saved["path"], back[0]["path"])
     assert back[0]["after"] == saved["after"], "the same layout goes on bit for bit"

@@ -75,6 +75,10 @@ def test_published_count(preset: str) -> None:
         ("qwen1.5-moe-a2.7b", 14_315_784_192, 2_689_173_504),
         ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
         ("olmoe-1b-7b", 6_919_161_856, 1_282_017_280),
+        ("deepseek-v2-lite", 15_706_484_224, 2_661_150_208),
+        ("deepseek-v2", 235_741_434_880, 21_375_800_320),
+        ("deepseek-v3", 671_026_404_352, 37_552_282_624),
+        ("kimi-k2", 1_026_408_209_408, 32_861_477_888),
     ],
 )
 def test_total_and_active(preset: str, total: int, active: int) -> None:

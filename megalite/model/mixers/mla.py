@@ -1,0 +1,100 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), heads split over tensor-parallel ranks; see
+model/latent_attention.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.model.kinds import Mixer
+from megalite.model.saved import SavedTensor, element_size, inside, residual_rows, tokens
+from megalite.model.specs import linear, norm_init, out_std, vector
+from megalite.sharding import ParamSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megalite.model.layers import Layers
+
+
+class LatentAttention(Mixer):
+    """Latents of queries and of keys and values, on every rank -> heads of them -> scaled dot product -> o_proj."""
+
+    def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        hidden, heads, latent, std = cfg.hidden_size, cfg.num_heads, cfg.latent_size, cfg.init_std
+        queries, values = heads * cfg.head_size, heads * (cfg.nope_size + cfg.value_size)
+        if cfg.q_lora_rank is None:
+            q = linear(f"{name}.q_proj", queries, hidden, 0, bias=False, std=std)
+        else:
+            q = [
+                *_down(cfg, f"{name}.q_a_proj", cfg.q_lora_rank),
+                vector(f"{name}.q_a_layernorm.weight", cfg.q_lora_rank, norm_init(cfg)),
+                *linear(f"{name}.q_b_proj", queries, cfg.q_lora_rank, 0, bias=False, std=std),
+            ]
+        return [
+            *q,
+            *_down(cfg, f"{name}.kv_a_proj_with_mqa", latent + cfg.rotary_dim),
+            vector(f"{name}.kv_a_layernorm.weight", latent, norm_init(cfg)),
+            *linear(f"{name}.kv_b_proj", values, latent, 0, bias=False, std=std),
+            *linear(f"{name}.o_proj", hidden, heads * cfg.value_size, 1, bias=cfg.o_bias, std=out_std(cfg)),
+        ]
+
+    def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
+        from megalite.model.latent_attention import LatentAttentionLayer
+
+        return LatentAttentionLayer(layers, index, recompute_core)
+
+    def saved(self, cfg: Config) -> list[SavedTensor]:
+        m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
+        rows = [
+            SavedTensor("latents of keys and values, with the shared key", e * own * (m.latent_size + m.rotary_dim)),
+            SavedTensor("statistic of their norm", 4 * own),
+            SavedTensor("latents of all tokens", e * tokens(cfg) * (m.latent_size + m.rotary_dim)),
+            inside(cfg, "values of attention", e * m.num_heads * m.value_size),
+        ]
+        if m.q_lora_rank is not None:
+            rows += [
+                SavedTensor(f"{name} of queries", e * own * m.q_lora_rank) for name in ("latents", "normed latents")
+            ]
+            rows.append(SavedTensor("statistic of their norm", 4 * own))
+        return rows
+
+    def core(self, cfg: Config) -> list[SavedTensor]:
+        """List what attention keeps besides the values that o_proj reads; its own values are as wide as its keys."""
+        m, e = cfg.model, element_size(cfg)
+        width, names = e * m.num_heads * m.head_size, ["queries", "keys", "values"]
+        names += ["values of attention before they are cut"] if m.value_size < m.head_size else []
+        return [
+            *(inside(cfg, name, width) for name in names),
+            inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads),
+        ]
+
+    def core_input(self, cfg: Config) -> list[SavedTensor]:
+        m, e = cfg.model, element_size(cfg)
+        per_head = m.head_size + m.nope_size + m.value_size
+        return [inside(cfg, "heads of queries, keys and values", e * m.num_heads * per_head)]
+
+    def deferred(self, cfg: Config) -> int:
+        """Compute the bytes of gathered latents, and of inputs as wide as others, which `matrices` shows once."""
+        m, own = cfg.model, residual_rows(cfg)
+        inputs = [m.hidden_size, m.latent_size] + ([m.q_lora_rank] if m.q_lora_rank is not None else [])
+        gathered = tokens(cfg) * (m.latent_size + m.rotary_dim) - own * m.latent_size
+        return element_size(cfg) * (gathered + own * (sum(inputs) - sum(set(inputs))))
+
+    def touched(self, cfg: ModelConfig) -> int:
+        return 4 * cfg.num_heads * (2 * cfg.head_size + cfg.value_size)
+
+    def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
+        keys = min(cfg.window_of(layer) or cfg.seq_len, cfg.seq_len)
+        causal = keys - keys * keys / (2 * cfg.seq_len)
+        per_key = cfg.num_heads * (cfg.head_size + cfg.value_size)
+        return per_key * keys, per_key * causal
+
+
+def _down(cfg: ModelConfig, name: str, width: int) -> list[ParamSpec]:
+    """Declare a projection from the residual stream: every rank holds all of it, and sees a part of the sequence."""
+    shape = (width, cfg.hidden_size)
+    weight = ParamSpec(f"{name}.weight", shape, std=cfg.init_std, matrix=True, partial=("sequence",))
+    return [weight, vector(f"{name}.bias", width, "zeros")] if cfg.qkv_bias else [weight]

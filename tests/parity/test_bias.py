@@ -1,0 +1,211 @@
+"""Routers balanced by a bias: the same in any layout, moved once per step by the counts of the whole batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from tests.parity import jobs
+from tests.parity.test_experts import QWEN, Shape, ranks_of
+from tests.parity.test_zero import assert_close, boxes_of, config, put_together, scaled
+from tests.workers import WorkerPool
+
+# Sigmoids with a bias, groups and a factor, beside what QWEN has; large moves, so that three steps feel them.
+BIASED = replace(
+    QWEN,
+    moe_renormalize=True,
+    moe_router_score_function="sigmoid",
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.03,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+)
+# DeepSeek-V2's: a softmax with groups by their best expert.
+GROUPED = replace(QWEN, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=3.0)
+
+Row = tuple[ModelConfig, int, dict[str, Any], dict[str, Any]]
+STRONG: dict[Shape, list[Row]] = {
+    ranks_of(4, ep=2, tp=2): [(BIASED, 1, {}, {"recompute": "full"}), (GROUPED, 3, {}, {})],
+    ranks_of(4, ep=2, pp=2): [(BIASED, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
+}
+GRID: dict[Shape, list[Row]] = {
+    ranks_of(2): [(BIASED, 2, {}, {"recompute": "full"}), (GROUPED, 0, {}, {"recompute": "full"})],
+    ranks_of(4, ep=4, cp=2): [(BIASED, 3, {}, {"micro_batch_size": 2}), (GROUPED, 1, {}, {})],
+    ranks_of(4, ep=2, tp=2): [(BIASED, 1, {"sequence_parallel": False}, {"recompute": "selective"})],
+    ranks_of(4, ep=4, tp=2, etp="1"): [(BIASED, 1, {}, {})],
+    ranks_of(8, ep=2, tp=2, pp=2): [(BIASED, 3, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"})],
+}
+Result = tuple[list[tuple[float, float]], Any, dict[str, np.ndarray], list[np.ndarray]]
+
+
+def balanced(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
+    """By config: figures of three steps, boxes of the first's gradients, biases at last, counts of every step."""
+    from megalite.train import step as steps
+
+    out: list[Result] = []
+    for engine in jobs.engines(cfgs, world):
+        counts: list[np.ndarray] = []
+        figures = steps.routing_figures
+
+        def noted(*args: Any, counts: list[np.ndarray] = counts, figures: Any = figures) -> Any:
+            found = figures(*args)
+            counts.append(found.tokens.numpy())
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(steps, "routing_figures", noted)
+            first = jobs.run_steps(engine, 1)
+            boxes = boxes_of(engine)
+            rest = jobs.run_steps(engine, 2, first=2)
+        out.append((first + rest, boxes, biases_of(engine), counts))
+    return out
+
+
+def biases_of(engine: Any) -> dict[str, np.ndarray]:
+    return {state.name: state.flat.numpy().copy() for state in engine.optimizer.beside}
+
+
+@cache
+def one_process(cfg: Config) -> Result:
+    """As in one process, where no choice of an expert or group is so close that rounding could turn it."""
+    from megalite.model.routing import Router
+
+    gaps: list[float] = []
+    choose = Router._choose
+
+    def gap(values: torch.Tensor, k: int) -> float:
+        best = values.topk(k + 1).values
+        return (best[:, -2] - best[:, -1]).min().item()
+
+    def noted(self: Router, scores: torch.Tensor) -> torch.Tensor:
+        choice = scores if self.bias is None else scores + self.bias
+        by_group = choice.unflatten(-1, (self.groups, -1))
+        of_groups = by_group.topk(2).values.sum(-1) if self.sigmoid else by_group.max(-1).values
+        gaps.append(gap(of_groups, self.best_groups))
+        ids = choose(self, scores)
+        gaps.append(gap(choice.gather(1, ids), self.k - 1))
+        return ids
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "_choose", noted)
+        (result,) = balanced(0, [cfg], 1)
+    assert min(gaps) > 1e-6
+    return result
+
+
+def assert_same(ranks: Sequence[Result], single: Config, what: str) -> None:
+    steps, boxes, biases, counts = one_process(single)
+    assert_close([(rank[0], rank[1]) for rank in ranks], steps, put_together([boxes]), what)
+    held: dict[str, np.ndarray] = {}
+    for rank in ranks:
+        for got, expected in zip(rank[3], counts, strict=True):
+            assert np.array_equal(got, expected), f"{what}: counts"
+        for name, bias in rank[2].items():
+            assert np.array_equal(bias, biases[name]), f"{what}: {name}"
+        held |= rank[2]
+    assert held.keys() == biases.keys()
+
+
+def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
+    world, layout = shape
+    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
+    ranks = pool.run(world, balanced, cfgs, world)
+    for i, (model, zero, more, train) in enumerate(rows):
+        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        assert_same([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
+
+
+@pytest.mark.parametrize("shape", STRONG, ids=str)
+def test_same_biases_and_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, STRONG[shape])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_grid(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, GRID[shape])
+
+
+def test_biases_move_by_the_rate_against_the_load() -> None:
+    """Three steps by hand from the counts; every token has three experts in each layer but the dense one."""
+    _, _, biases, counts = one_process(scaled(jobs.make_config(BIASED)))
+    assert list(biases) == [f"layers.{i}.mlp.router.bias" for i in (0, 2, 3)]
+    assert all((c.sum(1) == 3 * jobs.BATCH * jobs.SEQ).all() for c in counts)
+    for i, bias in enumerate(biases.values()):
+        expected = np.zeros(8, np.float32)
+        for step in counts:
+            expected += np.float32(0.03) * np.sign(step[i].mean() - step[i]).astype(np.float32)
+        assert np.array_equal(bias, expected)
+        assert (np.abs(bias) > 0.02).any()
+
+
+def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
+    """`balanced`, wrong in one way."""
+    from megalite.model.routing_log import RoutingLog
+    from megalite.train import routing, step
+
+    move = routing.move_biases
+
+    def of_one_rank(engine: Any, figures: Any) -> None:
+        own = torch.stack(routing.routing_sums(engine))[:, 2:]
+        move(engine, figures._replace(tokens=own))
+
+    def rounded(engine: Any, figures: Any) -> None:
+        move(engine, figures)
+        for state in engine.optimizer.beside:
+            state.flat.copy_(state.flat.bfloat16())
+
+    def again(self: RoutingLog, key: Any, choices: torch.Tensor, sums: torch.Tensor) -> None:
+        self.choices[key] = choices
+        self.sums[key] = 2 * sums  # a forward pass and its recomputation
+
+    wrong: dict[str, tuple[Any, str, Any]] = {
+        "counts of one rank": (step, "move_biases", of_one_rank),
+        "a bias in bf16": (step, "move_biases", rounded),
+        "counted again by recomputation": (RoutingLog, "add", again),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*wrong[fault])
+        return balanced(rank, cfgs, world)
+
+
+@pytest.mark.parametrize("fault", ["counts of one rank", "a bias in bf16", "counted again by recomputation"])
+def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
+    ranks = pool.run(2, with_fault, fault, [config(BIASED, 1, {"ep": 2}, recompute="full")], 2)
+    with pytest.raises(AssertionError, match="counts" if "again" in fault else "router.bias|rank 0|rank 1"):
+        assert_same([rank[0] for rank in ranks], scaled(jobs.make_config(BIASED)), fault)
+
+
+def test_skipped_steps_and_evaluations_leave_biases_alone() -> None:
+    from megalite.train.step import eval_step, train_step
+
+    engine = jobs.start(0, jobs.make_config(BIASED), 1)
+    (batch,) = jobs.batches(1)
+
+    def moved(**options: Any) -> bool:
+        before = biases_of(engine)
+        train_step(engine, batch, 1, **options)
+        after = biases_of(engine)
+        return any(not np.array_equal(before[name], after[name]) for name in before)
+
+    assert not moved(loss_limit=0.1)
+    assert not moved(failed=True)
+    assert moved()
+    weight = engine.stages[0].lm_head.weight.data
+    kept = weight.clone()
+    weight.fill_(math.inf)
+    assert not moved()  # not finite
+    weight.copy_(kept)
+    before = biases_of(engine)
+    eval_step(engine, batch)
+    assert all(np.array_equal(before[name], bias) for name, bias in biases_of(engine).items())

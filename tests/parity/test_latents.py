@@ -1,0 +1,87 @@
+"""Latent attention: loss, gradient norm and every gradient are those of one process in every layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config.model import RopeScaling
+from tests.parity import jobs
+from tests.parity.test_experts import Row, Shape, ranks_of
+from tests.parity.test_zero import assert_same, config, scaled, trained
+from tests.workers import WorkerPool
+
+HEADS = {"num_kv_heads": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "init_std": 0.1}
+YARN = RopeScaling("yarn", 4.0, 8, mscale=0.7, mscale_all_dim=0.9)
+# Low-rank queries, scores stretched as DeepSeek does.
+LATENT = jobs.llama(kv_lora_rank=16, q_lora_rank=12, rope_scaling=YARN, **HEADS)
+# Queries straight from the hidden states; biases; a dense layer, then experts.
+LITE = jobs.llama(
+    **HEADS,
+    kv_lora_rank=10,
+    qkv_bias=True,
+    o_bias=True,
+    num_experts=4,
+    moe_ffn_size=24,
+    moe_shared_ffn_size=16,
+    moe_dense_layers=(0,),
+)
+
+Grid = dict[Shape, list[Row]]
+STRONG: Grid = {
+    ranks_of(4, tp=2, pp=2): [
+        (LATENT, 1, {"schedule": "zb-h1"}, {}),
+        (LATENT, 1, {}, {"recompute": "selective", "micro_batch_size": 2}),
+    ],
+    ranks_of(4, tp=2, ep=2): [
+        (LITE, 3, {}, {"recompute": "full"}),
+        (LITE, 2, {"sequence_parallel": False}, {"recompute": "selective"}),
+    ],
+}
+GRID: Grid = {
+    ranks_of(2): [
+        (LATENT, 0, {}, {}),
+        (LATENT, 2, {"zero_reduce": "step"}, {"loss_chunk": 5}),
+        (LATENT, 3, {}, {"recompute": "full"}),
+        (LATENT, 1, {}, {"offload": "optimizer"}),
+        (LATENT, 1, {}, {"offload": "activations", "recompute": "full"}),
+    ],
+    ranks_of(2, tp=2): [
+        (LATENT, 1, {}, {}),
+        (LATENT, 1, {"tp_chunks": 2}, {}),
+        (LITE, 1, {"sequence_parallel": False}, {"recompute": "selective"}),
+        (LATENT, 1, {"overlap_tp_reduce": False}, {"recompute": "full"}),
+    ],
+    ranks_of(2, tp=2, etp="1"): [(LITE, 1, {}, {})],
+    ranks_of(2, ep=2): [(LITE, 1, {}, {"recompute": "selective"})],
+    ranks_of(2, pp=2): [
+        (LATENT, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "selective"}),
+        (LATENT, 1, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
+        (LITE, 1, {"schedule": "zb-h1"}, {}),
+    ],
+    ranks_of(4, tp=4): [(LATENT, 1, {}, {"micro_batch_size": 4}), (LITE, 1, {"sequence_parallel": False}, {})],
+    ranks_of(8, tp=2, pp=2): [
+        (LATENT, 3, {"schedule": "1f1b"}, {}),
+        (LATENT, 2, {"zero_group": "2"}, {"recompute": "selective"}),
+    ],
+    ranks_of(8, tp=2, pp=2, ep=2): [(LITE, 3, {}, {})],
+}
+
+
+def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
+    world, layout = shape
+    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
+    ranks = pool.run(world, trained, cfgs, world)
+    for i, (model, zero, more, train) in enumerate(rows):
+        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        assert_same([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
+
+
+@pytest.mark.parametrize("shape", STRONG, ids=str)
+def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, STRONG[shape])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_grid(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, GRID[shape])
