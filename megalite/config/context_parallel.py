@@ -28,6 +28,8 @@ def choose_comm(m: ModelConfig, p: ParallelConfig, documents: bool) -> tuple[str
     """Return the value of `--cp-comm` in effect, and why; `documents`: whether attention stays within documents."""
     if p.cp_comm != "auto":
         return p.cp_comm, "as requested"
+    if m.kv_lora_rank is not None:
+        return "gather", "latents are narrower than keys and values"
     group = m.num_heads / m.kv_heads
     if head_ranks(m, p) == p.cp:
         if m.attention_dropout:

@@ -6,7 +6,7 @@ Keys and values travel and wait as one tensor [K, B, 2, G, D].
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -209,23 +209,27 @@ class BlockAttention:
     Blocks of keys have no dropout: with it, gathered keys are attended to at once, and kept for backward.
 
     Attributes:
-        exchange: how the keys come.
+        exchange: how the keys come, an `Exchange`; latents are gathered only.
         cp: the axis whose ranks share samples as `batch.runs_of` says.
         ops: the kernels in use.
     """
 
-    exchange: Exchange
+    exchange: Any
     cp: Axis
     ops: Ops
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, documents: Documents | None = None, *, dropout: float = 0.0,
-        scale: float | None = None, softcap: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask, documents: Documents | None = None, *,
+        dropout: float = 0.0, scale: float | None = None, softcap: float | None = None,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend; q, k and v are of this rank's tokens, documents of whole samples."""
         tokens = q.shape[2] * self.cp.size
         runs = runs_of(tokens, self.cp.size, self.cp.rank)
         case = Case(self.ops, runs, mask, documents, {"scale": scale, "softcap": softcap})
+        if expand is not None:
+            return self.exchange.attend_latents(case, q, k, expand)
+        assert v is not None
         if dropout:
             # An exchange of copies gathers, and its backward sums.
             kv, each = pack(k, v), [1] * self.cp.size

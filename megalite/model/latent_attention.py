@@ -30,7 +30,8 @@ class LatentAttentionLayer(nn.Module):
     Args:
         layers: makes the layers of this stage.
         index: global index of the block.
-        recompute_core: recompute rope and the dot product in backward instead of keeping what they save.
+        recompute_core: recompute heads of keys and values, rope and the dot product in backward instead of keeping
+            what they save.
     """
 
     def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
@@ -70,8 +71,7 @@ class LatentAttentionLayer(nn.Module):
         latents = torch.cat((self.kv_a_layernorm(latents), shared_key), dim=-1)
         # The heads of all ranks read them: their gradient is partial.
         enter = gather_sequence if self.sequence_parallel else copy_to
-        latents, shared_key = enter(latents, self.tp).split(self.latent_parts, dim=-1)
-        args = q, self.kv_b_proj(latents), shared_key, rope, documents, fwd
+        args = q, enter(latents, self.tp), rope, documents, fwd
         if self.recompute_core and fwd.training:
             out = checkpoint(self._core, *args, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -79,24 +79,26 @@ class LatentAttentionLayer(nn.Module):
         return self.o_proj(out)
 
     def _core(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        shared_key: torch.Tensor,
-        rope: Rope,
-        documents: Documents | None,
-        fwd: ForwardPass,
+        self, q: torch.Tensor, latents: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass
     ) -> torch.Tensor:
-        """Attend with q [S, B, N D], kv [S, B, N (nope + V)] and the rotated part of all keys: [S, B, N V]."""
-        q, kv = (t.unflatten(-1, (self.num_heads, -1)) for t in (q, kv))
-        (q, q_rope), (k, v) = q.split(self.query_parts, dim=-1), kv.split(self.value_parts, dim=-1)
-        k_rope = self._rotated(shared_key.unsqueeze(2), rope).expand(-1, -1, self.num_heads, -1)
-        q, k = torch.cat((q, self._rotated(q_rope, rope)), dim=-1), torch.cat((k, k_rope), dim=-1)
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        """Attend with q [S, B, N D] and [latents | shared key] [S, B, C + rope], not yet rotated: [S, B, N V]."""
+        q, q_rope = q.unflatten(-1, (self.num_heads, -1)).split(self.query_parts, dim=-1)
+        q = torch.cat((q, self._rotated(q_rope, rope)), dim=-1).permute(1, 2, 0, 3)
+        latents, shared_key = latents.split(self.latent_parts, dim=-1)
+        latents = torch.cat((latents, self._rotated(shared_key.unsqueeze(2), rope).squeeze(2)), dim=-1)
         rate = self.dropout.rate_in(fwd)
+        options = {"dropout": rate, "scale": self.scale, "softcap": self.softcap, "expand": self._expanded}
         with self.dropout.masks(fwd, q.device) if rate else nullcontext():
-            out = self.attention(q, k, v, self.mask, documents, dropout=rate, scale=self.scale, softcap=self.softcap)
+            out = self.attention(q, latents, None, self.mask, documents, **options)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _expanded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the keys [B, N, S, D] and values [B, N, S, V] of [latents | rotated key], [S, B, C + rope]."""
+        latents, shared_key = latents.split(self.latent_parts, dim=-1)
+        heads = self.kv_b_proj(latents).unflatten(-1, (self.num_heads, -1))
+        k, v = heads.split(self.value_parts, dim=-1)
+        shared_key = shared_key.unsqueeze(2).expand(-1, -1, self.num_heads, -1)
+        return torch.cat((k, shared_key), dim=-1).permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
     def _rotated(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Rotate the pairs (0, 1), (2, 3), ... of x [S, B, heads, R]; the result has all first ones first.

@@ -1,6 +1,6 @@
 """Causal scaled dot-product attention with grouped heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
-attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=None) -> out
+attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=None, expand=None) -> out
     q [B, N, S, D], k and v [B, G, S, D] of one dtype, any strides; query head n reads key/value head n // (N / G);
     out [B, N, S, D] like q. v may be narrower, and then so is out: kernels take one width, so zeros fill v up, in a
     copy that backward keeps. mask is a `Mask`, documents are `Documents` or None.
@@ -8,6 +8,9 @@ attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=Non
         scores = q k^T * scale                        scale: 1 / sqrt(D) unless given
         scores = softcap * tanh(scores / softcap)     with softcap only (Gemma 2, arXiv:2408.00118, section 2)
         out = dropout(softmax(scores, -inf where masked)) v
+
+    With expand, k holds latents [S, B, C] instead, of which expand(k) makes k and v, and v is None: where ranks share
+    samples, latents travel.
 
     Dropout draws from the default generator of q's device, which the caller seeds. The softmax is fp32. With softcap
     the scores [B, N, S, S] are kept for backward, because no fused kernel of torch supports it.
@@ -19,6 +22,7 @@ attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=Non
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -124,15 +128,19 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, windo
 def attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     mask: Mask,
     documents: Documents | None = None,
     *,
     dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
     """Run SDPA, varlen attention with documents, or plain torch with softcap; see the module's contract."""
+    if expand is not None:
+        k, v = expand(k)
+    assert v is not None
     seq, missing = q.shape[2], q.shape[-1] - v.shape[-1]
     if missing:
         wide = attention(q, k, F.pad(v, (0, missing)), mask, documents, dropout=dropout, scale=scale, softcap=softcap)

@@ -32,6 +32,7 @@ STRONG: Grid = {
         (LATENT, 1, {"schedule": "zb-h1"}, {}),
         (LATENT, 1, {}, {"recompute": "selective", "micro_batch_size": 2}),
     ],
+    ranks_of(4, cp=2, tp=2): [(LATENT, 3, {}, {"recompute": "selective", "micro_batch_size": 2})],
     ranks_of(4, tp=2, ep=2): [
         (LITE, 3, {}, {"recompute": "full"}),
         (LITE, 2, {"sequence_parallel": False}, {"recompute": "selective"}),
@@ -58,6 +59,10 @@ GRID: Grid = {
         (LATENT, 1, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
         (LITE, 1, {"schedule": "zb-h1"}, {}),
     ],
+    ranks_of(2, cp=2): [(LATENT, 1, {}, {}), (LITE, 1, {}, {"recompute": "full"})],
+    ranks_of(4, cp=4): [(LATENT, 1, {}, {"recompute": "full"})],
+    ranks_of(4, cp=2, pp=2): [(LATENT, 1, {"schedule": "zb-h1"}, {})],
+    ranks_of(4, cp=2, ep=4): [(LITE, 2, {}, {})],
     ranks_of(4, tp=4): [(LATENT, 1, {}, {"micro_batch_size": 4}), (LITE, 1, {"sequence_parallel": False}, {})],
     ranks_of(8, tp=2, pp=2): [
         (LATENT, 3, {"schedule": "1f1b"}, {}),

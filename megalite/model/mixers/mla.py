@@ -64,7 +64,8 @@ class LatentAttention(Mixer):
     def core(self, cfg: Config) -> list[SavedTensor]:
         """List what attention keeps besides the values that o_proj reads; its own values are as wide as its keys."""
         m, e = cfg.model, element_size(cfg)
-        width, names = e * m.num_heads * m.head_size, ["queries", "keys", "values"]
+        width, names = e * m.num_heads * m.head_size, ["queries"]
+        names += ["keys", "values"] if cfg.parallel.cp == 1 else []  # made again of all ranks' latents
         names += ["values of attention before they are cut"] if m.value_size < m.head_size else []
         return [
             *(inside(cfg, name, width) for name in names),
@@ -72,9 +73,7 @@ class LatentAttention(Mixer):
         ]
 
     def core_input(self, cfg: Config) -> list[SavedTensor]:
-        m, e = cfg.model, element_size(cfg)
-        per_head = m.head_size + m.nope_size + m.value_size
-        return [inside(cfg, "heads of queries, keys and values", e * m.num_heads * per_head)]
+        return [inside(cfg, "queries", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
 
     def deferred(self, cfg: Config) -> int:
         """Compute the bytes of gathered latents, and of inputs as wide as others, which `matrices` shows once."""

@@ -43,16 +43,25 @@ def test_every_preset_counts_as_its_dimensions_say() -> None:
     for name in PRESETS:
         m = parse(["--preset", name]).config.model
         q, kv, matrices = m.num_heads * m.head_size, m.kv_heads * m.head_size, 3 if m.gated else 2
-        flops = flops_per_token(m)
-        width, routers = m.ffn_size, 0
+        flops, keys_and_values = flops_per_token(m), q
+        width, routers, dense = m.ffn_size, 0, len(m.moe_dense_layers)
+        attention = m.hidden_size * (2 * q + 2 * kv)
+        if m.kv_lora_rank is not None:
+            of_values = m.num_heads * m.value_size
+            nope, keys_and_values = q - m.num_heads * m.rotary_dim, (q + of_values) / 2
+            down = m.kv_lora_rank + m.rotary_dim + (m.q_lora_rank or 0)
+            up = m.kv_lora_rank * (nope + of_values) + (m.q_lora_rank or m.hidden_size) * q
+            attention = m.hidden_size * (down + of_values) + up
         if m.num_experts is not None:
             width = m.moe_topk * m.expert_ffn_size + m.moe_shared_ffn_size
             routers = m.num_experts + m.moe_shared_gate
-        weights = m.hidden_size * (2 * q + 2 * kv + matrices * width + routers)
-        assert flops.matrices == 6 * m.num_layers * weights, name
+        weights = attention * m.num_layers + m.hidden_size * (
+            (matrices * width + routers) * (m.num_layers - dense) + matrices * m.ffn_size * dense
+        )
+        assert flops.matrices == 6 * weights, name
         assert flops.head == 6 * m.vocab * m.hidden_size, name
         if m.window is None or m.window >= m.seq_len:
-            assert flops.causal_attention == 6 * m.num_layers * q * m.seq_len, name
+            assert flops.causal_attention == 6 * m.num_layers * keys_and_values * m.seq_len, name
 
 
 def test_full_attention_adds_the_other_half() -> None:

@@ -186,8 +186,10 @@ def _matrices(load: Workload, kind: BlockKind) -> tuple[float, float]:
     shapes = [
         [size // (tp if ("tp", dim) in m.sharded_dims else 1) for dim, size in enumerate(m.shape)] for m in matrices
     ]
-    forward = sum(rates.gemm(x, n, k) for n, k in shapes)
-    return forward, sum(rates.gemm(x, k, n) + rates.gemm(n, k, x) for n, k in shapes)
+    # What is whole on every rank works on its shard of the sequence.
+    rows = [x // (tp if load.sequence_parallel and not m.sharded_dims else 1) for m in matrices]
+    forward = sum(rates.gemm(r, n, k) for r, (n, k) in zip(rows, shapes))
+    return forward, sum(rates.gemm(r, k, n) + rates.gemm(n, k, r) for r, (n, k) in zip(rows, shapes))
 
 
 def _attention(load: Workload, kind: BlockKind) -> tuple[float, float]:

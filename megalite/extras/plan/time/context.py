@@ -74,7 +74,10 @@ def messages(
         forward, backward = ([Message("exchange", sent, 2, near, 1)] for _ in range(2))
     if far > 1:
         # In the neighbors' hands, one rank's keys are those of all neighbors and of a share of the heads.
-        keys, gradients = (size * 2 * width * groups for size in (element, 4))
+        sent = 2 * width * groups
+        if model.kv_lora_rank is not None:
+            sent = tokens * (model.kv_lora_rank + model.rotary_dim)
+        keys, gradients = (size * sent for size in (element, 4))
         kind: Literal["hop", "gather"] = "hop" if "ring" in context.comm else "gather"
         forward += [Message(kind, keys * (far - 1), far - 1 if kind == "hop" else 1, far, near)]
         home = far if kind == "hop" else far - 1  # gradients go round the whole ring
