@@ -170,12 +170,8 @@ class Config:
                 f"must be divisible by --tp {p.tp}: heads are never split",
                 f"use a --tp that divides {value}, or change {what}",
             )
-        require(
-            m.ffn_size % p.tp == 0,
-            f"--ffn-hidden-size {m.ffn_hidden_size}",
-            f"must be divisible by --tp {p.tp}",
-            "change one of the two",
-        )
+        given, rule = f"--ffn-hidden-size {m.ffn_hidden_size}", f"must be divisible by --tp {p.tp}"
+        require(m.ffn_size % p.tp == 0, given, rule, "change one of the two")
         require(
             not self.sequence_parallel or m.seq_len % (p.tp * p.cp * p.tp_chunks) == 0,
             f"--seq-len {m.seq_len}",
