@@ -103,7 +103,7 @@ class Fault:
         kind: "503", "403" or "507" (answered so, nothing passes), "hang" (never answered), "cut" (half of the answer),
             "cut-request" (the connection is closed in the middle of what is sent), "short" (an answer without its last
             byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and again),
-            "call-before" and "call-after" (`action` is called after half of the request, or when the server has
+            "call-before" and "call-after" (`action` is called with it after half of the request, or when the server has
             answered it, and nothing is answered).
         times: how often.
         skip: how many matching requests pass before the first that is broken.
@@ -115,7 +115,7 @@ class Fault:
     kind: str
     times: int = 1 << 30
     skip: int = 0
-    action: Callable[[], None] = lambda: None
+    action: Callable[[str], None] = lambda line: None
     happened: int = 0
     first: tuple[int, list[tuple[str, str]], bytes] | None = None
 
@@ -166,7 +166,7 @@ class BreakingProxy:
         if kind in ("cut-request", "call-before"):
             request.rfile.read(size // 2)
             if fault is not None:
-                fault.action()
+                fault.action(line)
             self.hang_up(request)
             return
         body = request.rfile.read(size)
@@ -186,7 +186,7 @@ class BreakingProxy:
         length = int(response.getheader("Content-Length") or len(data))
         connection.close()
         if fault is not None and kind == "call-after":
-            fault.action()
+            fault.action(line)
             self.hang_up(request)
             return
         if fault is not None and kind == "replay":

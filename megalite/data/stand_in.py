@@ -97,7 +97,7 @@ class Units:
         pieces = []
         for unit in range(begin // UNIT, (begin + size - 1) // UNIT + 1):
             first, last = max(begin - unit * UNIT, 0), min(begin + size - unit * UNIT, UNIT)
-            pieces.append(self._read_unit(unit)[first:last])
+            pieces.append(self._read_unit(unit, first, last))
         return b"".join(pieces)
 
     def forget(self, begin: int, size: int) -> None:
@@ -108,13 +108,14 @@ class Units:
     def _path(self, unit: int) -> Path:
         return self._folder / f"{unit:010d}"
 
-    def _read_unit(self, unit: int) -> bytes:
+    def _read_unit(self, unit: int, first: int, last: int) -> bytes:
+        """Return bytes [first, last) of a unit."""
         path, end = self._path(unit), min((unit + 1) * UNIT, self.size)
-        if len(data := _read_if_there(path)) == end - unit * UNIT:
-            return data
+        if (piece := _read_if_there(path, end - unit * UNIT, first, last)) is not None:
+            return piece
         with locked(self._folder / f".lock_{unit % _LOCKS}"):
-            if len(data := _read_if_there(path)) == end - unit * UNIT:
-                return data
+            if (piece := _read_if_there(path, end - unit * UNIT, first, last)) is not None:
+                return piece
             data = self._store.read(self._name, unit * UNIT, end)
             if self._store.stamp(self._name) != (self.size, self._stamp):
                 rule = "was changed while training was reading it"
@@ -127,7 +128,7 @@ class Units:
             except OSError as e:  # the data are here all the same
                 part.unlink(missing_ok=True)
                 logger.warning(f"{path} is not kept, and is downloaded again when it is needed: {e.strerror or e}")
-        return data
+        return data[first:last]
 
     def _account(self, added: int) -> None:
         """Add to the bytes of all units of this host; above the limit delete the oldest, down to nine tenths of it."""
@@ -152,11 +153,13 @@ def _folder_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.units")
 
 
-def _read_if_there(path: Path) -> bytes:
+def _read_if_there(path: Path, size: int, first: int, last: int) -> bytes | None:
+    """Return bytes [first, last) of a file of a known size; None if there is none, or one of another size."""
     try:
-        return path.read_bytes()
+        with path.open("rb", buffering=0) as f:
+            return os.pread(f.fileno(), last - first, first) if os.fstat(f.fileno()).st_size == size else None
     except FileNotFoundError:
-        return b""
+        return None
 
 
 def _write_source(units: Path, source: dict[str, Any]) -> None:

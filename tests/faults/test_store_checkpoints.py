@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,13 @@ import pytest
 
 from megalite.base.store import Store
 from megalite.checkpoint import remote
+from megalite.checkpoint.folder import step_folders
+from megalite.checkpoint.load import verify_together
+from megalite.dist.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from tests.faults.zygote import Zygote
 from tests.ranks import finish, reserve_port, run_ranks, start_rank
-from tests.stores import S3, secrets_in
+from tests.stores import S3, BreakingProxy, Fault, environment, secrets_in
 
 MODEL = [
     *("--num-layers", "2", "--hidden-size", "32", "--num-heads", "4", "--vocab-size", "90", "--seq-len", "16"),
@@ -116,3 +121,32 @@ def test_a_run_continues_from_the_store_after_its_disk_is_lost(s3: S3, tmp_path:
     kept = sorted(name[:13] for name in store.names() if name.startswith("step_"))
     # The one it resumed from is never pruned, as on a disk.
     assert kept == ["step_00000004", "step_00000006"]
+
+
+def test_uploads_that_fail_in_a_row_end_a_run(s3: S3, proxy: BreakingProxy, zygote: Zygote, tmp_path: Path) -> None:
+    """With `--save-errors stop`, after three; every local checkpoint is whole, and nothing shows in the store."""
+    url, cache = s3.url("runs/forbidden"), tmp_path / "cache"
+    proxy.faults = [Fault(r"PUT .*\.safetensors", "403")]
+    flags = ["--run-dir", url, "--cache-dir", str(cache), "--save-every", "1", "--train-steps", "5000"]
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
+    assert left.code == 1
+    assert re.search(r"checkpoints are not uploaded: 3 uploads in a row failed; those on the local disk are", left.err)
+    assert remote.committed(Store(f"{url}/checkpoints")) == []
+    local = cache / "s3" / s3.bucket / "runs/forbidden/checkpoints"
+    names = [path.name for _, path in step_folders(local)]
+    assert len(names) == 2
+    for name in names:
+        verify_together(local / name, ParallelContext.single())
+
+
+def test_a_bucket_that_is_forbidden_ends_a_run_at_its_start(
+    s3: S3, proxy: BreakingProxy, zygote: Zygote, tmp_path: Path
+) -> None:
+    """With one line, and the lock is free again."""
+    proxy.faults = [Fault("/bucket/runs/closed", "403")]
+    flags = ["--run-dir", s3.url("runs/closed"), "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1"]
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
+    assert left.code == 2
+    assert left.err.count("error:") == 1
+    assert "s3://bucket/runs/closed/checkpoints/owner" in left.err
+    assert not list((tmp_path / "cache").glob("**/lock"))

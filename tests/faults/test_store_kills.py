@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -29,9 +30,9 @@ from tests.stores import S3, BreakingProxy, Fault, environment
 BLOCK = 8 << 20
 END_S = 120
 # Where a run is killed: pattern of the request, and how many of those may pass before it.
-MID_PART = (r"PUT .*/rank_0000\d\.safetensors", 1)
+MID_PART = [("PUT .*/rank_00000.safetensors", 1), ("PUT .*/rank_00001.safetensors", 1)]
 PLACES = [
-    MID_PART,
+    *MID_PART,
     (r"PUT .*/rank_0000\d\.json", 2),
     ("PUT .*/manifest.json", 1),
     ("PUT .*/COMMIT", 1),
@@ -140,25 +141,27 @@ def killed(
 ) -> str:
     """Train until a request at that place, then turn off one host or both; the request, "" if the run ended before.
 
-    The rest of the run is told to end, as a launcher would, and killed if it does not.
+    The host whose shard it is about is among them. The rest of the run is told to end, as a launcher would, and killed
+    if it does not.
     """
-    off = rng.choice([[0], [1], [0, 1]])
-    port, done, hit = reserve_port(), threading.Event(), []
+    off = set(rng.choice([[0], [1], [0, 1]]))
+    port, done, hit = reserve_port(), threading.Event(), list[str]()
     jobs = [host.start(arguments, port) for host in hosts]
     pids = [job.pid(0) for job in jobs]
 
-    def act() -> None:
+    def act(line: str) -> None:
+        off.update(int(rank) for rank in re.findall(r"rank_0000(\d)\.safetensors", line))
         for rank in off:
             hosts[rank].power_off(pids[rank])
-        hit.append(proxy.requests[-1])
+        hit.append(line)
         done.set()
 
-    proxy.faults = [
-        Fault(place[0], rng.choice(["call-before", "call-after"]), 1, skip=rng.randrange(place[1]), action=act)
-    ]
+    half = rng.random() < 0.5 or place in MID_PART
+    kind, skip = "call-before" if half else "call-after", rng.randrange(place[1])
+    proxy.faults = [Fault(place[0], kind, 1, skip=skip, action=act)]
     hosts[0].zygote.until(lambda: done.is_set() or all(job.ended() for job in jobs), END_S)
     proxy.faults = []
-    for rank in {0, 1} - set(off):
+    for rank in {0, 1} - off:
         if hit and not jobs[rank].ended():
             os.kill(pids[rank], signal.SIGTERM)
             with contextlib.suppress(AssertionError):
@@ -166,7 +169,7 @@ def killed(
             hosts[rank].power_off(pids[rank])
     left = [job.end()[0] for job in jobs]
     assert hit or [rank.code for rank in left] == [0, 0], left
-    for rank in off if hit and rng.random() < 0.5 else []:
+    for rank in off if hit and rng.random() < 0.5 else set[int]():
         shutil.rmtree(hosts[rank].disk)
     return hit[0] if hit else ""
 
@@ -197,7 +200,7 @@ def test_killed_at_random(s3: S3, zygote: Zygote, tmp_path: Path, kills: int, ap
     store, newest = Store(f"{url}/checkpoints"), 0
     with two_hosts(s3, tmp_path, apart) as (proxy, hosts):
         while len(hits) < kills:
-            place = MID_PART if len(hits) < 2 else rng.choice(PLACES)
+            place = MID_PART[len(hits)] if len(hits) < 2 else rng.choice(PLACES)
             # An end that nobody disturbed has saved all its steps.
             ended = killed(proxy, hosts, [*flags, "--train-steps", str(steps)], place, rng)
             hits += [ended] if ended else []

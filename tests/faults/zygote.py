@@ -41,7 +41,7 @@ class Job:
 
     def pid(self, rank: int) -> int:
         """The rank's process."""
-        self.zygote.until(lambda: self.names[rank] in self.zygote.pids, 30)
+        self.zygote.until(lambda: self.names[rank] in self.zygote.pids, 120)
         return self.zygote.pids[self.names[rank]]
 
     def text(self, rank: int) -> str:

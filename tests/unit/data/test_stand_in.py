@@ -19,7 +19,7 @@ from megalite.data import build_datasets
 from megalite.data.stand_in import UNIT, bring_prefix
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.ranks import ROOT
-from tests.stores import S3, BreakingProxy, Fault
+from tests.stores import S3, BreakingProxy, Fault, secrets_in
 
 SIDECAR = {"tokenizer_sha256": "0" * 64, "vocab_size": 60_000}
 # Six units and a bit.
@@ -114,18 +114,35 @@ def test_the_cache_stays_below_its_limit(local: str, s3: S3, tmp_path: Path) -> 
     assert 1 <= len(units(cache)) <= 3
 
 
-BROKEN = {"throttled": "503", "cut": "cut", "short": "short", "another byte": "corrupt"}
+BROKEN = ("503", "cut", "short", "corrupt", "hang")
 
 
-@pytest.mark.parametrize("kind", BROKEN.values(), ids=BROKEN)
 def test_reads_that_break_on_their_way_are_repeated(
-    local: str, s3: S3, proxy: BreakingProxy, tmp_path: Path, kind: str
+    local: str, s3: S3, proxy: BreakingProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, cache = put(local, s3), tmp_path / "cache"
-    prefix = stand_in(url, cache)
-    proxy.faults = [Fault(r"GET .*text\.bin", kind, 1)]
-    assert samples(prefix) == samples(local)
-    assert proxy.faults[0].happened == 1
+    """Throttled, cut in the middle, a byte too short, with another byte, never answered."""
+    options = store_module._OPTIONS["s3"]["config_kwargs"]
+    monkeypatch.setitem(store_module._OPTIONS, "s3", {"config_kwargs": {**options, "read_timeout": 3}})
+    store_module._open.cache_clear()
+    url = put(local, s3)
+    for kind in BROKEN:
+        prefix = stand_in(url, tmp_path / kind)
+        proxy.faults = [Fault(r"GET .*text\.bin", kind, 1)]
+        assert samples(prefix) == samples(local)
+        assert proxy.faults[0].happened == 1
+
+
+def test_a_forbidden_bucket(local: str, s3: S3, proxy: BreakingProxy, tmp_path: Path) -> None:
+    """One attempt, then a line without the credentials that the answer quotes."""
+    url = put(local, s3)
+    prefix = stand_in(url, tmp_path)
+    proxy.faults, before = [Fault("/bucket/", "403")], len(proxy.requests)
+    with pytest.raises(StoreError, match=r"s3://bucket/.*text\.bin: PermissionError"):
+        samples(prefix)
+    with pytest.raises(StoreError, match=r"s3://bucket/.*text\.idx: PermissionError") as e:
+        stand_in(url, tmp_path / "other")
+    assert len(proxy.requests) == before + 2
+    assert secrets_in(str(e.value).encode()) == []
 
 
 def test_damage_in_the_store_is_an_error(local: str, s3: S3, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,7 @@ from megalite.checkpoint import remote
 from megalite.extras.command import find_main
 from megalite.extras.local_words import local_words
 from tests.stores import S3
+from tests.unit.checkpoint import hf_models
 from tests.unit.checkpoint.test_upload import make_part, upload_parts
 
 
@@ -130,3 +132,34 @@ def test_a_command_that_fails_uploads_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         find_main("preprocess")(["--input", "/nowhere", "--tokenizer", "bytes", "--out", f"file://{tmp_path}/far/x"])
     assert not (tmp_path / "far").exists()
+
+
+def test_every_tool_on_urls(s3: S3, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder of Hugging Face goes through a store and back, and each tool says of it what it says of a disk."""
+    pytest.importorskip("transformers")
+    disk, url = str(tmp_path), s3.url(f"tools/{secrets.token_hex(4)}")
+    hf_models.make_model("llama", tmp_path / "hf")
+    for path in (tmp_path / "hf").iterdir():
+        Store(f"{url}/hf").write(path.name, path.read_bytes())
+    Store(f"{url}/run").write("metrics.jsonl", b'{"step": 1, "loss": 2.0, "lr": 0.1, "grad_norm": 1.0}\n')
+    (tmp_path / "text.txt").write_text("ABCABC")
+    said = []
+    for place in (disk, url):
+        model = ["--device", "cpu", "--tokenizer", "bytes"]
+        for command, words in (
+            ("convert", ["import", "--hf", f"{place}/hf", "--out", f"{place}/made"]),
+            ("convert", ["export", "--checkpoint", f"{place}/made", f"--out={place}/back"]),
+            ("inspect", [f"{place}/made", "--verify"]),
+            ("generate", [f"{place}/made", *model, "--prompt", "AB", "--max-new-tokens", "5", "--seed", "3"]),
+            ("generate", [f"{place}/back", *model, "--prompt", "AB", "--max-new-tokens", "5", "--seed", "3"]),
+            ("evaluate", [f"{place}/made", *model, "--text", f"{tmp_path}/text.txt"]),
+        ):
+            find_main(command)(words)
+        said.append(re.sub(r"\S*/(made|back|text.txt)|import-\w+", r"\1", capsys.readouterr().out))
+    assert said[0] == said[1]
+    for path in (tmp_path / "back").iterdir():
+        assert Store(f"{url}/back").read(path.name) == path.read_bytes()
+    find_main("plot")([f"{url}/run", "--out", f"{url}/a.png"])
+    assert Store(url).read("a.png").startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="made exists"):
+        find_main("convert")(["import", "--hf", f"{url}/hf", "--out", f"{url}/made"])
