@@ -5,14 +5,13 @@ from __future__ import annotations
 from megalite.base.errors import require
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.config.train import TrainConfig
 
 
-def check_experts(m: ModelConfig, p: ParallelConfig, t: TrainConfig) -> None:
+def check_experts(m: ModelConfig, p: ParallelConfig) -> None:
     """Refuse layouts that do not fit the experts.
 
     Raises:
-        UserError: there are none, they do not divide, or an option does not know them.
+        UserError: there are none, or they do not divide.
     """
     if m.num_experts is None:
         given = f"--ep {p.ep}" + f" --etp {p.etp}" * (p.etp == "1")
@@ -41,9 +40,3 @@ def check_experts(m: ModelConfig, p: ParallelConfig, t: TrainConfig) -> None:
             f"must be divisible by --tp {p.tp}",
             "change one of the two" + ", or give --etp 1" * (flag == "--moe-ffn-size"),
         )
-    for given, refused, why in (
-        ("--compile", t.compile, "a compiled block cannot send tokens"),
-        (f"--fp8 {t.fp8}", t.fp8 != "off", "the products of experts have no FP8 form"),
-        (f"--mup-base-width {m.mup_base_width}", m.mup_base_width is not None, "muP has no rule for experts here"),
-    ):
-        require(not refused, f"{given} with --num-experts", why, "drop one of the two")

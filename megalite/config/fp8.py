@@ -54,8 +54,19 @@ def check_fp8(m: ModelConfig, p: ParallelConfig, t: TrainConfig) -> None:
         "hidden features (--hidden-size)": m.hidden_size,
         "queries of a rank": m.num_heads // p.tp * m.head_size,
         "keys of a rank": m.kv_heads // p.tp * m.head_size,
-        "inner features of a rank": m.ffn_size // p.tp,
+        **_inner_features(m, p),
         "tokens of a micro-batch": t.micro_batch_size * m.seq_len // p.cp,
     }
     for what, size in cuts.items():
         require(size % multiple == 0, f"{given} with {size} {what}", f"must be divisible by {multiple}: {why}", other)
+
+
+def _inner_features(m: ModelConfig, p: ParallelConfig) -> dict[str, int]:
+    """Return the inner widths of the feed-forward layers on a rank: dense, of experts, and of the shared one."""
+    experts = [m.is_moe(layer) for layer in range(m.num_layers)]
+    sizes = {} if all(experts) else {"inner features of a rank": m.ffn_size // p.tp}
+    if any(experts):
+        sizes["inner features of an expert on a rank"] = m.expert_ffn_size // (p.tp if p.etp == "tp" else 1)
+    if m.moe_shared_ffn_size:
+        sizes["inner features of the shared expert on a rank"] = m.moe_shared_ffn_size // p.tp
+    return sizes

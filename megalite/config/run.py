@@ -147,7 +147,7 @@ class Config:
         self._check_tensor_parallel()
         check_context_parallel(self.model, self.parallel, self.data.within_documents, self.train.compile)
         check_latent_attention(self.model, self.parallel, self.train)
-        check_experts(self.model, self.parallel, self.train)
+        check_experts(self.model, self.parallel)
         self._check_features()
         check_fp8(self.model, self.parallel, self.train)
         self._check_steps()

@@ -17,6 +17,7 @@ from megalite.model.attention import QKNorm
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.layers import Layers, NoNorm, Rope
 from megalite.model.mixers import MIXERS
+from megalite.model.moe import MoELayer
 from megalite.model.offload import ActivationOffload
 from megalite.model.parameters import NORM_NAMES
 from megalite.ops.attention import prepare_to_compile
@@ -64,11 +65,12 @@ def compile_block(block: nn.Module) -> None:
     """Compile what lies between the layers that communicate.
 
     Those layers run as they are: they add to `main_grad` and to the queue of weight gradients, which a traced graph
-    cannot see. Hooks on the block run outside the compiled code too.
+    cannot see. So do experts, whose numbers of rows change with every micro-batch. Hooks on the block run outside the
+    compiled code too.
     """
     prepare_to_compile()
     for part in block.modules():
-        if isinstance(part, ParallelLinear) or (isinstance(part, QKNorm) and not part.per_head):
+        if isinstance(part, (ParallelLinear, MoELayer)) or (isinstance(part, QKNorm) and not part.per_head):
             part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
     block.forward = torch.compile(block.forward)
 
@@ -108,7 +110,7 @@ class GPTStage(nn.Module):
         super().__init__()
         cfg = layers.cfg
         self._offload = offload
-        self.first, self.last, self.recompute, self.compiled = first, last, recompute, compiled
+        self.first, self.last, self.recompute = first, last, recompute
         self.queue, self.routing = layers.queue, layers.routing
         self._recompute_options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         self._recompute_options["context_fn"] = layers.routing.passes
@@ -158,15 +160,13 @@ class GPTStage(nn.Module):
             x = self.embedding_dropout(x, fwd)
         # The tables of each kind of layer are made once.
         ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
-        # Compiled blocks have no dropout that the pass would key, and changing numbers would trigger recompilation.
-        block_pass = ForwardPass(0, 0, 0, fwd.training) if self.compiled else fwd
         with self._offload.one_pass() if self._offload is not None and fwd.training else nullcontext():
             for block, rotary in zip(self.layers.values(), self._rotary):
                 rope = ropes[rotary]
                 if self.recompute == "full" and fwd.training:
-                    x = checkpoint(block, x, rope, documents, block_pass, **self._recompute_options)
+                    x = checkpoint(block, x, rope, documents, fwd, **self._recompute_options)
                 else:
-                    x = block(x, rope, documents, block_pass)
+                    x = block(x, rope, documents, fwd)
         if not self.last:
             return x
         return self.lm_head(self.norm(x), batch, fwd)

@@ -24,8 +24,9 @@ from megalite.ops.fp8 import Fp8
 from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
+from megalite.tensor_parallel.experts import GroupedLinear
 from megalite.tensor_parallel.linear import ColumnParallelLinear, LocalLinear, RowParallelLinear, WgradQueue
-from megalite.tensor_parallel.products import Fp8Products, Products
+from megalite.tensor_parallel.products import Fp8GroupedProducts, Fp8Products, GroupedProducts, Products
 
 Rope = tuple[torch.Tensor, torch.Tensor] | None
 
@@ -109,11 +110,29 @@ class Layers:
             "chunks": self.tp_chunks,
         }
 
+    def wide(self, name: str) -> dict[str, Any]:
+        """Make the arguments of a declared linear layer in fp32, of which every rank holds all: a `WideLinear`."""
+        scale = 1 / self.cfg.width_multiplier
+        return {"weight": self.param(f"{name}.weight", True), "queue": self.queue, "ops": self.ops, "scale": scale}
+
     def products(self, spec: ParamSpec) -> Products:
         """Make the products of a declared matrix: in FP8 those of the blocks that it applies to."""
-        if self.fp8 is None or not spec.matrix or int(spec.name.split(".")[1]) not in self.fp8.layers:
-            return Products(self.ops)
-        return Fp8Products(self.ops, self.fp8, self.tp, "OI"[dict(spec.sharded_dims)["tp"]])
+        return Products(self.ops) if self.fp8 is None or not self._in_fp8(spec) else self._fp8_products(spec, self.fp8)
+
+    def experts(self, name: str) -> GroupedLinear:
+        """Make the linear layers of this rank's experts with the declared weights."""
+        spec, weight = self.specs[f"{name}.weight"], self.param(f"{name}.weight", True)
+        if self.fp8 is None or not self._in_fp8(spec):
+            return GroupedLinear(weight, self.queue, GroupedProducts(self.ops))
+        return GroupedLinear(weight, self.queue, Fp8GroupedProducts(self._fp8_products(spec, self.fp8)))
+
+    def _in_fp8(self, spec: ParamSpec) -> bool:
+        return self.fp8 is not None and spec.matrix and int(spec.name.split(".")[1]) in self.fp8.layers
+
+    def _fp8_products(self, spec: ParamSpec, fp8: Fp8) -> Fp8Products:
+        cut = layout_holding(spec, self.layout).grid["tp"] > 1
+        sharded = "OI"[dict(spec.sharded_dims)["tp"] - len(spec.shape)]
+        return Fp8Products(self.ops, fp8, self.tp if cut else Axis("tp"), sharded)
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
         """Make an embedding with its rows sharded over tp."""

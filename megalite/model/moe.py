@@ -18,7 +18,7 @@ from megalite.model.layers import Layers
 from megalite.model.mlp import MLP
 from megalite.model.routing import Router, Routing
 from megalite.tensor_parallel.dispatch import Dispatch
-from megalite.tensor_parallel.experts import GroupedLinear, WideLinear
+from megalite.tensor_parallel.experts import WideLinear
 
 
 class MoELayer(nn.Module):
@@ -29,10 +29,8 @@ class MoELayer(nn.Module):
         name, cfg = f"layers.{index}.mlp", layers.cfg
         self.router, self.experts = Router(layers, index), Experts(layers, f"{name}.experts")
         self.shared_expert = MLP(layers, f"{name}.shared_expert") if cfg.moe_shared_ffn_size else None
-        gate = f"{name}.shared_expert_gate.weight"
-        self.shared_expert_gate = (
-            WideLinear(layers.param(gate, True), layers.queue, layers.ops) if cfg.moe_shared_gate else None
-        )
+        gated = cfg.moe_shared_gate
+        self.shared_expert_gate = WideLinear(**layers.wide(f"{name}.shared_expert_gate")) if gated else None
 
     def forward(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
         """Transform every token; the result has the shape of x."""
@@ -51,19 +49,15 @@ class Experts(nn.Module):
 
     def __init__(self, layers: Layers, name: str) -> None:
         super().__init__()
-
-        def linear(leaf: str) -> GroupedLinear:
-            return GroupedLinear(layers.param(f"{name}.{leaf}.weight", True), layers.queue, layers.ops)
-
         cfg = layers.cfg
         assert cfg.num_experts is not None
         self.gated, self.num_experts, self.ep = cfg.gated, cfg.num_experts, layers.ep
         if self.gated:
-            self.gate_up_proj = linear("gate_up_proj")
+            self.gate_up_proj = layers.experts(f"{name}.gate_up_proj")
         else:
-            self.up_proj = linear("up_proj")
+            self.up_proj = layers.experts(f"{name}.up_proj")
         self.activation = cfg.activation_kind.make(layers.ops)
-        self.down_proj = linear("down_proj")
+        self.down_proj = layers.experts(f"{name}.down_proj")
         cut = self.down_proj.weight.shard.layout.grid["tp"] > 1
         self.tp, self.sequence_parallel = layers.tp if cut else Axis("tp"), layers.sequence_parallel
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 from megalite.config.model import ModelConfig
 from megalite.model.ffn import FEED_FORWARDS
@@ -33,9 +34,9 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     hidden, vocab, std = cfg.hidden_size, cfg.vocab, cfg.init_std
     specs: list[ParamSpec] = []
 
-    def vocabulary(name: str, tied_to: str | None = None) -> None:
+    def vocabulary(name: str, **options: Any) -> None:
         rows = (("tp", 0),)
-        specs.append(ParamSpec(name, (vocab, hidden), rows, padded=True, std=std, decoupled_lr=True, tied_to=tied_to))
+        specs.append(ParamSpec(name, (vocab, hidden), rows, padded=True, std=std, decoupled_lr=True, **options))
 
     vocabulary("embed_tokens.weight")
     if cfg.position == "learned":
@@ -43,7 +44,7 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     for i in range(cfg.num_layers):
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm"))
-    vocabulary("lm_head.weight", tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
+    vocabulary("lm_head.weight", readout=True, tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
     return MappingProxyType({spec.name: _of_width(spec, cfg.width_multiplier) for spec in specs})
 
 

@@ -63,7 +63,7 @@ class Router(WideLinear):
     """
 
     def __init__(self, layers: Layers, index: int) -> None:
-        super().__init__(layers.param(f"layers.{index}.mlp.router.weight", True), layers.queue, layers.ops)
+        super().__init__(**layers.wide(f"layers.{index}.mlp.router"))
         cfg = layers.cfg
         assert cfg.num_experts is not None
         self.index, self.log, self.num_experts, self.k = index, layers.routing, cfg.num_experts, cfg.moe_topk

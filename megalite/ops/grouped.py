@@ -30,7 +30,8 @@ from megalite.ops.matmul import linear_wgrad
 from megalite.ops.op import TORCH, Backend, Op
 
 
-def _groups(sizes: Sequence[int]) -> list[slice]:
+def groups(sizes: Sequence[int]) -> list[slice]:
+    """Return the rows of each group."""
     ends = list(accumulate(sizes))
     return [slice(end - size, end) for size, end in zip(sizes, ends)]
 
@@ -38,7 +39,7 @@ def _groups(sizes: Sequence[int]) -> list[slice]:
 def grouped_linear(x: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
     """Torch implementation of `grouped_linear`; see the module's contract."""
     y = x.new_empty(len(x), w.shape[1])
-    for matrix, rows in zip(w, _groups(sizes), strict=True):
+    for matrix, rows in zip(w, groups(sizes), strict=True):
         torch.mm(x[rows], matrix.t(), out=y[rows])
     return y
 
@@ -46,14 +47,14 @@ def grouped_linear(x: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
 def grouped_dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
     """Torch implementation of `grouped_dgrad`; see the module's contract."""
     dx = dy.new_empty(len(dy), w.shape[2])
-    for matrix, rows in zip(w, _groups(sizes), strict=True):
+    for matrix, rows in zip(w, groups(sizes), strict=True):
         torch.mm(dy[rows], matrix, out=dx[rows])
     return dx
 
 
 def grouped_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulate: bool = True) -> None:
     """Torch implementation of `grouped_wgrad`; see the module's contract."""
-    for grad, rows in zip(main_grad, _groups(sizes), strict=True):
+    for grad, rows in zip(main_grad, groups(sizes), strict=True):
         linear_wgrad(grad, dy[rows], x[rows], accumulate)
 
 

@@ -8,6 +8,7 @@ balanced greedily: the largest matrix first, to the rank with the least work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from megalite.base.slices import Slice
 from megalite.dist import collectives
 from megalite.dist.context import Axis, ParallelContext
+from megalite.dist.grid import Grid
 from megalite.optim.bucket import Bucket
 from megalite.optim.shares import matrix_work, spread
 from megalite.sharding.parameter import ShardedParameter
@@ -68,11 +70,12 @@ class MatrixExchange:
     """
 
     def __init__(self, buckets: Sequence[Bucket], ctx: ParallelContext) -> None:
-        self._tp = ctx.tp
+        whole = "tp" not in buckets[0].params[0].shard.layout.grid.names
+        self._tp = Axis("tp", ranks=(ctx.rank,)) if whole else ctx.tp
         self._none = torch.empty(0, device=ctx.device)
         self._share_axis = buckets[0].share_axis if buckets[0].sharded.state else Axis("shares", ranks=(ctx.rank,))
         matrices = [
-            m for b in buckets for p, start in zip(b.params, b.starts) for m in _matrices_of(b, p, start, ctx.tp)
+            m for b in buckets for p, start in zip(b.params, b.starts) for m in _matrices_of(b, p, start, self._tp)
         ]
         places = spread([m.work for m in matrices], self._share_axis.size * self._tp.size)
         self._matrices = [
@@ -80,6 +83,15 @@ class MatrixExchange:
         ]
         self._collected = [m for m in self._matrices if m.holder == self._share_axis.rank]
         self._owned = [m for m in self._collected if m.owner == self._tp.rank]
+
+    @classmethod
+    def all_of(cls, buckets: Sequence[Bucket], ctx: ParallelContext) -> list[MatrixExchange]:
+        """Make the exchanges of a rank's buckets, one for each grid: experts have their own."""
+        by_grid: dict[Grid, list[Bucket]] = {}
+        for bucket in buckets:
+            if isinstance(bucket.rule, MatrixRule):
+                by_grid.setdefault(bucket.params[0].shard.layout.grid, []).append(bucket)
+        return [cls(alike, ctx) for alike in by_grid.values()]
 
     def transform(self, cfg: Any) -> None:
         """Replace every matrix in the gradients by what its rule returns for it."""
@@ -111,15 +123,17 @@ class MatrixExchange:
 
 
 def _matrices_of(bucket: Bucket, param: ShardedParameter, start: int, tp: Axis) -> list[_Matrix]:
-    """List the matrices of a parameter, one for each of its packed parts."""
-    shard = param.shard
+    """List the matrices of a parameter, one for each of its packed parts; of a stack, those of every expert."""
+    shard, stacked = param.shard, len(param.shard.shape) - 2
     shards = [replace(shard, layout=replace(shard.layout, rank=rank)) for rank in tp.ranks]
     out = []
-    for own, *boxes in zip(shard.slices, *(s.slices for s in shards)):
+    for own, *of_ranks in zip(shard.slices, *(s.slices for s in shards)):
+        boxes = [Slice(box.offset[stacked:], box.shape[stacked:], box.at) for box in of_ranks]
         low = tuple(map(min, zip(*(box.offset for box in boxes))))
         high = tuple(map(max, zip(*([o + n for o, n in zip(box.offset, box.shape)] for box in boxes))))
-        moved = [replace(box, offset=tuple(o - l for o, l in zip(box.offset, low))) for box in boxes]
-        out.append(_Matrix(bucket, start + own.at, tuple(moved), tuple(h - l for l, h in zip(low, high))))
+        moved = tuple(replace(box, offset=tuple(o - l for o, l in zip(box.offset, low))) for box in boxes)
+        shape, each = tuple(h - l for l, h in zip(low, high)), math.prod(shard.shape[stacked:])
+        out += [_Matrix(bucket, start + own.at + i * each, moved, shape) for i in range(math.prod(shard.shape) // each)]
     return out
 
 

@@ -96,8 +96,7 @@ class DistributedOptimizer:
         if offload is not None:
             for state in self._states:
                 state.master.copy_(state.bucket.weight_share)
-        matrix_buckets = [bucket for bucket in buckets if isinstance(bucket.rule, MatrixRule)]
-        self._matrices = MatrixExchange(matrix_buckets, ctx) if matrix_buckets else None
+        self._matrices = MatrixExchange.all_of(buckets, ctx)
 
     @torch.no_grad()
     def init_parameters(self, seed: int) -> None:
@@ -184,11 +183,12 @@ class DistributedOptimizer:
         if self._offload is not None:
             grad_multiplier = grad_multiplier.cpu()
         rates = _Rates(lr, lr if decoupled_lr is None else decoupled_lr, decay, grad_multiplier)
-        if self._matrices is not None:
+        if self._matrices:
             for state, flats, grad, _ in self._updates(returns_grads=True):
                 if isinstance(rule := state.bucket.rule, MatrixRule):
                     rule.direction(self._share(rates, state, flats, grad), self.cfg)
-            self._matrices.transform(self.cfg)
+            for exchange in self._matrices:
+                exchange.transform(self.cfg)
         for update in self._updates():
             bucket = update[0].bucket
             assert not (bucket.sharded.weights and bucket.gathered), "an update would not reach gathered weights"

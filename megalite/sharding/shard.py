@@ -46,6 +46,7 @@ class ParamSpec:
         decoupled_lr: whether `--decoupled-lr` sets the learning rate (embedding and output layer).
         matrix: whether each part is a matrix of a block, which matrix-wise update rules apply to.
         width: muP's multiplier of the width, for matrices of blocks; 1 otherwise.
+        readout: whether it is a matrix whose outputs do not grow with the width, which muP divides by its multiplier.
         tied_to: name of the parameter that this one is a copy of (same values, gradients summed).
         partial: axes over which the parameter is replicated but its gradient is partial; "sequence" stands for the axes
             that shard the sequence.
@@ -62,6 +63,7 @@ class ParamSpec:
     decoupled_lr: bool = False
     matrix: bool = False
     width: float = 1.0
+    readout: bool = False
     tied_to: str | None = None
     partial: tuple[str, ...] = ()
 

@@ -11,6 +11,7 @@ from torch import nn
 from megalite.ops import Ops
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
+from megalite.tensor_parallel.products import GroupedProducts
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -20,7 +21,7 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.sizes = layer, sizes
-        return layer.ops.grouped_linear(x, weight, sizes)
+        return layer.products.forward(x, weight, sizes)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -28,10 +29,10 @@ class _GroupedLinear(torch.autograd.Function):
         layer, sizes, dy = ctx.layer, ctx.sizes, dy.contiguous()
 
         def add(weight: ShardedParameter) -> None:
-            layer.ops.grouped_wgrad(weight.main_grad, dy, x, sizes, weight.has_grad)
+            layer.products.wgrad(dy, x, weight, sizes)
 
         put_grad(layer, add)
-        return layer.ops.grouped_dgrad(dy, layer.weight, sizes), None, None, None
+        return layer.products.dgrad(dy, layer.weight, sizes), None, None, None
 
 
 class GroupedLinear(nn.Module):
@@ -40,12 +41,12 @@ class GroupedLinear(nn.Module):
     Args:
         weight: local weights, [experts, out, in] of this rank.
         queue: weight-gradient queue of the pipeline stage.
-        ops: the kernels in use.
+        products: its three products.
     """
 
-    def __init__(self, weight: ShardedParameter, queue: WgradQueue, ops: Ops) -> None:
+    def __init__(self, weight: ShardedParameter, queue: WgradQueue, products: GroupedProducts) -> None:
         super().__init__()
-        self.weight, self.queue, self.ops = weight, queue, ops
+        self.weight, self.queue, self.products = weight, queue, products
 
     def forward(self, x_RI: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Multiply; `sizes` holds the number of rows of each expert."""
@@ -57,12 +58,12 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter, layer: WideLinear) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return x.float() @ weight.float().t()
+        return (x.float() @ weight.float().t()).mul_(layer.scale)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        layer = ctx.layer
+        layer, dy = ctx.layer, dy * ctx.layer.scale
 
         def add(weight: ShardedParameter) -> None:
             if weight.main_grad.dtype == torch.float32:
@@ -76,15 +77,19 @@ class _WideLinear(torch.autograd.Function):
         return (dy @ layer.weight.float()).to(x.dtype), None, None
 
 
-class WideLinear(GroupedLinear):
-    """y = x W^T in fp32 whatever the types of x [..., I] and W [O, I] are, W on every rank: routers and gates."""
+class WideLinear(nn.Module):
+    """y = scale x W^T in fp32 whatever the types of x [..., I] and W [O, I] are, W on every rank: routers and gates."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def __init__(self, weight: ShardedParameter, queue: WgradQueue, ops: Ops, scale: float) -> None:
+        super().__init__()
+        self.weight, self.queue, self.ops, self.scale = weight, queue, ops, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; the result is fp32."""
         return _WideLinear.apply(x, self.weight, self)
 
 
-def put_grad(layer: GroupedLinear, add: Callable[[ShardedParameter], None]) -> None:
+def put_grad(layer: GroupedLinear | WideLinear, add: Callable[[ShardedParameter], None]) -> None:
     """Queue a contribution to the layer's weight gradient."""
 
     def finish() -> None:

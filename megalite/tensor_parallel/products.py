@@ -1,4 +1,4 @@
-"""The three products of a parallel linear layer: by the ops of the run, or in FP8 (`--fp8`).
+"""The three products of a parallel linear layer, or of a layer of experts: by the ops of the run, or in FP8 (`--fp8`).
 
 FP8 quantizes both operands of a product along the dimension that it contracts. Activations and gradients stay in the
 run's type outside of the products: what a layer keeps for backward is quantized again there, with the same result.
@@ -6,16 +6,23 @@ Weights are quantized once, in both directions, until their bucket changes them 
 
 Where a scale covers features that are sharded over tp, its amax is the largest of all ranks, so that the codes are
 those of one process. Blocks never cross ranks: `config.fp8` refuses cuts inside of one.
+
+Each expert is a matrix of its own, and its rows are the tokens of its products. With experts over ep they come from the
+micro-batches of all its ranks: a scale that covers tokens then covers those.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.nn import functional as F
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
 from megalite.ops.fp8 import Codes, Fp8, amaxes
+from megalite.ops.grouped import groups
 from megalite.sharding.parameter import ShardedParameter
 
 
@@ -36,6 +43,25 @@ class Products:
     def wgrad(self, dy: torch.Tensor, x: torch.Tensor, weight: ShardedParameter) -> None:
         """Add dy^T x, summed over all tokens, to the weight's main_grad_OI."""
         self.ops.linear_wgrad(weight.main_grad, dy, x, weight.has_grad)
+
+
+class GroupedProducts:
+    """The products of experts in the type of their operands; `sizes` holds the number of rows of each expert."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def forward(self, x: torch.Tensor, weight: ShardedParameter, sizes: Sequence[int]) -> torch.Tensor:
+        """Return x_e W_e^T for the rows of each expert e: x [R, I] -> [R, O]."""
+        return self.ops.grouped_linear(x, weight, sizes)
+
+    def dgrad(self, dy: torch.Tensor, weight: ShardedParameter, sizes: Sequence[int]) -> torch.Tensor:
+        """Return dy_e W_e: [R, O] -> [R, I]."""
+        return self.ops.grouped_dgrad(dy, weight, sizes)
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, weight: ShardedParameter, sizes: Sequence[int]) -> None:
+        """Add dy_e^T x_e to each matrix of the weight's main_grad_EOI."""
+        self.ops.grouped_wgrad(weight.main_grad, dy, x, sizes, weight.has_grad)
 
 
 class Fp8Products(Products):
@@ -60,30 +86,42 @@ class Fp8Products(Products):
 
     def forward(self, x: torch.Tensor, weight: ShardedParameter, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x W^T + b: x [..., I] -> [..., O]."""
-        codes = self._codes(x.flatten(0, -2), "NI")
-        peak = codes.scale.amax() * torch.finfo(codes.codes.dtype).max
-        self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
-        y = self.fp8.product(codes, self._weight(weight)[0], x.dtype, fast=True).view(*x.shape[:-1], -1)
+        ((w, _),) = self.weights(weight)
+        y = self.product(x.flatten(0, -2), w).view(*x.shape[:-1], -1)
         return y if bias is None else y.add_(bias)
 
     def dgrad(self, dy: torch.Tensor, weight: ShardedParameter) -> torch.Tensor:
         """Return dy W: [..., O] -> [..., I]."""
-        codes = self._codes(dy.flatten(0, -2), "NO")
-        return self.fp8.product(codes, self._weight(weight)[1], dy.dtype).view(*dy.shape[:-1], -1)
+        ((_, w),) = self.weights(weight)
+        return self.product_of_grad(dy.flatten(0, -2), w).view(*dy.shape[:-1], -1)
 
     def wgrad(self, dy: torch.Tensor, x: torch.Tensor, weight: ShardedParameter) -> None:
         """Add dy^T x, summed over all tokens, to the weight's main_grad_OI."""
-        of_dy, of_x = self._codes(dy.flatten(0, -2).t(), "ON"), self._codes(x.flatten(0, -2).t(), "IN")
-        dtype = torch.float32 if self.fp8.wide_wgrad else dy.dtype
-        grad = self.fp8.product(of_dy, of_x, dtype)
+        grad = self.grad_of_weight(dy.flatten(0, -2), x.flatten(0, -2))
         (weight.main_grad.add_ if weight.has_grad else weight.main_grad.copy_)(grad)
 
-    def _weight(self, weight: ShardedParameter) -> tuple[Codes, Codes]:
-        """Return the codes of W [O, I] and of its transpose."""
+    def product(self, x: torch.Tensor, w: Codes) -> torch.Tensor:
+        """Return x W^T for codes of W: [N, I] -> [N, O]."""
+        codes = self._codes(x, "NI")
+        peak = codes.scale.amax() * torch.finfo(codes.codes.dtype).max
+        self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
+        return self.fp8.product(codes, w, x.dtype, fast=True)
+
+    def product_of_grad(self, dy: torch.Tensor, w: Codes) -> torch.Tensor:
+        """Return dy W for codes of W^T: [N, O] -> [N, I]."""
+        return self.fp8.product(self._codes(dy, "NO"), w, dy.dtype)
+
+    def grad_of_weight(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return dy^T x: [N, O] and [N, I] -> [O, I]."""
+        dtype = torch.float32 if self.fp8.wide_wgrad else dy.dtype
+        return self.fp8.product(self._codes(dy.t(), "ON"), self._codes(x.t(), "IN"), dtype)
+
+    def weights(self, weight: ShardedParameter) -> list[tuple[Codes, Codes]]:
+        """Return the codes of W [O, I] and of its transpose; of a stack, those of every matrix."""
         if weight.codes is None:
-            values = weight.detach()
-            weight.codes = self._codes(values, "OI"), self._codes(values.t(), "IO")
-        return weight.codes
+            matrices = weight.detach().view(-1, *weight.shape[-2:])
+            weight.codes = [(self._codes(w, "OI"), self._codes(w.t(), "IO")) for w in matrices]
+        return weight.codes  # type: ignore[no-any-return]
 
     def _codes(self, x: torch.Tensor, dims: str) -> Codes:
         x = x.detach()
@@ -92,3 +130,41 @@ class Fp8Products(Products):
         amax = amaxes(x, self.fp8.block(dims))
         collectives.all_reduce(amax, self.tp, collectives.MAX).wait()
         return self.fp8.codes(x, dims, amax)
+
+
+class Fp8GroupedProducts(GroupedProducts):
+    """The products of experts in FP8, one expert after the other.
+
+    Args:
+        each: the products of one expert.
+    """
+
+    def __init__(self, each: Fp8Products) -> None:
+        super().__init__(each.ops)
+        self.each = each
+
+    def forward(self, x: torch.Tensor, weight: ShardedParameter, sizes: Sequence[int]) -> torch.Tensor:
+        """Return x_e W_e^T for the rows of each expert e: x [R, I] -> [R, O]."""
+        y = x.new_empty(len(x), weight.shape[1])
+        for rows, (w, _) in zip(groups(sizes), self.each.weights(weight), strict=True):
+            if rows.start < rows.stop:
+                y[rows] = self.each.product(x[rows], w)
+        return y
+
+    def dgrad(self, dy: torch.Tensor, weight: ShardedParameter, sizes: Sequence[int]) -> torch.Tensor:
+        """Return dy_e W_e: [R, O] -> [R, I]."""
+        dx = dy.new_empty(len(dy), weight.shape[2])
+        for rows, (_, w) in zip(groups(sizes), self.each.weights(weight), strict=True):
+            if rows.start < rows.stop:
+                dx[rows] = self.each.product_of_grad(dy[rows], w)
+        return dx
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, weight: ShardedParameter, sizes: Sequence[int]) -> None:
+        """Add dy_e^T x_e to each matrix of the weight's main_grad_EOI."""
+        if not weight.has_grad:
+            weight.main_grad.zero_()
+        for rows, grad in zip(groups(sizes), weight.main_grad, strict=True):
+            if rows.start < rows.stop:
+                # The contracted dimension of a product has a multiple of rows: these add nothing.
+                more = (0, 0, 0, (rows.start - rows.stop) % self.each.fp8.recipe.multiple)
+                grad.add_(self.each.grad_of_weight(F.pad(dy[rows], more), F.pad(x[rows], more)))

@@ -16,7 +16,7 @@ import torch
 from megalite.base.log import warn_on_rank_0
 from megalite.dist import collectives
 from megalite.model.parameters import param_map
-from megalite.tensor_parallel.products import Fp8Products
+from megalite.tensor_parallel.products import Fp8GroupedProducts, Fp8Products
 from megalite.train.engine import Engine
 from megalite.train.spike import ENOUGH, WINDOW
 
@@ -38,6 +38,7 @@ class Fp8Amax:
         self._here: dict[int, Fp8Products] = {}
         for i, name in enumerate(matrices):
             products = getattr(modules.get(name), "products", None)
+            products = products.each if isinstance(products, Fp8GroupedProducts) else products
             if isinstance(products, Fp8Products):
                 self._here[i] = products
         self._names = matrices

@@ -103,6 +103,28 @@ def test_promises_of_layouts(pool: WorkerPool, row: int) -> None:
     assert_promised(ranks, single, layout.get("tp", 1))
 
 
+# Where experts lie over ep, rows of all its ranks meet: what scales over tokens (tensorwise) has other scales there.
+EXPERTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+    ("rowwise", 4, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
+    ("blockwise", 4, {"ep": 2, "tp": 2, "etp": "1"}, {"recompute": "full"}),
+    ("tensorwise", 2, {"tp": 2}, {}),
+    ("mxfp8", 4, {"ep": 2, "pp": 2, "schedule": "zb-h1"}, {}),
+]
+
+
+@pytest.mark.parametrize("row", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3))])
+def test_promises_of_layouts_with_experts(pool: WorkerPool, row: int) -> None:
+    recipe, world, layout, train = EXPERTS[row]
+
+    def make(layout: dict[str, Any] | None = None, **train: Any) -> Config:
+        cfg = config(recipe, layout, **train)
+        width = cfg.model.ffn_size
+        experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": width, "moe_shared_ffn_size": width}
+        return replace(cfg, model=replace(cfg.model, num_layers=2, init_std=0.12, **experts))
+
+    assert_promised(pool.run(world, losses, make(layout, **train), world), make(), 2)
+
+
 @pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.full), "tensorwise"])
 def test_recomputation_and_split_backward_change_not_a_bit(pool: WorkerPool, recipe: str) -> None:
     """What backward quantizes again has the same codes."""

@@ -21,7 +21,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.extras.plan.memory.matrices import matrices_of, transform_flops
+from megalite.extras.plan.memory.matrices import Placed, matrices_of, placed_matrices, transform_flops
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import update_rows
 from megalite.model.flops import flops_per_token
@@ -136,6 +136,56 @@ def test_more_ranks_than_matrices(pool: WorkerPool) -> None:
     assert_same([rank[0] for rank in pool.run(8, trained, [case], 8)], case, "8 ranks")
 
 
+MIXTRAL = jobs.llama(init_std=0.12, num_experts=8, moe_topk=2, moe_ffn_size=24, moe_aux_loss_coeff=0.02)
+# Ranks, layout -> rows that share the start of their ranks: (layout, training options).
+EXPERTS: dict[tuple[int, tuple[tuple[str, Any], ...]], list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    (4, (("ep", 2), ("tp", 2))): [({"zero": 1, **SMALL}, {}), ({"zero": 3, **CUT}, {"recompute": "full"})],
+    (4, (("ep", 2),)): [
+        ({"zero": 1, **SMALL}, {"offload": "optimizer"}),
+        ({"zero": 3, **CUT, "zero_group": "2"}, {}),
+        ({"zero": 0}, {}),
+    ],
+    (4, (("ep", 2), ("tp", 2), ("etp", "1"))): [({"zero": 2, **CUT}, {}), ({"zero": 1}, {})],
+    (4, (("ep", 2), ("pp", 2))): [({"zero": 2, "schedule": "zb-v", "vp": 2, **SMALL}, {})],
+}
+
+
+@pytest.mark.parametrize(
+    "shape", [shape if i == 0 else pytest.param(shape, marks=pytest.mark.full) for i, shape in enumerate(EXPERTS)]
+)
+def test_same_wherever_experts_live(pool: WorkerPool, shape: Any) -> None:
+    world, layout = shape
+    cases = [config(MIXTRAL, {**dict(layout), **more}, **train) for more, train in EXPERTS[shape]]
+    for case, *ranks in zip(cases, *pool.run(world, trained, cases, world)):
+        assert_same(ranks, config(MIXTRAL), f"{case.parallel} {case.train.offload}")
+
+
+def test_each_expert_is_a_matrix_of_its_own() -> None:
+    """One step, from the momentum that it left: torch.optim.Muon on every expert's gate, up and down."""
+    case = config(MIXTRAL)
+    engine = jobs.start(0, case, 1)
+    initial = {name: array.copy() for name, array in put_together([boxes_of(engine, "master")]).items()}
+    jobs.run_steps(engine, 1)
+    momenta, masters = (put_together([boxes_of(engine, role)]) for role in ("exp_avg", "master"))
+    lr, o = learning_rate(1, case.optim, jobs.STEPS), case.optim
+    for name, parts in (("gate_up_proj", 2), ("down_proj", 1)):
+        leaf = f"layers.1.mlp.experts.{name}.weight"
+        for expert in range(8):
+            for part in range(parts):
+                weight, momentum, after = (
+                    torch.from_numpy(arrays[leaf][expert]).chunk(parts)[part].clone()
+                    for arrays in (initial, momenta, masters)
+                )
+                param = torch.nn.Parameter(weight)
+                # The first momentum is a twentieth of the gradient.
+                param.grad = momentum / (1 - o.muon_momentum)
+                muon = torch.optim.Muon([param], lr=lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+                    muon.step()
+                np.testing.assert_allclose(after, param.detach(), rtol=0, atol=1e-6, err_msg=f"{leaf} {expert}")
+
+
 def plain_steps(hf: Any, cfg: Config) -> list[tuple[float, float]]:
     """torch.optim.Muon on the matrices of Hugging Face's blocks, AdamW on everything else, in one process."""
     named = dict(hf.named_parameters())
@@ -210,6 +260,12 @@ def transform_each_shard(matrix: Any, shards: Sequence[torch.Tensor], cfg: Any) 
         shard.copy_(matrix.bucket.rule.transform(shard.view(box.shape).clone(), cfg).flatten())
 
 
+def stacks_whole(bucket: Any, param: Any, start: int, tp: Any) -> list[Any]:
+    """The matrices of `packed`, where a stack of experts is one tall matrix."""
+    shape = (param.numel() // param.shard.shape[-1], param.shard.shape[-1])
+    return [exchange._Matrix(bucket, start, (Slice((0, 0), shape),), shape)]
+
+
 def packed(bucket: Any, param: Any, start: int, tp: Any) -> list[Any]:
     shape = tuple(param.shape)
     return [exchange._Matrix(bucket, start, (Slice((0, 0), shape),), shape)]
@@ -226,6 +282,13 @@ def test_faults_are_found(pool: WorkerPool, tp: int, faults: tuple[str, ...]) ->
             continue
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             assert_same(ranks, config(case.model), fault)
+
+
+def test_experts_orthogonalized_together_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    test_each_expert_is_a_matrix_of_its_own()
+    monkeypatch.setattr(exchange, "_matrices_of", stacks_whole)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        test_each_expert_is_a_matrix_of_its_own()
 
 
 def test_checkpoints_of_muon_and_adamw(pool: WorkerPool, tmp_path: Path) -> None:
@@ -269,11 +332,11 @@ def test_newton_schulz_in_plan() -> None:
     cfg = config(ModelConfig.from_arch("llama", **sizes, vocab_size=128_256, seq_len=8192))
     blocks = matrices_of(cfg, [range(32)], [0])
     assert len(blocks) == 32 * 7
-    whole = transform_flops(cfg, blocks, 1, 1)
+    whole = transform_flops(cfg, Placed(blocks, 1, 1, 1))
     assert whole == pytest.approx(666e12, rel=1e-3)
     assert whole < 0.02 * flops_per_token(cfg.model).causal * 2**20
     # The busiest of 8, 64 and 256 owners has this multiple of its fair part.
-    shares = [transform_flops(cfg, blocks, 2, dp // 2) / (whole / dp) for dp in (8, 64, 256)]
+    shares = [transform_flops(cfg, Placed(blocks, 2, dp // 2, dp // 2)) / (whole / dp) for dp in (8, 64, 256)]
     assert shares == pytest.approx([1.0, 1.06, 2.11], abs=0.01)
 
 
@@ -290,7 +353,7 @@ def test_memory_and_work_are_those_of_the_real_step() -> None:
         done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         real.append(json.loads(done.stdout))
-    work = transform_flops(cfgs[1], matrices_of(cfgs[1], [range(4)], [0]), 2, 2)
+    work = sum(transform_flops(cfgs[1], placed) for placed in placed_matrices(cfgs[1], grid, [range(4)], [0]))
     assert real[1]["flops"] - real[0]["flops"] == pytest.approx(work, rel=0.05)
     (plan,) = memory_per_rank(cfgs[1], grid)
     assert plan.weights + plan.main_grad + plan.optimizer == pytest.approx(real[1]["states_bytes"], rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from megalite.base.errors import UserError
+from megalite.checkpoint.save import Checkpointer
 from megalite.config.cli import parse
+from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.data.samples import MockDataset
 from megalite.extras.convert.hf import export_hf
@@ -26,6 +29,7 @@ from megalite.update_rules import RULES
 from tests.parity import jobs, test_resume
 from tests.parity.test_muon import CUT, assert_same, trained
 from tests.parity.test_oracle import hf_llama, initial_weights
+from tests.unit.checkpoint.hf_models import load_model
 from tests.workers import WorkerPool
 
 M = 4  # width 32 over a base width of 8
@@ -36,13 +40,16 @@ def config(optimizer: str, model: Any, parallel: dict[str, Any] | None = None, *
     return replace(cfg, optim=replace(cfg.optim, optimizer=optimizer, muon_ns="fp32", lr=3e-3))
 
 
-def plain_steps(cfg: Config) -> list[tuple[float, float]]:
-    """The table, on Hugging Face's Llama: logits / m; AdamW lr / m, wd m; Muon lr / sqrt(m), wd sqrt(m); eps / m."""
+def plain_steps(cfg: Config, hf: Any = None) -> list[tuple[float, float]]:
+    """The table, on Hugging Face's Llama or another model.
+
+    Logits / m; AdamW lr / m, wd m; Muon lr / sqrt(m), wd sqrt(m); eps / m.
+    """
     o = cfg.optim
-    hf = hf_llama(cfg.model, initial_weights(cfg.model, cfg.train.seed))
+    hf = hf or hf_llama(cfg.model, initial_weights(cfg.model, cfg.train.seed))
     named = dict(hf.named_parameters())
-    matrices = [p for name, p in named.items() if ".layers." in name and p.dim() == 2]
-    ends = [named["model.embed_tokens.weight"], named["lm_head.weight"]]
+    matrices = [p for name, p in named.items() if ".layers." in name and p.dim() > 1 and ".gate." not in name]
+    ends = [p for p in named.values() if p.dim() == 2 and all(p is not m for m in matrices)]
     vectors = [p for p in named.values() if p.dim() == 1]
     by_lr: list[tuple[Any, float]] = []
 
@@ -78,6 +85,28 @@ def test_same_as_plain_torch_with_the_table(optimizer: str, monkeypatch: pytest.
     assert not np.allclose(jobs.train(0, config(optimizer, jobs.llama()), 1), expected, rtol=1e-3)
 
 
+def test_routers_are_read_out(tmp_path: Path) -> None:
+    """Experts are matrices of a block; a router's logits are divided like those of the output layer."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": jobs.VOCAB}
+    experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.0, "init_std": 0.2}
+    model = ModelConfig.from_arch("mixtral", **sizes, **experts, seq_len=jobs.SEQ, mup_base_width=8)
+    cfg = config("adamw", model)
+    engine = jobs.start(0, cfg, 1)
+    checkpointer = Checkpointer(str(tmp_path), engine.ctx)
+    checkpointer.save(0, engine.optimizer.states(), {"config": {"model": dataclasses.asdict(model)}})
+    checkpointer.close()
+    export_hf(tmp_path, tmp_path / "hf")
+    hf = load_model(tmp_path / "hf").train()
+    # The export holds what training divides by the multiplier.
+    readouts = [hf.lm_head, *(module for name, module in hf.named_modules() if name.endswith(".gate"))]
+    assert len(readouts) == 3
+    for module in readouts:
+        module.weight.data *= M
+    for router in readouts[1:]:
+        router.register_forward_pre_hook(lambda _, inputs: (inputs[0] / M, *inputs[1:]))
+    np.testing.assert_allclose(jobs.run_steps(engine, jobs.STEPS), plain_steps(cfg, hf), rtol=1e-5)
+
+
 @pytest.mark.parametrize("fault", ["rates of the base", "logits of the base"])
 def test_faults_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config("adamw", jobs.llama(mup_base_width=8))
@@ -109,15 +138,21 @@ def test_at_the_base_width_nothing_changes(optimizer: str) -> None:
     assert same[0] == same[1]
 
 
+def experts(**options: Any) -> ModelConfig:
+    return jobs.llama(init_std=0.2, num_experts=4, moe_topk=2, moe_ffn_size=24, **options)
+
+
 ROWS: list[tuple[int, str, Any, dict[str, Any], dict[str, Any]]] = [
     (4, "muon", jobs.gpt2, {"tp": 2, "zero": 3, **CUT}, {}),
     (4, "adamw", jobs.llama, {"pp": 2, "zero": 2, **CUT}, {"loss_chunk": 5}),
     (8, "adamw", jobs.gpt2, {"tp": 2, "pp": 2, "schedule": "zb-v", "vp": 2}, {}),
     (8, "muon", jobs.llama, {"tp": 2, "pp": 2}, {"offload": "optimizer"}),
+    (4, "adamw", experts, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
+    (4, "muon", experts, {"ep": 2, "tp": 2, "etp": "1"}, {}),
 ]
 
 
-@pytest.mark.parametrize("row", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3))])
+@pytest.mark.parametrize("row", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, len(ROWS)))])
 def test_same_in_every_layout(pool: WorkerPool, row: int) -> None:
     world, optimizer, family, layout, train = ROWS[row]
     model = family(mup_base_width=8)

@@ -166,7 +166,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
             full = torch.empty(part.shape)
             for box, rows in part.views(full):
                 reader.read(tensors[spec.name], box, rows)
-            if spec.name == "lm_head.weight":
+            if spec.readout:
                 full /= cfg.width_multiplier
             return [full.to(own)]
 

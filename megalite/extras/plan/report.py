@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections import Counter
@@ -267,9 +268,9 @@ def update_rows(cfg: Config) -> list[tuple[str, str]]:
     names: dict[str, dict[str, None]] = {}
     for spec in param_map(cfg.model).values():
         if spec.tied_to is None:
-            rule, parts = cfg.optim.rule_of(spec.matrix), len(spec.parts)
+            rule, matrices = cfg.optim.rule_of(spec.matrix), math.prod(spec.shape[:-2]) * max(1, len(spec.parts))
             numel[rule] += spec.numel
-            apart = f" ({parts} matrices)" if spec.matrix and parts > 1 else ""
+            apart = f" ({matrices} matrices)" if spec.matrix and matrices > 1 else ""
             width = spec.width ** (RULES[rule].width_power or 0.0)
             apart += f" (learning rate / {width:g}, weight decay x {width:g})" if width != 1.0 else ""
             names.setdefault(rule, {})[re.sub(r"\.\d+\.", ".*.", spec.name) + apart] = None

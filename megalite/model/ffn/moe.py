@@ -31,9 +31,16 @@ class MoE(FeedForward):
         first, parts = ("gate_up_proj", (ffn, ffn)) if cfg.gated else ("up_proj", ())
         rows, columns = (("ep", 0), ("tp", 1)), (("ep", 0), ("tp", 2))
         up = ParamSpec(
-            f"{name}.experts.{first}.weight", (experts, sum(parts) or ffn, hidden), rows, parts, std=cfg.init_std
+            f"{name}.experts.{first}.weight",
+            (experts, sum(parts) or ffn, hidden),
+            rows,
+            parts,
+            std=cfg.init_std,
+            matrix=True,
         )
-        down = ParamSpec(f"{name}.experts.down_proj.weight", (experts, hidden, ffn), columns, std=out_std(cfg))
+        down = ParamSpec(
+            f"{name}.experts.down_proj.weight", (experts, hidden, ffn), columns, std=out_std(cfg), matrix=True
+        )
         specs = [_router(cfg, f"{name}.router.weight", experts), up, down]
         specs += mlp_specs(cfg, f"{name}.shared_expert", shared) if shared else []
         return [*specs, _router(cfg, f"{name}.shared_expert_gate.weight", 1)] if cfg.moe_shared_gate else specs
@@ -119,4 +126,4 @@ def rows_received(cfg: Config) -> int:
 
 def _router(cfg: ModelConfig, name: str, out: int) -> ParamSpec:
     """Declare a matrix on the residual stream: every rank holds all of it, and sees a part of the sequence."""
-    return ParamSpec(name, (out, cfg.hidden_size), std=cfg.init_std, partial=("sequence",))
+    return ParamSpec(name, (out, cfg.hidden_size), std=cfg.init_std, readout=True, partial=("sequence",))

@@ -22,8 +22,9 @@ REFUSED = {
     f"{EXPERTS} --mlp-bias": "--mlp-bias with --num-experts: experts have no biases",
     f"{EXPERTS} --moe-dense-layers 0 4": "--moe-dense-layers 0 4: must be some, not all, of the layers 0 to 3",
     f"{EXPERTS} --moe-dense-layers 0 1 2 3": "must be some, not all",
-    f"{EXPERTS} --compile": "--compile with --num-experts: a compiled block cannot send tokens",
-    f"{EXPERTS} --mup-base-width 64": "--mup-base-width 64 with --num-experts: muP has no rule",
+    "--num-experts 8 --moe-ffn-size 48 --hidden-size 128 --seq-len 128 --fp8 mxfp8 --fp8-emulate --precision bf16": (
+        "48 inner features of an expert on a rank: must be divisible by 32"
+    ),
     f"{EXPERTS} --moe-topk 1": "--moe-topk 1: renormalized, its weight is always 1",
     f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01": "there is no balance loss to weigh",
     "--num-experts 1": "--num-experts 1: must be at least 2",

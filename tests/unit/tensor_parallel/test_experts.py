@@ -10,17 +10,21 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megalite.base.fp8_recipes import RECIPES
 from megalite.batch import ForwardPass
 from megalite.config.model import ModelConfig
 from megalite.dist.context import Axis
 from megalite.model.moe import MoELayer
 from megalite.model.routing import Router
 from megalite.ops import grouped
+from megalite.ops.fp8 import select
 from megalite.tensor_parallel.dispatch import Dispatch
 from tests.parity.jobs import init_parameters
 from tests.unit.model.test_layers import layers_of
+from tests.unit.ops.test_fp8 import by_hand
 
 TRAINING = ForwardPass(1, 0, 0, training=True, grad_scale=0.5)
+CPU = torch.device("cpu")
 SIZES = [3, 0, 5, 16, 0]
 
 
@@ -105,6 +109,38 @@ def test_grouped_products(way: str) -> None:
     torch.testing.assert_close(grad, expected)
     functions["grouped_wgrad"](grad, dy, x, SIZES, True)
     torch.testing.assert_close(grad, 2 * expected)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_products_of_each_expert(recipe: str) -> None:
+    """Codes and scales are those of each expert's own rows and matrix."""
+    layers = replace(layers_of(model(num_experts=5, moe_ffn_size=24)), fp8=select(recipe, range(1), CPU, emulate=True))
+    linear = layers.experts("layers.0.mlp.experts.down_proj")
+    init_parameters(linear, 1)
+    linear.weight.main_grad = torch.full((5, 16, 24), torch.nan)
+    x, dy = torch.randn(24, 24), torch.randn(24, 16) * torch.logspace(-3, 0, 24)[:, None]
+    rule, expected = (
+        RECIPES[recipe],
+        {"y": torch.zeros(24, 16), "dx": torch.zeros(24, 24), "dw": torch.zeros(5, 16, 24)},
+    )
+
+    def coded(operand: torch.Tensor, dims: str) -> torch.Tensor:
+        block = rule.activation if "N" in dims else rule.weight
+        name = rule.grad_format if {"N", "O"} <= set(dims) else "e4m3"
+        return torch.from_numpy(by_hand(operand.detach().double().numpy(), block, name, rule.power_of_2)).float()
+
+    for e, end in enumerate(accumulate(SIZES)):
+        if SIZES[e]:
+            rows, w = slice(end - SIZES[e], end), linear.weight[e]
+            expected["y"][rows] = coded(x[rows], "NI") @ coded(w, "OI").t()
+            expected["dx"][rows] = coded(dy[rows], "NO") @ coded(w.t(), "IO").t()
+            expected["dw"][e] = coded(dy[rows].t(), "ON") @ coded(x[rows].t(), "IN").t()
+    for times in (1, 2):
+        linear.weight.has_grad = times == 2
+        y = linear(x.requires_grad_(), SIZES)
+        (dx,) = torch.autograd.grad(y, x, dy)
+        for got, want in ((y, expected["y"]), (dx, expected["dx"]), (linear.weight.main_grad, times * expected["dw"])):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * want.abs().max().item())
 
 
 def test_a_width_that_the_grouped_gemm_rejects_is_looped_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,64 +5,98 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
+from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.states import names_of, unit_of
 from megalite.model.parameters import param_map
-from megalite.optim.shares import matrix_work, spread
+from megalite.optim.shares import group_among, matrix_work, spread
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import MatrixRule
 
 Shape = tuple[int, int]
 
 
-def matrices_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[Shape]:
-    """List the global shapes of the blocks' matrices on a pipeline rank, q, k, v, gate and up apart.
+class Placed(NamedTuple):
+    """Matrices of a pipeline rank that live alike.
+
+    Attributes:
+        shapes: their global shapes.
+        tp: number of ranks that each is sharded over.
+        dp: number of ranks that hold the same, and see different tokens of a batch.
+        of: number of all ranks that see different tokens.
+    """
+
+    shapes: list[Shape]
+    tp: int
+    dp: int
+    of: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements on a rank."""
+        return sum(map(math.prod, self.shapes)) // self.tp
+
+
+def placed_matrices(cfg: Config, grid: Grid, layers: Sequence[range], held: Sequence[int]) -> tuple[Placed, Placed]:
+    """List the matrices of a pipeline rank, those on the grid and those on the experts' grid; see `matrices_of`."""
+    ranks, own = grid.batch_ranks, grid.experts
+    if own is None:
+        return Placed(matrices_of(cfg, layers, held), grid["tp"], ranks, ranks), Placed([], 1, 1, 1)
+    experts = matrices_of(cfg, layers, held, experts=True)
+    return (
+        Placed(matrices_of(cfg, layers, held, experts=False), grid["tp"], ranks, ranks),
+        Placed(experts[:: own["ep"]], own["tp"], own.batch_ranks, ranks),
+    )
+
+
+def matrices_of(cfg: Config, layers: Sequence[range], held: Sequence[int], experts: bool | None = None) -> list[Shape]:
+    """List the global shapes of the blocks' matrices on a pipeline rank: q, k, v, gate and up, and each expert, apart.
 
     Args:
         layers: blocks of every stage of the model.
         held: the rank's stages.
+        experts: only those of experts, or only the others; None: all.
     """
-    by_unit = _by_unit(cfg.model)
+    by_unit = _by_unit(cfg.model, experts)
     return [shape for names in names_of(cfg, layers, held) for name in names for shape in by_unit.get(name, ())]
 
 
 @lru_cache(maxsize=256)
-def _by_unit(model: ModelConfig) -> dict[str, list[Shape]]:
+def _by_unit(model: ModelConfig, experts: bool | None) -> dict[str, list[Shape]]:
     out: dict[str, list[Shape]] = {}
     for name, spec in param_map(model).items():
-        if spec.matrix:
-            rows, columns = spec.shape
-            parts = spec.parts or (spec.shape[spec.sharded_dims[-1][1]],)
-            row_parts = spec.sharded_dims[-1][1] == 0
-            out.setdefault(unit_of(name), []).extend((n, columns) if row_parts else (rows, n) for n in parts)
+        stack = spec.shape[:-2]
+        if spec.matrix and experts in (None, bool(stack)):
+            rows, columns = spec.shape[-2:]
+            packed = spec.sharded_dims[-1][1]
+            parts = spec.parts or (spec.shape[packed],)
+            row_parts = packed == len(stack)
+            shapes = [(n, columns) if row_parts else (rows, n) for n in parts]
+            out.setdefault(unit_of(name), []).extend(shape for shape in shapes for _ in range(math.prod(stack)))
     return out
 
 
-def update_bytes(cfg: Config, matrices: Sequence[Shape], tp: int, dp: int) -> int:
-    """Compute the peak bytes of an update beside the states: matrices on the way to their owners, and one at work.
-
-    Args:
-        matrices: from `matrices_of`.
-        dp: number of ranks that see different tokens of a batch.
-    """
-    if not matrices or not isinstance(RULES[cfg.optim.optimizer], MatrixRule):
+def update_bytes(cfg: Config, placed: Placed) -> int:
+    """Compute the peak bytes of an update beside the states: matrices on the way to their owners, and one at work."""
+    if not placed.shapes or not isinstance(RULES[cfg.optim.optimizer], MatrixRule):
         return 0
-    shares = _shares(cfg, dp)
-    owned = max(sum(map(math.prod, shapes)) for shapes in _owned(matrices, tp * shares))
+    tp, shares = placed.tp, _shares(cfg, placed)
+    owned = max(sum(map(math.prod, shapes)) for shapes in _owned(placed.shapes, tp * shares))
     # Sent and received beside what was received before; nothing is copied for an axis of one rank.
     copies = (3 if tp * shares > 1 else 0) + (1 if tp > 1 and shares > 1 else 0)
-    at_work = max(12 * rows * columns + 8 * min(rows, columns) ** 2 for rows, columns in matrices)
+    at_work = max(12 * rows * columns + 8 * min(rows, columns) ** 2 for rows, columns in placed.shapes)
     return max(4 * copies * owned, at_work + 4 * max(0, copies - 2) * owned)
 
 
-def transform_flops(cfg: Config, matrices: Sequence[Shape], tp: int, dp: int) -> float:
-    """Count the FLOPs of the busiest owner's transforms in a step; arguments as for `update_bytes`."""
+def transform_flops(cfg: Config, placed: Placed) -> float:
+    """Count the FLOPs of the busiest owner's transforms in a step."""
     rule = RULES[cfg.optim.optimizer]
     if not isinstance(rule, MatrixRule):
         return 0.0
-    owned = _owned(matrices, tp * _shares(cfg, dp))
+    owned = _owned(placed.shapes, placed.tp * _shares(cfg, placed))
     return max(sum(rule.transform_flops(*shape, cfg.optim) for shape in shapes) for shapes in owned)
 
 
@@ -74,6 +108,9 @@ def _owned(matrices: Sequence[Shape], ranks: int) -> list[list[Shape]]:
     return owned
 
 
-def _shares(cfg: Config, dp: int) -> int:
+def _shares(cfg: Config, placed: Placed) -> int:
     """Count the ranks that each own a share of the optimizer's state."""
-    return (cfg.parallel.zero_group_size(dp, dp) or dp) if cfg.zero_stage(dp) else 1
+    if not cfg.zero_stage(placed.dp):
+        return 1
+    group = cfg.parallel.zero_group_size(placed.of, placed.of)
+    return placed.dp if group is None else group_among(group, placed.dp, placed.of)

@@ -7,7 +7,6 @@ slack, the device's context, communication buffers, workspace of single kernels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +23,7 @@ from megalite.extras.plan.memory.activations import (
 )
 from megalite.extras.plan.memory.fp8 import code_bytes
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
-from megalite.extras.plan.memory.matrices import matrices_of, update_bytes
+from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
 from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
 from megalite.extras.plan.memory.states import sides_of, states_of, units_of
 from megalite.families.parts import BlockKind
@@ -101,14 +100,16 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
         held = placement.stages_of(rank)
         units = units_of(cfg, grid["tp"], layers, held, experts=False)
         sides = sides_of(cfg, grid["tp"], layers, held, experts=False)
-        matrices, ranks = matrices_of(cfg, layers, held), grid.batch_ranks
-        elements = sum(map(math.prod, matrices)) // grid["tp"]
-        states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, elements)
-        codes, made = code_bytes(cfg, grid["tp"], layers, held, ranks)
+        (matrices, of_experts), ranks = placed_matrices(cfg, grid, layers, held), grid.batch_ranks
+        states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, matrices.elements)
+        codes, made = code_bytes(cfg, grid["tp"], layers, held, ranks, experts=False)
         own = list(filter(None, units_of(cfg, grid["tp"], layers, held, experts=True)))
         if grid.experts is not None and own:
             sides = sides_of(cfg, grid["tp"], layers, held, experts=True)
-            states += states_of(cfg, own, grid.experts.batch_ranks, element_size(cfg), apart, sides, of=ranks)
+            copies, elements = grid.experts.batch_ranks, of_experts.elements
+            states += states_of(cfg, own, copies, element_size(cfg), apart, sides, elements, of=ranks)
+            more = code_bytes(cfg, grid["tp"], layers, held, copies, experts=True)
+            codes, made = codes + more[0], made + more[1]
         out.append(
             RankMemory(
                 parameters_on_rank(cfg, grid["tp"], placement, layers, rank),
@@ -119,7 +120,7 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
                 logits=0,
                 host=states.host,
                 temporary=states.temporary + made,
-                update=update_bytes(cfg, matrices, grid["tp"], ranks),
+                update=max(update_bytes(cfg, matrices), update_bytes(cfg, of_experts)),
             )
         )
     return out

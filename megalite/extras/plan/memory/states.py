@@ -182,7 +182,7 @@ def units_of(
         held: the rank's stages.
         experts: only parameters on the experts' grid, or only the others; None: all.
     """
-    sizes = _unit_sizes(cfg.model, _Cut.of(cfg, tp), experts)
+    sizes = _unit_sizes(cfg.model, Cut.of(cfg, tp), experts)
     return [[sizes[name] for name in names if name in sizes] for names in names_of(cfg, layers, held)]
 
 
@@ -192,7 +192,7 @@ def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int],
     if codec != "powersgd":
         return 0, 0
     held_units = {name for names in names_of(cfg, layers, held) for name in names}
-    shapes = [shape for spec, shape in _Cut.of(cfg, tp).shapes(cfg.model, experts) if unit_of(spec.name) in held_units]
+    shapes = [shape for spec, shape in Cut.of(cfg, tp).shapes(cfg.model, experts) if unit_of(spec.name) in held_units]
     matrices = [(math.prod(s[:-1]), s[-1]) for s in shapes if len(s) > 1]
     matrices = [s for s in matrices if int(rank) * sum(s) < math.prod(s)]
     return sum(rows for rows, _ in matrices), sum(columns for _, columns in matrices)
@@ -219,7 +219,7 @@ def unit_of(name: str) -> str:
     return unit[0]
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """How parameters are cut over the ranks of a stage."""
 
     tp: int
@@ -228,7 +228,7 @@ class _Cut(NamedTuple):
     etp: str
 
     @classmethod
-    def of(cls, cfg: Config, tp: int) -> _Cut:
+    def of(cls, cfg: Config, tp: int) -> Cut:
         p = cfg.parallel
         return cls(tp, p.vocab_divisible_by, p.ep, p.etp)
 
@@ -243,7 +243,7 @@ class _Cut(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _unit_sizes(model: ModelConfig, cut: _Cut, experts: bool | None) -> dict[str, UnitSizes]:
+def _unit_sizes(model: ModelConfig, cut: Cut, experts: bool | None) -> dict[str, UnitSizes]:
     sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
     for spec, shape in cut.shapes(model, experts):
         sizes[unit_of(spec.name)][spec.weight_decay, spec.partial] += math.prod(shape)

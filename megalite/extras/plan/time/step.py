@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
-from megalite.extras.plan.memory.matrices import Shape, matrices_of, transform_flops
+from megalite.extras.plan.memory.matrices import Placed, placed_matrices, transform_flops
 from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
 from megalite.extras.plan.time.block import Block, Engine, Workload, block_time, embedding_time, head_time
 from megalite.extras.plan.time.experts import experts_time
@@ -119,7 +120,7 @@ def step_time(
         "gather": gather,
         "reduce": reduce,
         "tied": _tied(cfg, rates),
-        "optimizer": _optimizer(cfg, grid, rates, replicas, matrices_of(cfg, layers, placement.stages_of(slow))),
+        "optimizer": _optimizer(cfg, rates, replicas, placed_matrices(cfg, grid, layers, placement.stages_of(slow))),
         "offload": m * own.offload,
         "fixed": cluster.constants.step,
     }
@@ -212,19 +213,18 @@ def _tied(cfg: Config, rates: Rates) -> float:
     return 2 * rates.ring(4 * vocab_rows(cfg) * cfg.model.hidden_size, 2, cfg.parallel.tp * rates.domain)
 
 
-def _optimizer(cfg: Config, grid: Grid, rates: Rates, replicas: list[Replicas], matrices: list[Shape]) -> float:
+def _optimizer(cfg: Config, rates: Rates, replicas: list[Replicas], matrices: Sequence[Placed]) -> float:
     """Compute the seconds of the update: of its transforms, of 30 bytes per element of the share, and of 10 of every
     element for norm and casts.
 
     A rule of matrices sends them to their owners and back, over dp and over tp.
     """
-    dp, tp = grid.batch_ranks, grid["tp"]
-    transforms = transform_flops(cfg, matrices, tp, dp)
-    if transforms:
-        peak = rates.device.peak if cfg.optim.muon_ns == "bf16" else rates.device.fp32
-        sent = 4 * sum(map(math.prod, matrices)) / tp
-        ways = 2 * (rates.ring(sent / dp, dp, tp) + rates.ring(sent / dp, tp, 1))
-        transforms = transforms / (peak * rates.device.gemm) + ways
+    transforms = 0.0
+    for placed in matrices:
+        if flops := transform_flops(cfg, placed):
+            peak = rates.device.peak if cfg.optim.muon_ns == "bf16" else rates.device.fp32
+            sent, dp, tp = 4 * placed.elements / placed.dp, placed.dp, placed.tp
+            transforms += flops / (peak * rates.device.gemm) + 2 * (rates.ring(sent, dp, tp) + rates.ring(sent, tp, 1))
     return transforms + _update(cfg, rates, replicas)
 
 
