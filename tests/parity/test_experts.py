@@ -163,9 +163,11 @@ def test_recomputation_repeats_every_choice(pool: WorkerPool) -> None:
 
 def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
     """`trained`, its blocks traced by torch.compile once and for all micro-batches."""
-    with pytest.MonkeyPatch.context() as patch:
+    import torch._dynamo.config as dynamo
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch, dynamo.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        patch.setattr(torch._dynamo.config, "error_on_recompile", True)
         return trained(rank, cfgs, world)
 
 

@@ -55,9 +55,13 @@ GRID: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 ALWAYS = 4
 
 
-def config(recipe: str, layout: dict[str, Any] | None = None, **train: Any) -> Config:
+def config(
+    recipe: str, layout: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **train: Any
+) -> Config:
     sizes = BLOCKS if recipe == "blockwise" else {**SMALL, "seq_len": 64}
-    return jobs.make_config(jobs.llama(4, **sizes), layout, **{"fp8": recipe, "fp8_emulate": True, **train})
+    return jobs.make_config(
+        jobs.llama(4, **sizes, **(model or {})), layout, **{"fp8": recipe, "fp8_emulate": True, **train}
+    )
 
 
 def batches(cfg: Config, steps: int) -> np.ndarray:
@@ -117,10 +121,9 @@ def test_promises_of_layouts_with_experts(pool: WorkerPool, row: int) -> None:
     recipe, world, layout, train = EXPERTS[row]
 
     def make(layout: dict[str, Any] | None = None, **train: Any) -> Config:
-        cfg = config(recipe, layout, **train)
-        width = cfg.model.ffn_size
+        width = (BLOCKS if recipe == "blockwise" else SMALL)["ffn_hidden_size"]
         experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": width, "moe_shared_ffn_size": width}
-        return replace(cfg, model=replace(cfg.model, num_layers=2, init_std=0.12, **experts))
+        return config(recipe, layout, experts, **train)
 
     assert_promised(pool.run(world, losses, make(layout, **train), world), make(), 2)
 

@@ -88,7 +88,7 @@ def test_same_as_plain_torch_with_the_table(optimizer: str, monkeypatch: pytest.
 def test_routers_are_read_out(tmp_path: Path) -> None:
     """Experts are matrices of a block; a router's logits are divided like those of the output layer."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": jobs.VOCAB}
-    experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.0, "init_std": 0.2}
+    experts = {"num_experts": 4, "moe_topk": 2, "ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.0, "init_std": 0.2}
     model = ModelConfig.from_arch("mixtral", **sizes, **experts, seq_len=jobs.SEQ, mup_base_width=8)
     cfg = config("adamw", model)
     engine = jobs.start(0, cfg, 1)
@@ -147,7 +147,7 @@ ROWS: list[tuple[int, str, Any, dict[str, Any], dict[str, Any]]] = [
     (4, "adamw", jobs.llama, {"pp": 2, "zero": 2, **CUT}, {"loss_chunk": 5}),
     (8, "adamw", jobs.gpt2, {"tp": 2, "pp": 2, "schedule": "zb-v", "vp": 2}, {}),
     (8, "muon", jobs.llama, {"tp": 2, "pp": 2}, {"offload": "optimizer"}),
-    (4, "adamw", experts, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
+    (4, "muon", experts, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
     (4, "muon", experts, {"ep": 2, "tp": 2, "etp": "1"}, {}),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 
@@ -29,6 +30,10 @@ def _parser() -> ToolParser:
     text = "rows of the vocabulary to keep (default: all, with the padding that Megatron-LM trains with)"
     megatron.add_argument("--vocab-size", type=int, metavar="N", help=text)
     megatron.add_argument("--weights-only", action="store_true", help="leave out the optimizer's state")
+    experts = into.add_argument_group("with --hf", "a dense model as one with experts, each a copy of its MLP")
+    experts.add_argument("--num-experts", type=int, metavar="E", help="copies of each layer's MLP")
+    experts.add_argument("--moe-topk", type=int, metavar="K", help="experts of each token (2)")
+    experts.add_argument("--seed", type=int, metavar="N", help="seed of the new routers (1234)")
     out = commands.add_parser("export", help="write a Hugging Face folder", description=_EXPORT)
     text = "checkpoint folder, or a run directory (its newest)"
     out.add_argument("--checkpoint", required=True, metavar="CKPT", help=text)
@@ -38,15 +43,23 @@ def _parser() -> ToolParser:
     return parser
 
 
+def _check_import(args: argparse.Namespace) -> None:
+    """Refuse flags of another source."""
+    of_megatron, of_hf = ("iteration", "vocab_size", "weights_only"), ("num_experts", "moe_topk", "seed")
+    other = "--megatron" if args.hf else "--hf"
+    for name in of_megatron if args.hf else of_hf:
+        if (value := getattr(args, name)) not in (None, False):
+            given = f"--{name.replace('_', '-')}" + f" {value}" * (value is not True)
+            raise UserError(given, f"applies to {other} only", "remove it")
+    if args.num_experts is None and (args.moe_topk is not None or args.seed is not None):
+        raise UserError("--moe-topk or --seed", "applies to a model that gets experts", "give --num-experts")
+
+
 def main(argv: Sequence[str]) -> None:
     """Run `megalite convert`."""
     args = _parser().parse_args(argv)
-    if args.command == "import" and args.hf:
-        for flag, given in (("iteration", args.iteration), ("vocab-size", args.vocab_size)):
-            if given is not None:
-                raise UserError(f"--{flag} {given}", "applies to --megatron only", "remove it")
-        if args.weights_only:
-            raise UserError("--weights-only", "applies to --megatron only", "remove it: a folder has nothing else")
+    if args.command == "import":
+        _check_import(args)
     setup_logging()
     # What follows imports torch.
     from megalite.extras.convert.hf import export_hf, import_hf
@@ -57,7 +70,9 @@ def main(argv: Sequence[str]) -> None:
         print(f"{args.out}: {config['architectures'][0]}, {config['dtype']}")
         return
     if args.hf:
-        manifest = import_hf(args.hf, args.out)
+        given = {"topk": args.moe_topk, "seed": args.seed}
+        more = {name: value for name, value in given.items() if value is not None}
+        manifest = import_hf(args.hf, args.out, num_experts=args.num_experts, **more)
     else:
         manifest = import_megatron(args.megatron, args.out, args.iteration, args.vocab_size, args.weights_only)
     tensors = manifest.tensors["master"].values()

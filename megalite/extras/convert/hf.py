@@ -32,34 +32,47 @@ from megalite.extras.convert.stream import (
     write_checkpoint,
 )
 from megalite.extras.convert.tokenizer import export_tokenizer
+from megalite.extras.convert.upcycle import upcycled, upcycled_tensors
 from megalite.extras.saved_model import recorded_tokenizer, resolve_checkpoint
 from megalite.families import FAMILIES
 from megalite.model.parameters import buffer_map, param_map
 from megalite.sharding import ParamSpec
 
 
-def import_hf(source: str | Path, out: str | Path, shard_bytes: int = SHARD_BYTES) -> Manifest:
+def import_hf(
+    source: str | Path,
+    out: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+    num_experts: int | None = None,
+    topk: int = 2,
+    seed: int = 1234,
+) -> Manifest:
     """Convert a Hugging Face folder to a checkpoint (step 0, fp32 weights, no moments).
 
     Args:
         source: folder with config.json and safetensors.
         out: the checkpoint's folder; must be absent or empty.
         shard_bytes: largest size of a file.
+        num_experts: number of copies of each layer's MLP, as experts; None: the model as it is.
+        topk, seed: experts of each token, and seed of their routers.
 
     Raises:
-        UserError: see `HFSource`; or `out` is not empty or cannot be written. Nothing is left behind.
+        UserError: see `HFSource` and `upcycled`; or `out` is not empty or cannot be written. Nothing is left behind.
     """
     hf = HFSource(source)
+    model = hf.config if num_experts is None else upcycled(hf.config, num_experts, topk)
     tensors = [
         ImportedTensor("master", spec.name, spec.shape, lambda s=spec, p=packing, b=box: hf.full(s, p, b), box)  # type: ignore[misc]
         for spec, packing in hf.tensors()
         for box in pieces(spec)
     ]
+    if num_experts is not None:
+        tensors = upcycled_tensors(hf, model, seed)
     meta = {
         "step": 0,
         "consumed_samples": 0,
         "scalars": {},
-        "config": {"model": dataclasses.asdict(hf.config)},
+        "config": {"model": dataclasses.asdict(model)},
         "hf": {**hf.special, "dtype": hf.dtype},
     }
     return write_checkpoint(out, tensors, meta, shard_bytes)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 from unittest import mock
 
-from megalite.ops import choose, fused, native
+from megalite.ops import choose, fused, grouped, native
 from megalite.ops.op import Backend, Op
 
 
@@ -27,18 +27,18 @@ def target_backends(spec: str | None) -> Iterator[None]:
     """
     by_name = choose.parse_spec(spec)
     target = {
-        name: replace(op, backends=tuple(_on_target(backend, by_name[name]) for backend in op.backends))
+        name: replace(op, backends=tuple(_on_target(backend, by_name[name], op) for backend in op.backends))
         for name, op in choose.OPS.items()
     }
     with mock.patch.dict(choose.OPS, target):
         yield
 
 
-def _on_target(backend: Backend, wanted: str) -> Backend:
+def _on_target(backend: Backend, wanted: str, op: Op) -> Backend:
     if backend.name == "triton":
         installed = importlib.util.find_spec("triton") is not None
         return Backend("triton", backend.load if installed else _load_fakes, lambda device, dtype: None)
-    if backend.name == "cuda":
+    if backend.name == "cuda" and op is not grouped.OP:  # whose kernels are torch's own
         reason = None if wanted == "cuda" else "assumed to be absent; name it with --ops"
         return replace(backend, why_not=lambda device, dtype: reason)
     return backend

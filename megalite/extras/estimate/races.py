@@ -26,6 +26,7 @@ from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.order import COMPUTE, HOST, Order, Range
 from megalite.extras.estimate.rank import plausible_status
 from megalite.extras.estimate.record import Communication, Event, recorded_world
+from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Tracker, arguments, launches, operands
 from megalite.optim import host_share
 from megalite.train.build import build_engine
@@ -65,7 +66,9 @@ def check_rank(
         exit_stack.enter_context(_Accesses(log, order, storages))
         exit_stack.enter_context(plausible_status(cfg))
         exit_stack.enter_context(_waiting_to_host(order))
-        engine = build_engine(cfg, ParallelContext.create(grid, device))
+        ctx = ParallelContext.create(grid, device)
+        engine = build_engine(cfg, ctx)
+        exit_stack.enter_context(assumed_rows(cfg, ctx))
         engine.optimizer.gather()
         batch = zeros(engine)
         for step in (1, 2):

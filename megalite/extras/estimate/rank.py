@@ -22,7 +22,9 @@ from megalite.dist.grid import Grid
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.record import Communication, Event, Kernel, recorded_world
+from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Peak, Tracker
+from megalite.model.ffn.moe import imbalance
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.step import train_step
@@ -122,7 +124,8 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
         states = tracker.live
         tracker.start("before the pipeline")
         with engine.executor.observed_by(tracker):
-            first = run_step(engine, log)
+            with assumed_rows(cfg, ctx, imbalance(cfg.parallel), tracker.syncs):
+                first = run_step(engine, log)
         ops = kernels.resolve(cfg.train.ops, device, DTYPES[cfg.train.precision]).describe()
         syncs = {"status of the step": 1, **tracker.syncs}
         return Estimate(
@@ -173,9 +176,6 @@ def _check(cfg: Config, grid: Grid, rank: int) -> None:
         raise UserError(flag, "requires a real device: it cannot be estimated", "drop it")
     if cfg.parallel.device == "cpu":
         raise UserError("--device cpu", "estimates are for GPUs", "drop it")
-    if cfg.model.num_experts:
-        rule = "how many tokens an expert gets is known only in a run"
-        raise UserError(f"--num-experts {cfg.model.num_experts}", rule, "use --dry-run or megalite plan")
 
 
 @contextmanager

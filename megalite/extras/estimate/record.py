@@ -94,7 +94,7 @@ class _Work(dist.Work):
 
 
 def _receive(out: torch.Tensor, x: torch.Tensor) -> None:
-    """Receive from every peer what this rank sends: some programs use what they receive as indices."""
+    """Receive from every peer what this rank sends to itself: some programs use what they receive as indices."""
     if not isinstance(out, FakeTensor):
         out.copy_(x.clone())
 
@@ -138,7 +138,10 @@ class _Group(_ProcessGroup):
         return self._post("reduce_scatter", out, x)
 
     def all_to_all_single(self, out: torch.Tensor, x: torch.Tensor, *splits_and_opts: Any) -> _Work:
-        _receive(out, x)
+        if isinstance(splits_and_opts[0], list) and splits_and_opts[0]:
+            out.zero_()
+        else:
+            _receive(out.view(len(self._ranks), -1), x.reshape(len(self._ranks), -1)[self.rank()])
         return self._post("all_to_all", out, x)
 
     # Their names before torch 2.13.

@@ -36,6 +36,7 @@ _PRODUCTS = {
     _ATEN.mm: (0, 1),
     _ATEN.bmm: (0, 1),
     _ATEN._scaled_mm: (0, 1),
+    _ATEN._grouped_mm: (0, 1),
     _ATEN.addmm: (1, 2),
     _ATEN.baddbmm: (1, 2),
 }

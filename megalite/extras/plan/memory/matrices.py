@@ -71,7 +71,7 @@ def _by_unit(model: ModelConfig, experts: bool | None) -> dict[str, list[Shape]]
         stack = spec.shape[:-2]
         if spec.matrix and experts in (None, bool(stack)):
             rows, columns = spec.shape[-2:]
-            packed = spec.sharded_dims[-1][1]
+            packed = spec.sharded_dims[-1][1] if spec.sharded_dims else len(stack)
             parts = spec.parts or (spec.shape[packed],)
             row_parts = packed == len(stack)
             shapes = [(n, columns) if row_parts else (rows, n) for n in parts]

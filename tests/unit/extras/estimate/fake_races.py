@@ -56,6 +56,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute-selective": ({**CUT, "schedule": "zb-h1"}, {"recompute": "selective"}),
     "gpipe-gpt2": ({**CUT, "schedule": "gpipe"}, {}),
     "eager": ({"pp": 4, "schedule": "1f1b-eager"}, {}),
+    "experts": ({"tp": 2, "ep": 4, "etp": "1", "zero": 2}, {**BF16, "recompute": "full"}),
+    "experts-zero3-zb-v": ({**CUT, **ZERO_3, "ep": 2, "vp": 2, "schedule": "zb-v"}, BF16),
     "int8": (CUT, {"compress": "int8"}),
     "topk": (CUT, {"compress": "topk:0.1"}),
     "interrupted": ({"tp": 2, "zero": 2}, {}),
@@ -107,7 +109,8 @@ def _interrupt(engine: Engine, step: int) -> None:
 def check(name: str, rank: int) -> tuple[Mapping[str, int], int, list[str]]:
     """Faults of a case on a rank, the number of operations, and the streams."""
     parallel, train = CASES[name]
-    model = jobs.gpt2(4) if name.endswith("gpt2") else jobs.llama(4)
+    experts = {"num_experts": 8, "moe_ffn_size": 24} if name.startswith("experts") else {}
+    model = jobs.gpt2(4) if name.endswith("gpt2") else jobs.llama(4, **experts)
     cfg = jobs.make_config(model, parallel, **train)
     before_step = {"before_step": _interrupt} if name == "interrupted" else {}
     order = races.check_rank(cfg, Grid.from_config(cfg.parallel, 8), rank, **before_step)

@@ -22,6 +22,7 @@ from megalite.extras.estimate.match import find_faults
 from megalite.extras.estimate.rank import plausible_status, run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.states import _largest_bucket
+from megalite.model.routing import Router
 from megalite.optim.gather_chain import GatherChain
 from megalite.train.build import build_engine
 from megalite.train.step import eval_step
@@ -88,6 +89,22 @@ SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str,
     "64-cp64-a2a+ring": (64, 1, {"cp": 64, "cp_comm": "a2a+ring"}, {"recompute": "selective"}, {"seq_len": 128}),
     "64-cp32-a2a+gather": (64, 2, {"pp": 2, "cp": 32, "cp_comm": "a2a+gather"}, {}, {"seq_len": 64}),
 }
+EXPERTS = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.01}
+SPARSE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "ep4-whole-zero3": (8, 4, {"tp": 2, "ep": 4, "etp": "1", **WHOLE_3}, {"recompute": "full"}, EXPERTS),
+    "ep2-zb-v": (8, 4, {**CUT, "ep": 2, "vp": 2, "schedule": "zb-v"}, {}, EXPERTS),
+    "ep2-cp2-zero2": (8, 4, {"tp": 2, "cp": 2, "ep": 2, "zero": 2}, {}, EXPERTS),
+}
+SPARSE_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "64-ep64": (64, 2, {"ep": 64}, {"global_batch_size": 64}, {**EXPERTS, "num_experts": 64, "seq_len": 32}),
+    "64-ep16-whole": (
+        64,
+        4,
+        {"tp": 4, "pp": 2, "ep": 16, "etp": "1", "schedule": "zb-h1"},
+        {},
+        {**EXPERTS, "num_experts": 16, "seq_len": 32},
+    ),
+}
 ALL = {
     **{
         f"{name}-{model}": (MODELS[model], *layout, *([{}] if len(layout) == 3 else []))
@@ -101,14 +118,22 @@ ALL = {
     },
     **{
         name: (lambda layers, options=options: jobs.llama(layers, **options), *layout)
-        for name, (*layout, options) in (SHARED | SHARED_MORE).items()
+        for name, (*layout, options) in (SHARED | SHARED_MORE | SPARSE | SPARSE_MORE).items()
     },
 }
 
 
+def in_turn(self: Router, x: torch.Tensor, logits_of: Any = Router.forward) -> torch.Tensor:
+    """Logits by which tokens choose all experts in turn: each gets as many rows from every rank."""
+    first = torch.arange(len(x))[:, None] * self.k
+    return 0 * logits_of(self, x) - ((torch.arange(self.num_experts) - first) % self.num_experts).float()
+
+
 def run_rank(cfg: Config, grid: Grid, rank: int) -> list[Communication]:
     """What a rank posts in a step and an evaluation."""
-    with recorded_world(rank, grid) as log:
+    with recorded_world(rank, grid) as log, pytest.MonkeyPatch.context() as patch:
+        if cfg.model.num_experts:
+            patch.setattr(Router, "forward", in_turn)
         engine = build_engine(cfg, ParallelContext.create(grid, torch.device("cpu")))
         run_step(engine, log)
         with plausible_status(cfg):
@@ -125,7 +150,9 @@ def run_all(name: str) -> list[list[Communication]]:
     return [run_rank(cfg, grid, rank) for rank in range(world)]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in SHARED_MORE)) for n in ALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in SHARED_MORE | SPARSE_MORE)) for n in ALL]
+)
 def test_all_ranks_fit_together(name: str) -> None:
     logs = run_all(name)
     assert find_faults(logs) == []

@@ -40,6 +40,8 @@ CASES = {
     "interrupted": 4,
 }
 MORE = {
+    "experts": 6,
+    "experts-zero3-zb-v": 7,
     "zero2-groups": 6,
     "zero2-step-gpt2": 7,
     "zero3-zb-v": 7,

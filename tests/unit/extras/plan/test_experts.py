@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.base.errors import UserError
 from megalite.batch import MicroBatch
 from megalite.config.cli import parse
 from megalite.config.run import Config
@@ -164,14 +163,6 @@ def test_imbalance_is_planned_for() -> None:
     per_row = 4 * (64 + 3 * 48)
     rows = 32 * 2
     assert spread - alone == round((IMBALANCE - 1) * rows) * per_row + round(IMBALANCE * rows) * 16
-
-
-def test_an_estimate_of_experts_is_refused() -> None:
-    from megalite.extras.estimate.rank import _check
-
-    cfg = moe({}, {"device": "cuda"})
-    with pytest.raises(UserError, match="--num-experts 8: how many tokens an expert gets is known only in a run"):
-        _check(cfg, Grid.of(1), 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Numbers of rows for the experts of a step on fake tensors, which have no values for a router to choose by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from megalite.config.run import Config
+from megalite.dist.context import ParallelContext
+from megalite.model.ffn.moe import rows_sent
+from megalite.tensor_parallel import dispatch
+
+
+@contextmanager
+def assumed_rows(
+    cfg: Config, ctx: ParallelContext, busy: float = 1.0, syncs: Counter[str] | None = None
+) -> Iterator[None]:
+    """Let every expert get the same number of rows.
+
+    Args:
+        cfg: the run's config.
+        ctx: the rank's axes.
+        busy: what this rank gets over what it sends, above 1 where it is the busiest of ep.
+        syncs: counts the host's waits for the numbers.
+    """
+    num, ranks = cfg.model.num_experts or 1, ctx.ep.size
+    sent = [rows_sent(cfg) // num + (expert < rows_sent(cfg) % num) for expert in range(num)]
+    here = sent[ctx.ep.rank * (num // ranks) : (ctx.ep.rank + 1) * (num // ranks)]
+    arriving = [round(busy * rows) for rows in here] * ranks
+
+    def host_counts(*counts: torch.Tensor) -> list[list[int]]:
+        if syncs is not None:
+            syncs["rows of experts"] += 1
+        return [sent, arriving][: len(counts)]
+
+    with mock.patch.object(dispatch, "host_counts", host_counts):
+        yield

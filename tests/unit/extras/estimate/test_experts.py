@@ -1,0 +1,43 @@
+"""`megalite estimate` of a model with experts: what the plan says of memory, work and messages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from megalite.config.cli import parse
+from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.model.ffn.moe import IMBALANCE
+
+FLAGS = (
+    "--arch mixtral --num-layers 4 --hidden-size 256 --num-heads 4 --num-kv-heads 4 --ffn-hidden-size 512 "
+    "--num-experts 8 --vocab-size 512 --seq-len 128 --global-batch-size 16 --precision bf16 --mock-data --device cuda "
+    "--ep 2 --tp 2"
+)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires")
+def test_the_busiest_rank_of_ep() -> None:
+    words = [*FLAGS.split(), "--rank", "0", "--world", "8", "--json"]
+    done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    real, cfg = json.loads(done.stdout), parse(FLAGS.split()).config
+    (plan,) = memory_per_rank(cfg, Grid.from_config(cfg.parallel, 8))
+    assert plan.total == pytest.approx(real["peak_bytes"], rel=0.1)
+    assert plan.weights + plan.main_grad + plan.optimizer == pytest.approx(real["states_bytes"], rel=0.01)
+    # Three passes over 2 experts of each of 512 tokens, with the busiest rank's share, on two ranks of tp.
+    m, tokens = cfg.model, 4 * 128
+    experts = 6 * tokens * m.moe_topk * 3 * m.hidden_size * m.ffn_size * m.num_layers * IMBALANCE / 2
+    router = 6 * tokens / 2 * m.hidden_size * 8 * m.num_layers
+    attention = (
+        6 * tokens * 4 * m.hidden_size**2 * m.num_layers / 2 + 6 * tokens * 128 * m.hidden_size * m.num_layers / 2
+    )
+    head = 6 * tokens * m.hidden_size * 512 / 2
+    assert real["flops"] == pytest.approx(experts + router + attention + head, rel=0.05)
+    assert real["collectives"]["ep"]["all_to_all"]["count"] == 4 * 4 * (1 + 4)
