@@ -38,18 +38,16 @@ class ParamSpec:
         shape: global shape, without vocabulary padding.
         sharded_dims: (mesh axis, tensor dimension) pairs: (("tp", 0),), experts (("ep", 0), ("tp", 1)). The parameter
             is replicated over all other axes.
-        parts: sizes of the parts packed along the last sharded dimension (q|k|v, gate|up), each sharded separately;
-            (): one part.
+        parts: sizes of what is packed along the last sharded dimension (q|k|v, gate|up), each sharded by itself.
         padded: whether the last sharded dimension (the vocabulary) is padded with zeros to `Layout.multiple`.
         init, std: "normal" times the standard deviation `std`, "zeros" or "ones".
         weight_decay: whether decoupled weight decay applies.
         decoupled_lr: whether `--decoupled-lr` sets the learning rate (embedding and output layer).
         matrix: whether each part is a matrix of a block, which matrix-wise update rules apply to.
         width: muP's multiplier of the width, for matrices of blocks; 1 otherwise.
-        readout: whether it is a matrix whose outputs do not grow with the width, which muP divides by its multiplier.
+        readout: whether muP divides its outputs, which do not grow with the width, by its multiplier.
         tied_to: name of the parameter that this one is a copy of (same values, gradients summed).
-        partial: axes over which the parameter is replicated but its gradient is partial; "sequence" stands for the axes
-            that shard the sequence.
+        partial: axes that replicate it, but not its gradient; "sequence" stands for those that shard the sequence.
     """
 
     name: str
