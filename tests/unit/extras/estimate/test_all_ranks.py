@@ -126,8 +126,9 @@ ALL = {
 def in_turn(self: Router, x: torch.Tensor, logits_of: Any = Router.forward) -> torch.Tensor:
     """Logits by which tokens choose all experts in turn: each gets as many rows from every rank."""
     first = torch.arange(len(x))[:, None] * self.k
+    places = (torch.arange(self.num_experts) - first) % self.num_experts
     # Weights that nobody has initialized may be NaN.
-    return 0 * logits_of(self, x).nan_to_num(0, 0, 0) - ((torch.arange(self.num_experts) - first) % self.num_experts).float()
+    return 0 * logits_of(self, x).nan_to_num(0, 0, 0) - places.float()
 
 
 def run_rank(cfg: Config, grid: Grid, rank: int) -> list[Communication]:
