@@ -120,8 +120,8 @@ class Fp8Products(Products):
         """Return the codes of W [O, I] and of its transpose; of a stack, those of every matrix."""
         if weight.codes is None:
             matrices = weight.detach().view(-1, *weight.shape[-2:])
-            weight.codes = [(self._codes(w, "OI"), self._codes(w.t(), "IO")) for w in matrices]
-        return weight.codes  # type: ignore[no-any-return]
+            weight.codes = [codes for w in matrices for codes in (self._codes(w, "OI"), self._codes(w.t(), "IO"))]
+        return list(zip(weight.codes[::2], weight.codes[1::2]))
 
     def _codes(self, x: torch.Tensor, dims: str) -> Codes:
         x = x.detach()

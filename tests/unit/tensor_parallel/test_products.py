@@ -228,8 +228,7 @@ def test_a_maximum_of_one_rank_is_found(pool: WorkerPool) -> None:
 def test_bytes_of_codes_are_planned(recipe: str) -> None:
     """What the weights' codes take after a pass is what the plan says, without the blocks left in bf16."""
     small = config(recipe)
-    experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": 128, "moe_dense_layers": (2,)}
-    model = jobs.llama(4, **{**(BLOCKS if recipe == "blockwise" else SMALL), "qk_norm": "head", **experts})
+    model = jobs.llama(4, **{**(BLOCKS if recipe == "blockwise" else SMALL), "qk_norm": "head"})
     cfg = replace(small, model=model, train=replace(small.train, fp8_keep_bf16=1))
     engine = jobs.start(0, cfg, 1)
     batch = np.zeros((cfg.train.global_batch_size, model.seq_len + 1), np.int64)
@@ -237,9 +236,8 @@ def test_bytes_of_codes_are_planned(recipe: str) -> None:
     engine.executor.run(
         engine.eval_program, to_microbatches(to_rows(batch, engine), 1, engine.ctx.device, engine.ctx.axis("cp")), 0, 0
     )
-    pairs = [pair for p in stage.parameters() for pair in p.codes or ()]
-    held = [tensor for pair in pairs for codes in pair for tensor in codes[:2]]
-    assert sum(tensor.nbytes for tensor in held) == code_bytes(cfg, 1, [range(4)], [0], 1, experts=False)[0] > 0
+    held = [tensor for p in stage.parameters() for codes in (p.codes or ()) for tensor in codes[:2]]
+    assert sum(tensor.nbytes for tensor in held) == code_bytes(cfg, 1, [range(4)], [0], 1)[0] > 0
 
 
 def test_weights_are_quantized_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from megalite.extras.plan.memory.states import Cut, names_of, unit_of
 
 
 def code_bytes(
-    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], dp: int, experts: bool
+    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], dp: int, experts: bool | None = None
 ) -> tuple[int, int]:
     """Compute the bytes of codes that a pipeline rank holds between steps, and those that it makes within one.
 
@@ -22,7 +22,7 @@ def code_bytes(
         layers: blocks of every stage of the model.
         held: the rank's stages.
         dp: number of ranks that hold the same, and see different tokens of a batch.
-        experts: of the parameters on the experts' grid, or of the others.
+        experts: only of parameters on the experts' grid, or only of the others; None: of all.
     """
     if cfg.train.fp8 == "off":
         return 0, 0
@@ -35,7 +35,7 @@ def code_bytes(
 
 
 @lru_cache(maxsize=64)
-def _by_unit(model: ModelConfig, recipe: str, cut: Cut, experts: bool) -> dict[str, int]:
+def _by_unit(model: ModelConfig, recipe: str, cut: Cut, experts: bool | None) -> dict[str, int]:
     rows, columns = RECIPES[recipe].weight
     out: dict[str, int] = {}
     for spec, shape in cut.shapes(model, experts):
