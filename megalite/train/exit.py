@@ -96,7 +96,9 @@ def leaving_together() -> Iterator[None]:
     try:
         yield
     except UserError as e:
-        if not isinstance(e, LocalUserError):
+        if isinstance(e, LocalUserError):
+            _wait_if_replaced()
+        else:
             watch.disarm()
             _exit_after_rank_0(rank, 2)
         for line in f"error: {e}".splitlines():
@@ -140,6 +142,12 @@ def _report_failure(e: BaseException, rank: int, watch: FailureWatch) -> None:
     else:
         _print_last(rank, traceback.format_exc())
         watch.announce(rank)
+
+
+def _wait_if_replaced() -> None:
+    """Where the same command has met the others before, failing to do so again follows from another death."""
+    if (rank_guard := guard()) is not None and rank_guard.round:
+        rank_guard.lost_a_peer()
 
 
 def _leave_after(rank: int, reason: str) -> None:

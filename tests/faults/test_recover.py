@@ -6,12 +6,16 @@ Ranks and guards are real processes; what waits to take over is forked from a pr
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.test_runtime_faults import RUN, codes, events, outcome
+from megalite.base.child import children
+from tests.faults.test_runtime_faults import RUN, codes, committed, events, once_committed, outcome
 from tests.faults.zygote import Job, Zygote, processes_of
 
 RECOVER = ["--recover", "process"]
@@ -35,16 +39,33 @@ def repeated(run_dir: Path) -> int:
     return len(steps) - len(set(steps))
 
 
-def recovers(zygote: Zygote, folder: Path, world: int, flags: list[str], faults: list[dict[str, Any]]) -> None:
+def evaluations(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in events(run_dir, "eval")}
+
+
+def expect(run_dir: Path, whole: Path, ranks: list[int]) -> None:
+    """The run ended as `whole`, after recoveries from deaths of these ranks."""
+    assert outcome(run_dir) == outcome(whole)
+    assert evaluations(run_dir) == evaluations(whole)
+    found = events(run_dir, "recovery")
+    assert [event["ranks"] for event in found] == [[rank] for rank in ranks], found
+    assert repeated(run_dir) <= len(ranks)
+    assert not processes_of(run_dir)
+
+
+def recovers(zygote: Zygote, folder: Path, world: int, flags: list[str], faults: list[dict[str, Any]]) -> Job:
     """A run with these faults ends as the one that nothing happens to."""
     assert codes(begin(zygote, folder / "whole", world, flags).end()) == [0] * world
-    left = begin(zygote, folder / "hit", world, [*flags, *RECOVER], *faults).end()
+    job = begin(zygote, folder / "hit", world, [*flags, *RECOVER], *faults)
+    left = job.end(within=200)
     assert codes(left) == [0] * world, left
-    assert outcome(folder / "hit" / "run") == outcome(folder / "whole" / "run")
-    found = events(folder / "hit" / "run", "recovery")
-    assert [event["ranks"] for event in found] == [[fault["rank"]] for fault in faults]
-    assert repeated(folder / "hit" / "run") <= len(faults)
-    assert not processes_of(folder)
+    expect(folder / "hit" / "run", folder / "whole" / "run", [fault["rank"] for fault in faults if "once" in fault])
+    return job
+
+
+def process_of(run_dir: Path, rank: int) -> int:
+    """The process that is this rank now."""
+    return int((run_dir / "logs" / f"rank_{rank}.pid").read_text().split()[0])
 
 
 def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path) -> None:
@@ -60,3 +81,164 @@ def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path) -> None:
 def test_each_rank_is_killed(zygote: Zygote, tmp_path: Path, layout: str) -> None:
     faults = [kill(rank, at, tmp_path) for rank, at in ((2, 2), (0, 4), (1, 5), (3, 8))]
     recovers(zygote, tmp_path, 4, layout.split(), faults)
+
+
+@pytest.mark.full
+def test_killed_in_everything_that_a_step_does(zygote: Zygote, tmp_path: Path) -> None:
+    """Before the first copy, in a step, in an evaluation, in a save, before a copy counts, in the last step."""
+    places = [(0, 0, "commit"), (1, 2, "step"), (0, 3, "eval"), (1, 4, "save"), (0, 6, "commit"), (1, 8, "step")]
+    faults = [kill(rank, at, tmp_path, place) for rank, at, place in places]
+    recovers(zygote, tmp_path, 2, ["--eval-every", "3", "--eval-steps", "2"], faults)
+
+
+@pytest.mark.full
+def test_stopped_in_a_loop_and_with_the_interpreter_held(zygote: Zygote, tmp_path: Path) -> None:
+    """The watchdogs name the culprit alone; nobody else is killed for it before the guards do."""
+    kinds = [(1, 3, "stop"), (0, 5, "loop"), (1, 7, "gil")]
+    faults = [kill(rank, at, tmp_path, kind=kind) for rank, at, kind in kinds]
+    job = recovers(zygote, tmp_path, 2, ["--watchdog-timeout", "5"], faults)
+    said = job.text(0) + job.text(1)
+    verdicts = [line.partition("; killing")[0] for line in said.splitlines() if "all ranks are waiting for " in line]
+    assert ["waiting for rank 1" in v or "waiting for rank 0" in v for v in verdicts] == [True] * 3, said
+
+
+@pytest.mark.full
+def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Path) -> None:
+    flags, go_on = ["--tp", "2", "--pp", "2"], tmp_path / "go on"
+    assert codes(begin(zygote, tmp_path / "whole", 4, flags).end()) == [0] * 4
+    waits = {"rank": 0, "kind": "await", "place": "step", "at": 5, "path": str(go_on)}
+    job, run = begin(zygote, tmp_path / "hit", 4, [*flags, *RECOVER], waits), tmp_path / "hit" / "run"
+
+    def kill_now(*ranks: int) -> None:
+        for pid in [process_of(run, rank) for rank in ranks]:
+            os.kill(pid, signal.SIGKILL)
+
+    def recovered(count: int) -> None:
+        zygote.until(lambda: len(events(run, "recovery")) == count or job.ended(), 60)
+
+    job.wait_for(0, "step 4/")
+    kill_now(1, 2)
+    recovered(1)
+    kill_now(0, 1, 2, 3)
+    # The replacement too, and the process that would replace it.
+    guard = job.pid(3)
+    before = process_of(run, 3)
+    zygote.until(lambda: before not in children(guard) and len(children(guard)) > 0, 60)
+    for pid in children(guard):
+        os.kill(pid, signal.SIGKILL)
+    recovered(2)
+    go_on.touch()
+    left = job.end()
+    assert codes(left) == [0] * 4, left
+    assert outcome(run) == outcome(tmp_path / "whole" / "run")
+    assert len(events(run, "recovery")) >= 2
+    assert not processes_of(run)
+
+
+@pytest.mark.full
+def test_a_guard_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+    """What it kept is gone: all end, and the same command resumes from the disk."""
+    assert codes(begin(zygote, tmp_path, 2, []).end()) == [0, 0]
+    for victim in (0, 1):
+        folder = tmp_path / str(victim)
+        job = begin(zygote, folder, 2, RECOVER, kill(1, 5, folder, kind="hang"))
+        job.wait_for(0, "step 4/")
+        os.kill(job.pid(victim), signal.SIGKILL)
+        left = job.end(within=30)
+        assert (left[victim].code, left[1 - victim].code) == (-signal.SIGKILL, 1), left
+        zygote.until(lambda folder=folder: not processes_of(folder), 30)
+        assert codes(begin(zygote, folder, 2, RECOVER).end()) == [0, 0]
+        assert outcome(folder / "run") == outcome(tmp_path / "run")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("damaged", "used"), [([4], "step 3"), ([3, 4], "step 2")])
+def test_a_bit_flips_in_a_copy(zygote: Zygote, tmp_path: Path, damaged: list[int], used: str) -> None:
+    """On one rank: all use the copy before it, or else the newest checkpoint (of step 2)."""
+    flips = [{"rank": 1, "kind": "", "place": "copy", "at": step} for step in damaged]
+    assert codes(begin(zygote, tmp_path / "whole", 2, []).end()) == [0, 0]
+    once = once_committed(tmp_path / "hit" / "run", 2, 0, 5)
+    job = begin(zygote, tmp_path / "hit", 2, RECOVER, *flips, once, kill(0, 5, tmp_path))
+    assert codes(job.end()) == [0, 0], job.text(0)
+    assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "whole" / "run")
+    assert "the copy of step 4 in the memory of rank 1 is damaged: using " in job.text(0)
+    assert f"back to {used} in " in job.text(0)
+
+
+@pytest.mark.full
+def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
+    """The last state is saved, and the run goes on elsewhere: in the same layout bit for bit, and in another one."""
+    # Masks of dropout differ between layouts.
+    same = ["--hidden-dropout", "0"]
+    assert codes(begin(zygote, tmp_path, 2, same).end()) == [0, 0]
+    flags = [*same, *RECOVER, "--max-recoveries", "1"]
+    left = begin(zygote, tmp_path / "hit", 2, flags, kill(1, 3, tmp_path), kill(0, 6, tmp_path)).end()
+    assert codes(left) == [75, 75], left
+    assert "there were more than --max-recoveries 1 recoveries: saving, then exiting" in left[0].err
+    assert committed(tmp_path / "hit" / "run") == {"step_00000004", "step_00000005"}
+    shutil.copytree(tmp_path / "hit", tmp_path / "other", symlinks=True)
+    assert codes(begin(zygote, tmp_path / "hit", 2, flags).end()) == [0, 0]
+    assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "run")
+    assert codes(begin(zygote, tmp_path / "other", 2, [*same, "--tp", "2"]).end()) == [0, 0]
+    steps = [outcome(tmp_path / name / "run")[0] for name in ("other", ".")]
+    assert [line[1] for line in steps[0]] == pytest.approx([line[1] for line in steps[1]], rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_at_every_attempt(zygote: Zygote, tmp_path: Path) -> None:
+    left = begin(zygote, tmp_path, 2, RECOVER, {"rank": 1, "kind": "kill", "place": "step", "at": 4}).end()
+    assert codes(left) == [75, 75], left
+    assert "rank 1 has died 3 times at one step: saving, then exiting" in left[0].err
+    assert "step_00000003" in committed(tmp_path / "run")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        ({"rank": 1, "kind": "fail", "place": "step", "at": 3}, 1, "ValueError: injected"),
+        ({"rank": 1, "kind": "", "place": "nan", "at": "always"}, 1, "3 steps in a row"),
+        (None, 2, "must be divisible by"),
+    ],
+)
+def test_what_repetition_does_not_cure(
+    zygote: Zygote, tmp_path: Path, fault: dict[str, Any] | None, code: int, words: str
+) -> None:
+    """An exception, a diverged loss and a mistake end the run as they do without guards."""
+    flags = [*RECOVER, *([] if fault else ["--global-batch-size", "9"])]
+    job = begin(zygote, tmp_path, 2, flags, *([fault] if fault else []))
+    left = job.end(within=60)
+    assert codes(left) == [code, code], left
+    assert (left[0].err + left[1].err).count(words) == 1, left
+    assert fault is None or not events(tmp_path / "run", "recovery")
+    assert not processes_of(tmp_path)
+
+
+@pytest.mark.full
+def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path) -> None:
+    """The run recovers, saves after its next step, and exits as if nothing had happened."""
+    assert codes(begin(zygote, tmp_path, 2, []).end()) == [0, 0]
+    job, run = begin(zygote, tmp_path / "hit", 2, RECOVER, kill(1, 4, tmp_path)), tmp_path / "hit" / "run"
+    job.wait_for(0, "step 3/")
+    zygote.until(lambda: (tmp_path / "kill_step_1_4").exists(), 60)
+    for rank in (0, 1):
+        os.kill(job.pid(rank), signal.SIGTERM)
+    left = job.end()
+    assert codes(left) == [0, 0], left
+    assert max(committed(run)) == "step_00000004", left
+    assert codes(begin(zygote, tmp_path / "hit", 2, RECOVER).end()) == [0, 0]
+    assert outcome(run) == outcome(tmp_path / "run")
+
+
+@pytest.mark.full
+def test_without_it_the_processes_are_those_of_before(zygote: Zygote, tmp_path: Path) -> None:
+    waits = {"rank": 0, "kind": "await", "place": "step", "at": 3, "path": str(tmp_path / "go on")}
+    job = begin(zygote, tmp_path, 1, ["--recover", "none"], waits)
+    job.wait_for(0, "step 2/")
+    names = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children(job.pid(0))]
+    started = [name[-3] for name in names if b"-c" in name]
+    assert sorted(started) == [b"megalite.checkpoint.writer", b"megalite.train.watch.watchdog"]
+    assert "megalite-copy" not in Path(f"/proc/{job.pid(0)}/maps").read_text()
+    (tmp_path / "go on").touch()
+    assert codes(job.end()) == [0]
+    assert not list((tmp_path / "run" / "logs").glob("*.pid"))

@@ -221,7 +221,8 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
 
 def install(fault: dict[str, Any]) -> None:
     """Make a fault happen: in step `at` ("step", "nan", "every_step"), in the evaluation or the save after it ("eval",
-    "save", "writer", "flip", "moment"), reading the batch that ends at sample `at` ("data", "spike").
+    "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy" flips a bit of it), reading
+    the batch that ends at sample `at` ("data", "spike").
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
     "once": a file that marks that it has happened, for ranks that are started again.
@@ -233,6 +234,7 @@ def install(fault: dict[str, Any]) -> None:
     from megalite.pipeline import executor
     from megalite.sharding.parameter import ShardedParameter
     from megalite.train import loop, step
+    from megalite.train.recover.member import GuardedRank
 
     place, at, armed = fault["place"], fault.get("at"), []
     act = FAULTS.get(fault["kind"], lambda: None)
@@ -299,6 +301,16 @@ def install(fault: dict[str, Any]) -> None:
                 moments[0][0] = torch.nan
 
         before(loop, "save", spoil)
+    elif place == "commit":
+        before(GuardedRank, "commit", lambda _, copy: act() if copy["step"] == at else None)
+    elif place == "copy":
+
+        def damage(rank_guard: Any, copy: dict[str, Any]) -> None:
+            if copy["step"] == at:
+                memory, where = rank_guard.slots[copy["slot"]], 40
+                os.pwrite(memory, bytes([os.pread(memory, 1, where)[0] ^ 8]), where)
+
+        before(GuardedRank, "commit", damage)
     elif place == "data":
         before(BatchLoader, "_read", lambda self, start, size: act() if start + size == at else None)
     elif place == "spike":
