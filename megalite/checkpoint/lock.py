@@ -131,7 +131,8 @@ class RunLock:
                     f"is in use by {_describe(owner)}",
                     f"use another --run-dir, wait for that job, or, if it is certainly gone, delete {self.path}",
                 )
-            logger.warning(f"taking over {self.path} of {_describe(owner)}, which is no longer running")
+            if owner["run_id"] != self._identity["run_id"]:  # otherwise an earlier process of this run
+                logger.warning(f"taking over {self.path} of {_describe(owner)}, which is no longer running")
             os.replace(self._write_temporary(), self.path)
             return True
         finally:

@@ -93,7 +93,8 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if run.step >= cfg.train.train_steps and run.step == saved_at and not run.recovered:
         logger.info(f"nothing to do: the run is at step {run.step} of {cfg.train.train_steps}")
         return
-    log_plan(run)
+    if not run.recovered:
+        log_plan(run)
     engine = run.engine
     watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model)
     progress = Progress(*watches, run.step, saved_at, stop=run.only_saves)

@@ -45,7 +45,7 @@ from megalite.train.gpu_readings import GpuReadings
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
-from megalite.train.recover.restore import continue_recovered, meet_guards, open_copies, record_recovery
+from megalite.train.recover.restore import continue_recovered, guard_round, meet_guards, open_copies, record_recovery
 from megalite.train.resume import Source, check_folders, choose_checkpoint, log_start, resume
 from megalite.train.run import Run
 from megalite.train.run_dir import make_run_dir, write_config, write_pid
@@ -83,7 +83,8 @@ def open_run(
         run_dir = cfg.run.folder
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
-        log_banner(engine)
+        if guard_round() == 0:
+            log_banner(engine)
         heartbeat.beat("set-up: checkpoint", patience=OWN)
         copies = open_copies(engine)
         restored = copies.restored if copies else None

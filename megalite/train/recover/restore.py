@@ -47,6 +47,12 @@ def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
     rank_guard.met = time.monotonic()
 
 
+def guard_round() -> int:
+    """Number of recoveries before this process; 0 without a guard."""
+    rank_guard = guard()
+    return 0 if rank_guard is None else rank_guard.round
+
+
 def open_copies(engine: Engine) -> Copies | None:
     """Return the copies of this rank, with the newest loaded into the engine if there is one; None without a guard."""
     if engine.cfg.run.recover == "none":
