@@ -103,6 +103,18 @@ def step_while_reading(ctx: ParallelContext, step: Callable[[], None], prefix: s
     return times
 
 
+@contextlib.contextmanager
+def busy_core() -> Iterator[None]:
+    """A process of little priority, as a writer is, that only computes."""
+    code = "import hashlib, os; os.nice(15); data = bytes(1 << 20)\nwhile True: hashlib.sha256(data).digest()"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 class Run:
     """A run's checkpoints in a place, and what uploading them costs."""
 
@@ -115,25 +127,36 @@ class Run:
         self._save(states)
         return seconds_of(self.checkpointer.settle)
 
-    def step_over_step(self, states: Sequence[StateTensor], step: Callable[[], None]) -> tuple[float, int]:
-        """Time steps during an upload, with what the loop asks of it after each, over steps before and after it.
+    def steps(self, states: Sequence[StateTensor], step: Callable[[], None]) -> tuple[float, float, float, int]:
+        """Time steps during an upload, with what the loop asks of it after each.
 
         Returns:
-            The ratio of the medians, and the number of steps during the upload.
+            Over the median of steps before and after it: the median of those during it, the time of the asking alone,
+            and the median beside a process that keeps another core busy; and the number of steps during the upload.
         """
+        polls = list[float]()
 
         def whole() -> None:
             step()
-            self.checkpointer.poll()
+            polls.append(seconds_of(self.checkpointer.poll))
 
         alone = [timed(self._ctx, whole) for _ in range(20)]
+        with busy_core():
+            beside = [timed(self._ctx, whole) for _ in range(20)]
         self._save(states)
         during = []
+        polls.clear()
         while self._mirror.is_busy:
             during.append(timed(self._ctx, whole))
-        alone += [timed(self._ctx, whole) for _ in range(20)]
+        asking = statistics.median(polls)
+        usual = statistics.median(alone + [timed(self._ctx, whole) for _ in range(20)])
         # The upload ended somewhere in the last.
-        return statistics.median(during[:-1]) / statistics.median(alone), len(during) - 1
+        return (
+            statistics.median(during[:-1]) / usual,
+            asking / usual,
+            statistics.median(beside) / usual,
+            len(during) - 1,
+        )
 
     def _save(self, states: Sequence[StateTensor]) -> None:
         self._count += 1
@@ -169,8 +192,10 @@ def measure(url: str, root: Path, mb: float, step_s: float, rounds: int) -> dict
         note("save_disk_mb_per_s", size / seconds_of(lambda i=i: here.save(i, states, {})))
         for name, run in runs.items():
             note(f"upload_{name}_mb_per_s", size / run.upload(states))
-            ratio, count = run.step_over_step(states, step)
-            note(f"step_uploading_{name}_over_step", ratio)
+            during, asking, beside, count = run.steps(states, step)
+            note(f"step_uploading_{name}_over_step", during)
+            note("step_beside_busy_core_over_step", beside)
+            note("asking_over_step", asking)
             note(f"steps_uploading_{name}", count)
     for checkpointer in (here, *(run.checkpointer for run in runs.values())):
         checkpointer.close()
