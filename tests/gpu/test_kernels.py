@@ -12,6 +12,7 @@ import torch
 
 from megalite.ops import native, resolve
 from tests.ops_contract import check
+from tests.unit.ops.test_native import CONTRACT
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +40,7 @@ def test_contract_file_on_the_gpu(spec: str) -> None:
     if "cuda" in spec and native.why_no_cuda(torch.device("cuda"), torch.float32) is not None:
         pytest.skip("the CUDA library is not built")
     env = {**os.environ, "MEGALITE_TEST_BACKEND": spec, "MEGALITE_TEST_DEVICE": "cuda"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/unit/ops/test_backends.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *CONTRACT]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:]
 

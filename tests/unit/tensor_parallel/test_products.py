@@ -21,6 +21,7 @@ from megalite.tensor_parallel import products
 from megalite.tensor_parallel.products import Fp8Products
 from megalite.train.step import to_microbatches, to_rows
 from tests.parity import jobs
+from tests.rows import always_run
 from tests.unit.ops.test_fp8 import by_hand
 from tests.workers import WorkerPool
 
@@ -156,12 +157,14 @@ def test_products_of_each_layer(recipe: str) -> None:
     assert_emulated(recipe, one_process(recipe))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+# At tp 4 the cuts of blockwise would be inside blocks.
+TP_OF = [(recipe, tp) for recipe in RECIPES for tp in (2, 4) if (recipe, tp) != ("blockwise", 4)]
+
+
+@pytest.mark.parametrize("row", always_run(TP_OF, *(row for row in TP_OF if row[1] == 2)), ids=str)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_same_codes_at_every_tp(pool: WorkerPool, recipe: str, tp: int, sequence_parallel: bool) -> None:
-    if recipe == "blockwise" and tp == 4:
-        pytest.skip("its cuts would be inside blocks")
+def test_same_codes_at_every_tp(pool: WorkerPool, row: tuple[str, int], sequence_parallel: bool) -> None:
+    recipe, tp = row
     assert_same_codes_and_products(pool.run(tp, run_layers, config(recipe, tp, sequence_parallel), tp), recipe)
 
 
