@@ -94,7 +94,7 @@ def test_every_factorisation_of_a_world() -> None:
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "words"),
     [
-        (6, 4, 1, ["--tp 4 --pp 1 on 6 ranks", "multiple of tp x pp = 4", "start 4 ranks", "change --tp or --pp"]),
+        (6, 4, 1, ["--tp 4 --pp 1 on 6 ranks", "multiple of tp x pp = 4", "start 4 ranks (--nproc of megalite train"]),
         (1, 2, 2, ["--tp 2 --pp 2 on 1 rank:", "= 4", "start 4 ranks"]),
         (8, 3, 2, ["on 8 ranks", "= 6", "start 6 ranks"]),
         (4, 0, 1, ["--tp 0 --pp 1 on 4 ranks", "each must be at least 1", "use --tp 1"]),

@@ -261,3 +261,11 @@ def test_a_pipeline_layout_by_hand_is_in_both_forms_of_the_pick(capsys: pytest.C
     text = _printed(capsys, flags)
     assert "--pipeline-layout 9,7 " in text
     assert "\n  pipeline_layout: 9,7\n" in text
+
+
+def test_what_was_assumed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A lead who gives no batch size gets a pick for 8 samples; a100 may mean 40 or 80 GB."""
+    text = _printed(capsys, "--preset llama-3-8b --cluster a100:8 --tp 8 --micro-batch-size 1")
+    note, machine, *_ = text.splitlines()
+    assert "--global-batch-size is not given; 8 samples per step" in note
+    assert "8 x a100-80g" in machine
