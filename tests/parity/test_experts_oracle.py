@@ -22,7 +22,19 @@ from tests.unit.checkpoint.test_hf import read_all
 from tests.workers import WorkerPool
 
 FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 5
-LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
+# Rows with latent attention, groups, or biases that move after every step: (family, world, layout).
+DEEPSEEK: list[tuple[str, int, dict[str, Any]]] = [
+    (family, world, layout)
+    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite")
+    for world, layout in (
+        (4, {"ep": 2, "tp": 2}),
+        (4, {"ep": 4, "zero": 3}),
+        (4, {"ep": 2, "cp": 2}),
+        (2, {"pp": 2, "schedule": "zb-h1"}),
+        (2, {"tp": 2, "sequence_parallel": False}),
+        (4, {"ep": 4, "tp": 2, "etp": "1"}),
+    )
+]
 # World -> layouts; every family in the first of each, one in the others.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [{"ep": 2}],
@@ -39,17 +51,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
             make_model(family, folder)
-            hf, closest = load_model(folder).train(), [np.inf]
+            hf = load_model(folder).train()
+            gates = [module for name, module in hf.named_modules() if name.endswith("mlp.gate")]
+            closest, counts = [np.inf], dict.fromkeys(gates)
 
             def note(router: Any, inputs: Any, output: Any) -> None:
                 logits = output if isinstance(output, torch.Tensor) else output[0]
-                best = logits.detach().topk(hf.config.num_experts_per_tok + 1, -1).values
-                closest[0] = min(closest[0], (best[:, -2] - best[:, -1]).min().item())
+                closest[0] = min(closest[0], smallest_gap(router, logits.detach(), hf.config.num_experts_per_tok))
+                if hasattr(router, "e_score_correction_bias"):
+                    counts[router] = output[2].flatten().bincount(minlength=logits.shape[1])
 
-            for name, module in hf.named_modules():
-                if name.endswith("mlp.gate"):
-                    module.register_forward_hook(note)
+            def move(*_: Any) -> None:
+                """Move the biases by the counts of the step before, at megalite's default rate."""
+                for router, count in counts.items():
+                    if count is not None:
+                        router.e_score_correction_bias += 1e-3 * (count.double().mean() - count).sign().float()
+
+            for gate in gates:
+                gate.register_forward_hook(note)
+            hf.register_forward_pre_hook(move)
             steps = train_plainly(hf, STEPS)
+            move()
             # Nearer ties could fall either way.
             assert 1e-5 < closest[0] < 1
             hf.save_pretrained(folder / "trained")
@@ -57,6 +79,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[family]
 
     return get
+
+
+def smallest_gap(router: Any, logits: torch.Tensor, k: int) -> float:
+    """How near the choice of an expert, or of a group, was to another one."""
+
+    def gap(values: torch.Tensor, k: int) -> float:
+        best = values.topk(k + 1, -1).values
+        return (best[..., -2] - best[..., -1]).min().item()
+
+    groups, bias = getattr(router, "num_group", None) or 1, getattr(router, "e_score_correction_bias", None)
+    if bias is not None:
+        logits = logits.sigmoid() + bias
+    if groups == 1:
+        return gap(logits, k)
+    scores = (logits.softmax(-1) if bias is None else logits).unflatten(-1, (groups, -1))
+    of_groups = scores.amax(-1) if bias is None else scores.topk(2).values.sum(-1)
+    closed = torch.ones_like(of_groups, dtype=torch.bool)
+    closed.scatter_(1, of_groups.topk(router.topk_group).indices, False)
+    return min(gap(of_groups, router.topk_group), gap(scores.masked_fill(closed.unsqueeze(-1), -1).flatten(1), k))
 
 
 def trained(rank: int, cfg: Config, world: int, folder: str, root: str) -> list[tuple[float, float]]:
@@ -104,3 +145,11 @@ def test_every_layout_follows_transformers(
         root = tmp_path / str(i)
         ranks = pool.run(world, trained, config(folder, layout), world, str(folder), str(root))
         check(ranks, expected, root, f"{family} {layout}")
+
+
+@pytest.mark.parametrize("row", always_run(DEEPSEEK, DEEPSEEK[0], DEEPSEEK[7]), ids=str)
+def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
+    family, world, layout = row
+    folder, *expected = models(family)
+    ranks = pool.run(world, trained, config(folder, layout), world, str(folder), str(tmp_path))
+    check(ranks, expected, tmp_path, f"{family} {layout}")

@@ -124,7 +124,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2_lite": ("deepseek_v2", {**LATENTS, "rope_parameters": STRETCHED}),
     "deepseek_v3": (
         "deepseek_v3",
-        {**LATENTS, **GROUPS, "num_hidden_layers": 4, "rope_parameters": STRETCHED},
+        {**LATENTS, **GROUPS, "num_hidden_layers": 3, "rope_parameters": STRETCHED},
     ),
     "kimi_k2": ("deepseek_v3", {**LATENTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
