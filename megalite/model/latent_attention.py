@@ -16,8 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.batch import Documents, ForwardPass, Mask
-from megalite.dist.collectives import copy_to
-from megalite.dist.exchange import gather_sequence
+from megalite.dist import collectives, exchange
 from megalite.model.layers import Layers, Norm, Rope
 
 EPS = 1e-6
@@ -52,13 +51,13 @@ class LatentAttentionLayer(nn.Module):
         if cfg.q_lora_rank is None:
             self.q_proj = layers.column(f"{name}.q_proj")
         else:
-            self.q_a_proj = layers.local(f"{name}.q_a_proj")
+            self.q_a_proj = layers.replicated(f"{name}.q_a_proj")
             self.q_a_layernorm = norm("q_a_layernorm")
             self.q_b_proj = layers.column(f"{name}.q_b_proj")
         self.low_rank_queries = cfg.q_lora_rank is not None
-        self.kv_a_proj_with_mqa = layers.local(f"{name}.kv_a_proj_with_mqa")
+        self.kv_a_proj_with_mqa = layers.replicated(f"{name}.kv_a_proj_with_mqa")
         self.kv_a_layernorm = norm("kv_a_layernorm")
-        self.kv_b_proj = layers.local(f"{name}.kv_b_proj")
+        self.kv_b_proj = layers.gathered(f"{name}.kv_b_proj")
         self.o_proj = layers.row(f"{name}.o_proj")
 
     def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
@@ -70,7 +69,7 @@ class LatentAttentionLayer(nn.Module):
         latents, shared_key = self.kv_a_proj_with_mqa(x_SBH).split(self.latent_parts, dim=-1)
         latents = torch.cat((self.kv_a_layernorm(latents), shared_key), dim=-1)
         # The heads of all ranks read them: their gradient is partial.
-        enter = gather_sequence if self.sequence_parallel else copy_to
+        enter = exchange.gather_sequence if self.sequence_parallel else collectives.copy_to
         args = q, enter(latents, self.tp), rope, documents, fwd
         if self.recompute_core and fwd.training:
             out = checkpoint(self._core, *args, use_reentrant=False, preserve_rng_state=False)

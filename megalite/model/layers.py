@@ -25,7 +25,13 @@ from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
 from megalite.tensor_parallel.experts import GroupedLinear
-from megalite.tensor_parallel.linear import ColumnParallelLinear, LocalLinear, RowParallelLinear, WgradQueue
+from megalite.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    GatheredLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    WgradQueue,
+)
 from megalite.tensor_parallel.products import Fp8GroupedProducts, Fp8Products, GroupedProducts, Products
 
 Rope = tuple[torch.Tensor, torch.Tensor] | None
@@ -93,9 +99,13 @@ class Layers:
         """Make a row-parallel linear layer with the declared weight and bias."""
         return RowParallelLinear(**self.linear(name))
 
-    def local(self, name: str) -> LocalLinear:
-        """Make a linear layer with the declared weight and bias that leaves all communication to others."""
-        return LocalLinear(**self.linear(name) | {"tp": Axis("tp"), "sequence_parallel": False})
+    def replicated(self, name: str) -> ReplicatedLinear:
+        """Make a linear layer with the declared weight and bias, whole on every rank."""
+        return ReplicatedLinear(**self.linear(name) | {"tp": Axis("own"), "sequence_parallel": False})
+
+    def gathered(self, name: str) -> GatheredLinear:
+        """Make a column-parallel linear layer with the declared weight and bias that leaves communication to others."""
+        return GatheredLinear(**self.linear(name) | {"tp": Axis("own"), "sequence_parallel": False})
 
     def linear(self, name: str) -> dict[str, Any]:
         """Make the arguments of a declared parallel linear layer."""

@@ -260,8 +260,12 @@ class ColumnParallelLinear(ParallelLinear):
         return _ColumnLinear.apply(x, self.weight, self.bias, self)
 
 
-class LocalLinear(ColumnParallelLinear):
-    """y = x W^T + b of what this rank holds of x and W, on an axis of its own; communication is the caller's."""
+class ReplicatedLinear(ColumnParallelLinear):
+    """y = x W^T + b with the whole weight on every rank: x_SBI (x_sBI) -> y_SBO (y_sBO). Its axis has one rank."""
+
+
+class GatheredLinear(ColumnParallelLinear):
+    """`ColumnParallelLinear` of an input that others gather, x_SBI: its gradient is partial. Its axis has one rank."""
 
 
 class RowParallelLinear(ParallelLinear):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.config.model import RopeScaling
+from megalite.config.run import Config
 from tests.parity import jobs
 from tests.parity.test_experts import Row, Shape, ranks_of
 from tests.parity.test_zero import assert_same, config, scaled, trained
@@ -90,3 +96,44 @@ def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
 @pytest.mark.parametrize("shape", GRID, ids=str)
 def test_grid(pool: WorkerPool, shape: Shape) -> None:
     check(pool, shape, GRID[shape])
+
+
+def losses(rank: int, cfgs: list[Config], world: int) -> list[list[float]]:
+    return [[loss for loss, _ in jobs.train(rank, cfg, world, 3)] for cfg in cfgs]
+
+
+@pytest.mark.full
+def test_muon_takes_whole_matrices(pool: WorkerPool) -> None:
+    """Those of the latents are whole on every rank of tp."""
+    layouts = ({"tp": 2}, {"tp": 2, "zero": 2})
+    cfgs = [jobs.make_config(LATENT, layout) for layout in ({}, *layouts)]
+    single, *cfgs = [replace(cfg, optim=replace(cfg.optim, optimizer="muon")) for cfg in cfgs]
+    (expected,) = losses(0, [single], 1)
+    for rank in pool.run(4, losses, cfgs, 4):
+        for got in rank:
+            np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"kv_lora_rank": None}, {}, "applies to latent attention"),
+    ({"num_kv_heads": 4}, {}, "every head has keys of its own"),
+    ({"head_dim": 12}, {}, "a head has --qk-nope-head-dim 6 [+] --qk-rope-head-dim 4 = 10"),
+    ({"v_head_dim": 12}, {}, "wider than queries and keys"),
+    ({"qk_rope_head_dim": 5}, {}, "must be even"),
+    ({"qk_norm": "head"}, {}, "its latents are normalized instead"),
+    ({"rope_fraction": 0.5}, {}, "says what is rotated"),
+    ({"mup_base_width": 16}, {}, "muP has no rule"),
+    ({}, {"compile": True}, "gathered inside the block"),
+    ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),
+    ({}, {"cp": 2, "cp_comm": "ring"}, "latents are gathered"),
+    ({"attention_dropout": 0.1}, {"cp": 2}, "blocks of keys have no dropout"),
+]
+
+
+@pytest.mark.parametrize(("model", "more", "words"), BAD, ids=[words for *_, words in BAD])
+def test_what_does_not_fit_is_refused(model: dict[str, Any], more: dict[str, Any], words: str) -> None:
+    options = {"kv_lora_rank": 16, "head_dim": None, **HEADS, **model}
+    parallel = {name: value for name, value in more.items() if name.startswith("cp")}
+    train = {name: value for name, value in more.items() if name not in parallel}
+    with pytest.raises(UserError, match=words):
+        jobs.make_config(jobs.llama(**options), parallel, **train)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from megalite.dist import collectives
+from megalite.dist import collectives, exchange
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from tests.spmd.types import SpmdTypeError, Tag
@@ -149,10 +149,13 @@ def collectives_of_threads() -> Iterator[None]:
         "copy_to": _differentiable(collectives._Copy),
         "reduce_from": _differentiable(collectives._Reduce),
         "scatter_sequence": _differentiable(collectives._ScatterSequence),
+        "gather_sequence": _differentiable(exchange._GatherSequence),
     }
     with ExitStack() as patches:
         for name, function in replaced.items():
-            patches.enter_context(mock.patch.object(collectives, name, function))
+            for module in (collectives, exchange):
+                if hasattr(module, name):
+                    patches.enter_context(mock.patch.object(module, name, function))
         yield
 
 

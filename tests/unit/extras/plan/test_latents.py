@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from megalite.batch import MicroBatch
+from megalite.config.cli import parse
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.report import dry_run_report
 from megalite.model.flops import flops_per_token
+from megalite.model.parameters import describe_parameters, param_map
 from megalite.pipeline.schedule import Placement
+from megalite.train.build import build_engine
 from tests.parity import jobs
-from tests.unit.extras.plan.test_memory import DTYPES, TRAINING, config, net_bytes, stages_of
+from tests.unit.extras.plan.test_experts import EXPERTS, experts_context
+from tests.unit.extras.plan.test_memory import DTYPES, TRAINING, _state_bytes, config, net_bytes, stages_of
 
 LATENT = {"num_kv_heads": None, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LOW_RANK = {**LATENT, "q_lora_rank": 20}
@@ -71,3 +78,35 @@ def test_work_by_hand() -> None:
     assert flops_per_token(m).causal_attention == 3 * per_token
     latents = 64 * (20 + 24 + 4) + 20 * heads * 16 + 24 * heads * (12 + 10) + heads * 10 * 64
     assert flops_per_token(m).matrices == 6 * (latents + 3 * 64 * m.ffn_size)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "precision"),
+    [(4, {"tp": 2}, "bf16"), (8, {"ep": 2, "tp": 2, "pp": 2}, "fp32"), (4, {"tp": 2, "zero": 3}, "bf16")],
+)
+def test_a_rank_holds_what_is_planned(world: int, layout: dict[str, Any], precision: str) -> None:
+    """Latents' projections are whole on every rank of tp; a bias is no parameter."""
+    options = {**LOW_RANK, **EXPERTS, "num_layers": 4, "moe_dense_layers": (0,)}
+    options |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    cfg = config("llama", options, {**layout, "bucket_size": 50_000}, precision=precision)
+    grid = Grid.from_config(cfg.parallel, world)
+    for pp_rank in range(grid["pp"]):
+        engine = build_engine(cfg, experts_context(grid, grid.rank(pp=pp_rank)))
+        params = [p for stage in engine.stages.values() for p in stage.parameters()]
+        planned = memory_per_rank(cfg, grid)[pp_rank]
+        assert planned.parameters == sum(p.numel() for p in params)
+        states = planned.weights + planned.main_grad + planned.optimizer
+        # Buckets are aligned.
+        assert states == pytest.approx(_state_bytes(engine.optimizer, params), rel=0.01)
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2"])
+def test_plans_of_presets(preset: str) -> None:
+    """What the pipeline's ranks hold is every parameter, by the axes that cut it; the page names both counts."""
+    layout = ["--precision", "bf16", "--tp", "4", "--ep", "8", "--pp", "2", "--vocab-divisible-by", "32"]
+    cfg = parse(["--preset", preset, "--mock-data", *layout]).config
+    grid = Grid.from_config(cfg.parallel, 64)
+    assert describe_parameters(cfg.model).replace(" parameters", "") in dry_run_report(cfg, grid)
+    sizes = {"tp": 4, "ep": 8}
+    cut = (s.numel // math.prod(sizes[axis] for axis, _ in s.sharded_dims) for s in param_map(cfg.model).values())
+    assert sum(rank.parameters for rank in memory_per_rank(cfg, grid)) == sum(cut)
