@@ -33,9 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from megalite.batch import Positions
 from megalite.config import cli
 from megalite.config.model import ModelConfig
-from megalite.model.layers import Rotary
 from megalite.model.parameters import param_map
 from megalite.model.partition import split_layers
+from megalite.model.rotary import Rotary
 from megalite.sharding import Shard as Cut
 
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQ = 8, 256, 8, 704, 4096, 128
