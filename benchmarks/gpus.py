@@ -47,9 +47,11 @@ def parts_of(world: int, tiny: bool) -> dict[str, tuple[float, list[str]]]:
     device = "cpu" if tiny else "cuda"
     launch = [_RANK, "--start", str(world)]
     cut = ["--tp", "2", "--pp", "2" if world % 4 == 0 else "1"]
+    # Whatever else a laptop does slows one of its cores more than another.
+    judged = ["--slow-factor", "1000"] if tiny else []
     parts: dict[str, tuple[float, list[str]]] = {
         # Its own limits, 60 s for loading and 60 s for a check, name the ranks at fault.
-        "check": (130, [*launch, "-m", "megalite", "check", *cut, "--device", device]),
+        "check": (130, [*launch, "-m", "megalite", "check", *cut, "--device", device, *judged]),
         "ranks": (180, ["-m", "pytest", "-p", "no:cacheprovider", "tests/gpu/test_ranks.py"]),
     }
     for name, (needed, flags) in LAYOUTS.items():
