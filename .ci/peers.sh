@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests that need TRL, lm-eval or DeepSpeed, and those that need transformers 4, each in an environment of its own
-# (.venv-peers, .venv-transformers4) on top of the usual one: their requirements would change its packages. Where they
+# The tests that need TRL, lm-eval or DeepSpeed, transformers 4, or gcsfs, each group in an environment of its own
+# (.venv-peers, .venv-transformers4, .venv-gcs) on top of the usual one: their requirements would change its packages. Where they
 # cannot be installed, the reason is printed. Arguments go to pytest.
 set -eu
 cd "$(dirname "$0")/.."
@@ -28,6 +28,11 @@ if environment .venv-transformers4 "transformers>=4.57,<5"; then
     say "tests with transformers 4"
     MEGALITE_TRANSFORMERS4_PYTHON=$PWD/.venv-transformers4/bin/python "$PYTHON" -m pytest \
         "tests/unit/checkpoint/test_hf.py::test_transformers_4_reads_it_alike" "$@" || failed=$?
+fi
+# The emulator needs pkg_resources.
+if environment .venv-gcs "gcsfs>=2025.3" gcp-storage-emulator "setuptools<81"; then
+    say "tests with gcsfs"
+    .venv-gcs/bin/python -m pytest tests/unit/checkpoint/test_gcs.py "$@" || failed=$?
 fi
 if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; then
     say "tests with TRL, lm-eval and DeepSpeed"

@@ -28,7 +28,8 @@ from tests.ranks import reserve_port
 from tests.stores import S3, BreakingProxy, Fault, environment
 
 BLOCK = 8 << 20
-END_S = 120
+# Far beyond what an attempt takes; a run that hangs fails alone.
+END_S = 240
 # Where a run is killed: pattern of the request, and how many of those may pass before it.
 MID_PART = [("PUT .*/rank_00000.safetensors", 1), ("PUT .*/rank_00001.safetensors", 1)]
 PLACES = [
