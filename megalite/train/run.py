@@ -140,8 +140,6 @@ def keep_copy(run: Run, trained: bool = True) -> None:
     """
     if run.copies is None:
         return
-    engine = run.engine
-    engine.optimizer.wait_weights()
     history = {
         "run_id": run.checkpointer.run_id,
         "continues": [(step, str(path)) for step, path in filter(None, [run.continues])],

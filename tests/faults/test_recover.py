@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.base.child import children
-from tests.faults.test_runtime_faults import RUN, codes, committed, events, once_committed, outcome
+from megalite.base.child import children, stat_of
+from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, events, once_committed, outcome
 from tests.faults.zygote import Job, Zygote, processes_of
+from tests.ranks import ROOT, reserve_port
 
 RECOVER = ["--recover", "process"]
 
@@ -63,24 +69,46 @@ def recovers(zygote: Zygote, folder: Path, world: int, flags: list[str], faults:
     return job
 
 
+@pytest.fixture(scope="module")
+def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert codes(begin(zygote, folder, 2, []).end()) == [0, 0]
+    return folder / "run"
+
+
 def process_of(run_dir: Path, rank: int) -> int:
     """The process that is this rank now."""
     return int((run_dir / "logs" / f"rank_{rank}.pid").read_text().split()[0])
 
 
-def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """With its lock, its log and its part of the save that is being written."""
-    recovers(zygote, tmp_path, 2, [], [kill(0, 5, tmp_path)])
+    job = begin(zygote, tmp_path, 2, RECOVER, kill(0, 5, tmp_path))
+    assert codes(job.end()) == [0, 0], job.text(0)
+    expect(tmp_path / "run", whole, [0])
+    assert "rank 0 died (SIGKILL): back to step 4 in " in job.text(0)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "layout",
-    ["--tp 2 --pp 2", "--zero 1", "--zero 3", "--pp 2 --zero 2", "--pp 4 --num-layers 4"],
+    ("layout", "ranks"),
+    [("--zero 1", (0, 3)), ("--zero 3", (1, 2)), ("--pp 2 --zero 2", (2, 0)), ("--pp 4 --num-layers 4", (1, 3))],
 )
-def test_each_rank_is_killed(zygote: Zygote, tmp_path: Path, layout: str) -> None:
-    faults = [kill(rank, at, tmp_path) for rank, at in ((2, 2), (0, 4), (1, 5), (3, 8))]
+def test_killed_in_other_layouts(zygote: Zygote, tmp_path: Path, layout: str, ranks: tuple[int, int]) -> None:
+    """Every rank of every layout: `python -m tests.soak.recover --layout`."""
+    faults = [kill(rank, at, tmp_path) for rank, at in zip(ranks, (2, 5))]
     recovers(zygote, tmp_path, 4, layout.split(), faults)
+
+
+@pytest.mark.full
+def test_ten_random_kills(zygote: Zygote, tmp_path: Path) -> None:
+    """`python -m tests.soak.recover` kills hundreds, at any time."""
+    draw = random.Random(29)
+    steps = sorted(draw.sample(range(1, 21), 10))
+    places = [(draw.randrange(2), step, draw.choice(["step", "commit"])) for step in steps]
+    faults = [kill(rank, step, tmp_path, place) for rank, step, place in places]
+    recovers(zygote, tmp_path, 2, ["--pp", "2", "--train-steps", "20"], faults)
 
 
 @pytest.mark.full
@@ -136,9 +164,8 @@ def test_several_at_once_and_again_while_they_meet(zygote: Zygote, tmp_path: Pat
 
 
 @pytest.mark.full
-def test_a_guard_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_guard_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """What it kept is gone: all end, and the same command resumes from the disk."""
-    assert codes(begin(zygote, tmp_path, 2, []).end()) == [0, 0]
     for victim in (0, 1):
         folder = tmp_path / str(victim)
         job = begin(zygote, folder, 2, RECOVER, kill(1, 5, folder, kind="hang"))
@@ -148,19 +175,18 @@ def test_a_guard_is_killed(zygote: Zygote, tmp_path: Path) -> None:
         assert (left[victim].code, left[1 - victim].code) == (-signal.SIGKILL, 1), left
         zygote.until(lambda folder=folder: not processes_of(folder), 30)
         assert codes(begin(zygote, folder, 2, RECOVER).end()) == [0, 0]
-        assert outcome(folder / "run") == outcome(tmp_path / "run")
+        assert outcome(folder / "run") == outcome(whole)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("damaged", "used"), [([4], "step 3"), ([3, 4], "step 2")])
-def test_a_bit_flips_in_a_copy(zygote: Zygote, tmp_path: Path, damaged: list[int], used: str) -> None:
+def test_a_bit_flips_in_a_copy(zygote: Zygote, tmp_path: Path, whole: Path, damaged: list[int], used: str) -> None:
     """On one rank: all use the copy before it, or else the newest checkpoint (of step 2)."""
     flips = [{"rank": 1, "kind": "", "place": "copy", "at": step} for step in damaged]
-    assert codes(begin(zygote, tmp_path / "whole", 2, []).end()) == [0, 0]
     once = once_committed(tmp_path / "hit" / "run", 2, 0, 5)
     job = begin(zygote, tmp_path / "hit", 2, RECOVER, *flips, once, kill(0, 5, tmp_path))
     assert codes(job.end()) == [0, 0], job.text(0)
-    assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "whole" / "run")
+    assert outcome(tmp_path / "hit" / "run") == outcome(whole)
     assert "the copy of step 4 in the memory of rank 1 is damaged: using " in job.text(0)
     assert f"back to {used} in " in job.text(0)
 
@@ -215,9 +241,8 @@ def test_what_repetition_does_not_cure(
 
 
 @pytest.mark.full
-def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path) -> None:
+def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """The run recovers, saves after its next step, and exits as if nothing had happened."""
-    assert codes(begin(zygote, tmp_path, 2, []).end()) == [0, 0]
     job, run = begin(zygote, tmp_path / "hit", 2, RECOVER, kill(1, 4, tmp_path)), tmp_path / "hit" / "run"
     job.wait_for(0, "step 3/")
     zygote.until(lambda: (tmp_path / "kill_step_1_4").exists(), 60)
@@ -227,7 +252,7 @@ def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path) -> None:
     assert codes(left) == [0, 0], left
     assert max(committed(run)) == "step_00000004", left
     assert codes(begin(zygote, tmp_path / "hit", 2, RECOVER).end()) == [0, 0]
-    assert outcome(run) == outcome(tmp_path / "run")
+    assert outcome(run) == outcome(whole)
 
 
 @pytest.mark.full
@@ -242,3 +267,42 @@ def test_without_it_the_processes_are_those_of_before(zygote: Zygote, tmp_path: 
     (tmp_path / "go on").touch()
     assert codes(job.end()) == [0]
     assert not list((tmp_path / "run" / "logs").glob("*.pid"))
+
+
+@pytest.mark.full
+def test_under_torchrun(tmp_path: Path) -> None:
+    """What the launcher starts becomes a guard before torch is imported; a killed launcher takes all with it."""
+    run = tmp_path / "run"
+    flags = [*RUN, *FOREVER, "--run-dir", str(run), *RECOVER]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    command += [str(reserve_port()), str(ROOT / "pretrain_gpt.py"), *flags]
+    with (tmp_path / "err").open("w") as err:
+        launcher = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=err)
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert launcher.poll() is None, (tmp_path / "err").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "err").read_text()
+            time.sleep(0.05)
+
+    try:
+        until(lambda: (run / "metrics.jsonl").exists() and '"step": 3' in (run / "metrics.jsonl").read_text())
+        rank = process_of(run, 0)
+        guard = int(stat_of(rank)[1])
+        assert guard in children(launcher.pid)
+        assert "torch" not in Path(f"/proc/{guard}/maps").read_text()
+        os.kill(rank, signal.SIGKILL)
+        until(lambda: len(events(run, "recovery")) == 1)
+        assert process_of(run, 0) != rank
+        members = set(children(launcher.pid))
+    finally:
+        launcher.kill()
+        launcher.wait()
+    # They save, and go.
+    deadline = time.monotonic() + 60
+    while any(stat_of(pid) for pid in members):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "Traceback" not in (tmp_path / "err").read_text()
+    assert committed(run)

@@ -65,10 +65,11 @@ class Guard:
 
     Args:
         start: starts a process of the rank, which inherits the given descriptor; returns its pid.
+        launcher: process through whose store the ranks meet; 0: rank 0's own.
     """
 
-    def __init__(self, start: Callable[[int], int]) -> None:
-        self._start_process, self._loop = start, EventLoop()
+    def __init__(self, start: Callable[[int], int], launcher: int = 0) -> None:
+        self._start_process, self._launcher, self._loop = start, launcher, EventLoop()
         self._rank = -1
         self._hub: Link | None = None
         self._server: Hub | None = None
@@ -124,8 +125,7 @@ class Guard:
             if not self._hand_over():
                 member.packets.send({"wait": True})
         elif "slots" in message:
-            self._close_slots()
-            self._slots = descriptors
+            self._slots = descriptors  # once: later processes get these
         elif "commit" in message:
             # Two are whole; the slot of a third is written over from here on.
             self._copies = [*self._copies[-1:], message]
@@ -237,6 +237,9 @@ class Guard:
                 self._clear()
             else:
                 _kill(self._trainer.pid, signal.SIGKILL)
+        elif "go" in message and self._launcher and os.getppid() != self._launcher:
+            # Its store is gone: nobody could meet.
+            self._tell({"final": 1})
         elif "go" in message:
             self._round, self._broken = message["go"], False
             self._copies = [copy for copy in self._copies if copy["commit"] in message["numbers"]]
@@ -264,10 +267,6 @@ class Guard:
             _kill(pid, signal.SIGKILL)
         os._exit(code)
 
-    def _close_slots(self) -> None:
-        for slot in self._slots:
-            os.close(slot)
-
 
 def _kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
@@ -292,9 +291,10 @@ def main(command: list[str], parent: int) -> None:
         env = {**os.environ, "MEGALITE_GUARD": str(descriptor)}
         return subprocess.Popen(command, pass_fds=[descriptor], env=env, start_new_session=True).pid
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if launched:
         # As its ranks do themselves where they have no guard.
         signal_when_parent_dies(signal.SIGTERM)
         if os.getppid() != parent:
             sys.exit(_as_exit_code(-signal.SIGTERM))
-    Guard(start).serve()
+    Guard(start, parent if launched else 0).serve()
