@@ -15,7 +15,7 @@ from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.layouts import batches, shapes, sharded
 from megalite.extras.plan.memory.ranks import RankMemory, kept_per_rank, states_per_rank
-from megalite.extras.plan.time.step import StepTime, step_time
+from megalite.extras.plan.time.step import StepTime, pass_times, step_time
 from megalite.pipeline.schedule import check_schedule
 
 SHARE = 0.9
@@ -73,7 +73,7 @@ class Candidate:
             return "states"
         return "activations" if states + worst.activations > self.limit else "logits"
 
-    @property
+    @cached_property
     def order(self) -> tuple[Any, ...]:
         """Sort key of layouts of equal time: the simpler first. Sharding over dp alone is simpler than a pipeline."""
         o = self.options
@@ -175,7 +175,7 @@ def _evaluate(
     cfg: Config, cluster: Cluster, fixed: frozenset[str], limit: float, host_limit: float, offloads: tuple[str, ...],
     few_tokens: bool = False,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Yield every valid layout. States do not depend on the batch, nor activations on ZeRO: each is computed once.
+    """Yield every valid layout. States do not depend on the batch, nor activations and passes on ZeRO: all computed once.
 
     Micro-batches larger than one whose activations alone do not fit are skipped.
     """
@@ -193,7 +193,7 @@ def _evaluate(
                     check_schedule(schedule, batch.parallel.pp, batch.parallel.vp, count)
             except UserError:
                 continue
-            kept = kept_per_rank(batch, grid, schedule)
+            kept, passes = kept_per_rank(batch, grid, schedule), pass_times(batch, cluster, schedule)
             if max(activations + logits for activations, logits, _ in kept) > limit:
                 too_large.add(mode)
             for layout in sharded(batch, cluster, grid.batch_ranks, fixed):
@@ -202,4 +202,5 @@ def _evaluate(
                 if key not in states:
                     states[key] = states_per_rank(layout, grid, schedule)
                 ranks = [rank.with_kept(*peak) for rank, peak in zip(states[key], kept)]
-                yield Candidate(layout, grid, ranks, step_time(layout, grid, cluster, schedule), limit, host_limit)
+                time = step_time(layout, grid, cluster, schedule, passes=passes)
+                yield Candidate(layout, grid, ranks, time, limit, host_limit)

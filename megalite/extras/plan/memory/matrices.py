@@ -41,8 +41,10 @@ class Placed(NamedTuple):
 
 
 def placed_matrices(cfg: Config, grid: Grid, layers: Sequence[range], held: Sequence[int]) -> tuple[Placed, Placed]:
-    """List the matrices of a pipeline rank, those on the grid and those on the experts' grid; see `matrices_of`."""
+    """List the matrices of a pipeline rank that a `MatrixRule` transforms: on the grid, and on the experts' grid."""
     ranks, own = grid.batch_ranks, grid.experts
+    if not isinstance(RULES[cfg.optim.optimizer], MatrixRule):
+        return Placed([], 1, 1, 1), Placed([], 1, 1, 1)
     if own is None:
         return Placed(matrices_of(cfg, layers, held), grid["tp"], ranks, ranks), Placed([], 1, 1, 1)
     experts = matrices_of(cfg, layers, held, experts=True)
@@ -81,7 +83,7 @@ def _by_unit(model: ModelConfig, experts: bool | None) -> dict[str, list[Shape]]
 
 def update_bytes(cfg: Config, placed: Placed) -> int:
     """Compute the peak bytes of an update beside the states: matrices on the way to their owners, and one at work."""
-    if not placed.shapes or not isinstance(RULES[cfg.optim.optimizer], MatrixRule):
+    if not placed.shapes:
         return 0
     tp, shares = placed.tp, _shares(cfg, placed)
     owned = max(sum(map(math.prod, shapes)) for shapes in _owned(placed.shapes, tp * shares))
@@ -94,7 +96,7 @@ def update_bytes(cfg: Config, placed: Placed) -> int:
 def transform_flops(cfg: Config, placed: Placed) -> float:
     """Count the FLOPs of the busiest owner's transforms in a step."""
     rule = RULES[cfg.optim.optimizer]
-    if not isinstance(rule, MatrixRule):
+    if not isinstance(rule, MatrixRule) or not placed.shapes:
         return 0.0
     owned = _owned(placed.shapes, placed.tp * _shares(cfg, placed))
     return max(sum(rule.transform_flops(*shape, cfg.optim) for shape in shapes) for shapes in owned)

@@ -6,8 +6,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 from typing import NamedTuple
 
 from megalite.base.hardware import pinned_bytes
@@ -42,7 +43,7 @@ class States:
     temporary: int
 
     def __add__(self, other: States) -> States:
-        return States(*(a + b for a, b in zip(astuple(self), astuple(other))))
+        return States(*map(add, vars(self).values(), vars(other).values()))
 
 
 def states_of(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import add
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
@@ -91,10 +92,10 @@ class Block:
         return self.forward + self.backward
 
     def __add__(self, other: Block) -> Block:
-        return Block(*(a + b for a, b in zip(astuple(self), astuple(other))))
+        return Block(*map(add, vars(self).values(), vars(other).values()))
 
     def __rmul__(self, n: int) -> Block:
-        return Block(*(n * a for a in astuple(self)))
+        return Block(*(n * a for a in vars(self).values()))
 
 
 @dataclass(frozen=True)

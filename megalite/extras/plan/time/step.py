@@ -11,10 +11,11 @@ Notation: x tokens of a micro-batch on a rank, h hidden, t tp, e bytes of an act
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
@@ -25,10 +26,11 @@ from megalite.extras.plan.time.block import Block, Engine, Workload, block_time,
 from megalite.extras.plan.time.experts import experts_time
 from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.replicas import Replicas, over_dp, replicas_of
+from megalite.families.parts import BlockKind
 from megalite.model.flops import flops_per_token
 from megalite.model.partition import blocks_by_kind
 from megalite.pipeline.choose import USUAL_COSTS, name_of
-from megalite.pipeline.schedule import Placement, placement_of
+from megalite.pipeline.schedule import placement_of
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,21 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return sum(self.terms.values())
+        return sum(vars(self).values())
 
     @property
     def terms(self) -> dict[str, float]:
         """Name -> seconds, in the order of the fields."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dict(vars(self))
 
 
 def step_time(
-    cfg: Config, grid: Grid, cluster: Cluster, schedule: str | None = None, engine: Engine | None = None
+    cfg: Config,
+    grid: Grid,
+    cluster: Cluster,
+    schedule: str | None = None,
+    engine: Engine | None = None,
+    passes: Sequence[RankTime] | None = None,
 ) -> StepTime:
     """Predict the time of one step.
 
@@ -91,6 +98,7 @@ def step_time(
         grid: axes pp, dp and tp, and cp if sequences are split.
         schedule: name of a schedule; default: that of the config.
         engine: what the software fuses and overlaps; default: as this project does with this config.
+        passes: from `pass_times` of the same options, whatever ZeRO's are.
 
     Raises:
         UserError: the batch does not divide, or the schedule cannot run it.
@@ -99,7 +107,7 @@ def step_time(
     name = schedule or name_of(cfg, grid["dp"])
     load, layers, placement = Workload.of(cfg, cluster, engine), split(cfg), placement_of(name, p.pp, p.vp)
     rates = load.rates
-    ranks = _rank_times(cfg, load, placement, layers)
+    ranks = passes or pass_times(cfg, cluster, name, engine)
     slow = max(range(p.pp), key=lambda rank: ranks[rank].total)
     own, mean = ranks[slow], sum(rank.total for rank in ranks) / p.pp
     message = _message(load, grid.world)
@@ -129,7 +137,7 @@ def step_time(
 
 
 @dataclass(frozen=True)
-class _RankTime:
+class RankTime:
     """Seconds of one micro-batch on a pipeline rank.
 
     Attributes:
@@ -155,28 +163,31 @@ class _RankTime:
         return self.blocks.backward + self.head.backward
 
 
-def _rank_times(cfg: Config, load: Workload, placement: Placement, layers: tuple[range, ...]) -> list[_RankTime]:
-    """Compute the time of a micro-batch on every pipeline rank.
-
-    Args:
-        layers: blocks of every stage.
-    """
+def pass_times(cfg: Config, cluster: Cluster, schedule: str, engine: Engine | None = None) -> list[RankTime]:
+    """Compute the time of a micro-batch on every pipeline rank; arguments as for `step_time`."""
+    load, layers = Workload.of(cfg, cluster, engine), split(cfg)
+    placement = placement_of(schedule, cfg.parallel.pp, cfg.parallel.vp)
     times = {kind: block_time(load, kind, cfg.train.recompute) for kind in blocks_by_kind(cfg.model)}
     times |= {k: block + experts_time(cfg, load) for k, block in times.items() if k.feed_forward == "moe"}
     head, embedding, counts = head_time(load, vocab_rows(cfg)), embedding_time(load), count_kinds(cfg.model, layers)
-    offloads, out = cfg.train.offload == "activations", []
-    for rank in range(cfg.parallel.pp):
-        held = [(n, times[kind]) for s in placement.stages_of(rank) for kind, n in counts[s].items()]
-        first, last = rank == placement.rank_of(0), rank == placement.rank_of(len(layers) - 1)
-        out.append(
-            _RankTime(
-                sum((n * block for n, block in held), Block()),
-                head if last else Block(),
-                embedding if first else 0.0,
-                sum(n * _offload(cfg, load.rates, block) for n, block in held) if offloads else 0.0,
-                sum(n for n, _ in held) + first + last,
-            )
+    offloads = cfg.train.offload == "activations"
+
+    @cache
+    def time_of(held: tuple[tuple[BlockKind, int], ...], first: bool, last: bool) -> RankTime:
+        return RankTime(
+            sum((n * times[kind] for kind, n in held), Block()),
+            head if last else Block(),
+            embedding if first else 0.0,
+            sum(n * _offload(cfg, load.rates, times[kind]) for kind, n in held) if offloads else 0.0,
+            sum(n for _, n in held) + first + last,
         )
+
+    ends, out = (placement.rank_of(0), placement.rank_of(len(layers) - 1)), []
+    for rank in range(cfg.parallel.pp):
+        held: Counter[BlockKind] = Counter()
+        for stage in placement.stages_of(rank):
+            held.update(counts[stage])
+        out.append(time_of(tuple(held.items()), rank == ends[0], rank == ends[1]))
     return out
 
 
