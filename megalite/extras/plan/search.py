@@ -175,7 +175,7 @@ def _evaluate(
     cfg: Config, cluster: Cluster, fixed: frozenset[str], limit: float, host_limit: float, offloads: tuple[str, ...],
     few_tokens: bool = False,
 ) -> Iterator[Candidate]:  # fmt: skip
-    """Yield every valid layout. States do not depend on the batch, nor activations and passes on ZeRO: all computed once.
+    """Yield every valid layout. States do not depend on the batch, nor activations and passes on ZeRO.
 
     Micro-batches larger than one whose activations alone do not fit are skipped.
     """
