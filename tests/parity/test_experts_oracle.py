@@ -153,3 +153,11 @@ def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, t
     folder, *expected = models(family)
     ranks = pool.run(world, trained, config(folder, layout), world, str(folder), str(tmp_path))
     check(ranks, expected, tmp_path, f"{family} {layout}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen2_moe"])
+def test_ep_4_follows_transformers(pool: WorkerPool, models: Any, tmp_path: Path, family: str) -> None:
+    folder, *expected = models(family)
+    cfg = config(folder, {"ep": 4, "zero": 2})
+    check(pool.run(4, trained, cfg, 4, str(folder), str(tmp_path)), expected, tmp_path, family)

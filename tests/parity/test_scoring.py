@@ -54,7 +54,13 @@ def scored(rank: int, path: str, tp: int, pp: int, world: int) -> tuple[list[tup
 
 @pytest.mark.parametrize(
     ("case", "tp", "pp", "world"),
-    [("llama", 1, 1, 1), ("llama", 2, 2, 4), ("gpt2", 1, 2, 4), ("gemma2", 2, 1, 2)],
+    [
+        ("llama", 1, 1, 1),
+        ("llama", 2, 2, 4),
+        ("gpt2", 1, 2, 4),
+        ("gemma2", 2, 1, 2),
+        pytest.param("qwen2_moe", 2, 2, 4, marks=pytest.mark.full),
+    ],
 )
 def test_scores_in_a_layout(pool: WorkerPool, tmp_path: Path, case: str, tp: int, pp: int, world: int) -> None:
     hf_models.make_model(case, tmp_path / "hf")
