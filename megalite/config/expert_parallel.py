@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megalite.base.errors import require
 from megalite.config.model import ModelConfig
+from megalite.config.names import dashed
 from megalite.config.parallel import ParallelConfig
 
 
@@ -14,8 +15,9 @@ def check_experts(m: ModelConfig, p: ParallelConfig) -> None:
         UserError: there are none, or they do not divide.
     """
     if m.num_experts is None:
-        given = f"--ep {p.ep}" + f" --etp {p.etp}" * (p.etp == "1")
-        require(p.ep == 1 and p.etp == "tp", given, "needs a model with experts", "give --num-experts, or drop it")
+        words = {"ep": 1, "etp": "tp", "moe_memory_factor": 1.5}
+        given = " ".join(f"--{dashed(n)} {getattr(p, n)}" for n, default in words.items() if getattr(p, n) != default)
+        require(not given, given, "needs a model with experts", "give --num-experts, or drop it")
         return
     require(
         m.num_experts % p.ep == 0,

@@ -35,6 +35,9 @@ class ParallelConfig:
     experts of each layer are distributed over."""
     etp: Literal["1", "tp"] = "tp"
     """Ranks that each expert is sharded over: those of tp, or 1 for whole experts (requires sequence parallelism)."""
+    moe_memory_factor: float = 1.5
+    """Rows that a rank's experts get, over those that it sends, up to which memory is planned: where a layer gets more,
+    it keeps only the inputs of its experts, and computes them again in backward."""
     sequence_parallel: bool = True
     """With --tp above 1: also shard norms, dropout and the residual stream over the sequence."""
     schedule: Annotated[str, Choices(SCHEDULES, ("auto",))] = "auto"
@@ -74,7 +77,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_names(self)
-        in_range(self, "tp_chunks tp pp vp cp ep", 1, 100_000)
+        in_range(self, "tp_chunks tp pp vp cp ep moe_memory_factor", 1, 100_000)
         self._check_pipeline_layout()
         in_range(self, "bucket_size", 1, 2**40)
         in_range(self, "vocab_divisible_by", 1, 1_000_000)

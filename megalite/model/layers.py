@@ -55,6 +55,7 @@ class Layers:
         fp8: quantization of the blocks' matrices; None: no block's.
         cp, ep: context- and expert-parallel axes.
         routing: log of the stage's routers.
+        most_rows: rows of this rank's experts over those that it sends, above which they are recomputed.
         allocate: whether parameters get memory; otherwise buckets hold their weights.
         tp_chunks: chunks of a linear layer's forward product.
     """
@@ -73,6 +74,7 @@ class Layers:
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     routing: RoutingLog = field(default_factory=RoutingLog)
+    most_rows: float = math.inf
     allocate: bool = True
     tp_chunks: int = 1
     _rotary: dict[object, Rotary] = field(default_factory=dict, init=False, repr=False)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from megalite.base.log import logger
 from megalite.batch import ForwardPass
 from megalite.dist.collectives import copy_to, reduce_from, scatter_sequence, start_all_gather
 from megalite.dist.context import Axis
@@ -60,6 +62,7 @@ class Experts(nn.Module):
         self.down_proj = layers.experts(f"{name}.down_proj")
         cut = self.down_proj.weight.shard.layout.grid["tp"] > 1
         self.tp, self.sequence_parallel = layers.tp if cut else Axis("tp"), layers.sequence_parallel
+        self.name, self.log, self.most_rows = name, layers.routing, layers.most_rows
 
     def forward(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the weighed sum of each token's experts, [T, H]."""
@@ -71,6 +74,26 @@ class Experts(nn.Module):
             ids_TK, gathering = start_all_gather(ids_TK, tp)
             gathering.wait()
         way = Dispatch.of(ids_TK, self.num_experts, self.ep)
+        rows = way.send(x_TH)
+        if self._too_many(len(rows), ids_TK.numel()):
+            rows = checkpoint(self._transform, rows, way.sizes, use_reentrant=False, preserve_rng_state=False)
+        else:
+            rows = self._transform(rows, way.sizes)
+        return leave(way.bring_back(rows, weights_TK), tp)
+
+    def _transform(self, x_RH: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """Apply each expert to its rows."""
         first = self.gate_up_proj if self.gated else self.up_proj
-        inner = self.activation(first(way.send(x_TH), way.sizes))
-        return leave(way.bring_back(self.down_proj(inner, way.sizes), weights_TK), tp)
+        return self.down_proj(self.activation(first(x_RH, sizes)), sizes)
+
+    def _too_many(self, rows: int, sent: int) -> bool:
+        """Whether there are more rows than memory is planned for, and nothing else recomputes them."""
+        if rows <= self.most_rows * sent or self.log.remembers or not torch.is_grad_enabled():
+            return False
+        if not self.log.warned:
+            self.log.warned = True
+            logger.warning(
+                f"{self.name}: {rows} rows here, {rows / sent:.1f} times those sent and more than --moe-memory-factor "
+                f"{self.most_rows:g}: such layers compute their experts twice, as memory is planned for less"
+            )
+        return True

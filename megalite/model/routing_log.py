@@ -22,13 +22,14 @@ class RoutingLog:
         biases: of every router that has one, by layer; they stay from step to step.
         recomputing: whether a forward pass repeats an earlier one.
         remembers: whether every forward pass will be repeated: its choices are kept until then.
+        warned: whether it has been said that experts have more rows than memory is planned for.
     """
 
     def __init__(self) -> None:
         self.choices: dict[Key, torch.Tensor] = {}
         self.sums: dict[Key, torch.Tensor] = {}
         self.biases: dict[int, StateTensor] = {}
-        self.recomputing = self.remembers = False
+        self.recomputing = self.remembers = self.warned = False
 
     def clear(self) -> None:
         """Forget the step before."""

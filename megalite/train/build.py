@@ -131,6 +131,7 @@ def build_stages(
             fp8=fp8,
             cp=ctx.axis("cp"),
             ep=ctx.ep,
+            most_rows=cfg.parallel.moe_memory_factor,
             allocate=cfg.zero_stage(ctx.batch.size) < 3,
             tp_chunks=cfg.parallel.tp_chunks,
         )

@@ -301,6 +301,49 @@ def test_experts_and_ranks_without_a_token(pool: WorkerPool) -> None:
         assert (held[4:] == 0).all()
 
 
+def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
+    """`trained`, with routers that prefer the first half of the experts; bytes kept for backward by experts' layers."""
+    from megalite.model.moe import Experts
+    from megalite.model.routing import Router
+
+    logits_of, apply, kept = Router.forward, Experts.forward, []
+
+    def forward(self: Router, x: torch.Tensor) -> torch.Tensor:
+        return logits_of(self, x) - 3.0 * (torch.arange(8) >= 4)
+
+    def measured(self: Experts, x: torch.Tensor, routing: Any) -> torch.Tensor:
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            kept[-1] += x.nbytes
+            return x
+
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            return apply(self, x, routing)
+
+    out = []
+    for cfg in cfgs:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Router, "forward", forward)
+            patch.setattr(Experts, "forward", measured)
+            out += trained(rank, [cfg], world)
+        out.append(max(kept))
+        kept.clear()
+    return out
+
+
+def test_a_crowded_rank_keeps_the_inputs_of_its_experts(pool: WorkerPool) -> None:
+    """The same bits, whatever memory is planned for; with less, less is kept."""
+    layouts = [{"ep": 4, "moe_memory_factor": factor, **more} for more in ({}, {"zero": 3}) for factor in (1.0, 8.0)]
+    shares = []
+    for rank in pool.run(4, crowded, [config(QWEN, 1, layout) for layout in layouts], 4):
+        for narrow, kept, wide, all_kept in (rank[:4], rank[4:]):
+            assert_bitwise([[narrow, wide]])
+            shares.append(kept / all_kept)
+    # On the ranks with fewer rows than they send, nothing changes.
+    assert max(shares) == 1.0
+    assert min(shares) < 0.6
+
+
 def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[tuple[float, float, float]]:
     """Figures of the routers of one step."""
     from megalite.model.routing import Router

@@ -25,6 +25,7 @@ from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.report import flags as flags_of
 from megalite.extras.plan.search import layout_options, search
 from megalite.extras.plan.time.step import step_time
+from megalite.model.ffn.moe import imbalance
 from megalite.pipeline.choose import names_of
 
 # Share of the available memory to plan for: the accounting is accurate to about 5 %, and allocators need slack.
@@ -138,6 +139,9 @@ def page(context: MemoryContext, message: str) -> str:
     offers = remedies(cfg, t, budget, cluster, host)
     lines = [*head, "", "what the run requires on this rank, by the planner's accounting:", *_account(ranks[pp_rank])]
     lines += ["not counted: the allocator's slack, communication buffers, workspace of single kernels", ""]
+    if cfg.model.num_experts and cfg.parallel.ep > 1:
+        factor = f"{imbalance(cfg.parallel):g} times the mean of rows on the busiest rank of ep"
+        lines[-1:] = [f"experts are planned with {factor}; expert_load in metrics.jsonl tells what came", ""]
     if offers:
         lines += [f"cheapest changes that fit (peak memory on the worst rank; step time predicted with {rates}):"]
         lines += [f"  {remedy}" for remedy in offers]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.model.ffn.moe import IMBALANCE, experts_tp, imbalance
+from megalite.model.ffn.moe import experts_tp, imbalance
 
 
 def imbalance_text(cfg: Config) -> list[str]:
     """Return the line of a search on the imbalance that it plans for; none without experts."""
     if cfg.model.num_experts is None:
         return []
-    return [f"experts: the busiest rank of ep is given {IMBALANCE:g} times the mean of tokens"]
+    return [f"experts: the busiest rank of ep is given {cfg.parallel.moe_memory_factor:g} times the mean of tokens"]
 
 
 def expert_rows(cfg: Config, grid: Grid) -> list[tuple[str, str]]:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from megalite.model.layers import Layers
 
-IMBALANCE = 1.5
-"""Rows of the busiest rank of ep over their mean that plans leave room for."""
-
 
 class MoE(FeedForward):
     """router -> top k of the experts, each like the dense MLP, weighed and summed; plus the shared expert."""
@@ -110,7 +107,7 @@ def experts_tp(p: ParallelConfig) -> int:
 
 def imbalance(p: ParallelConfig) -> float:
     """Return what plans assume for the rows of the busiest rank of ep over their mean."""
-    return min(IMBALANCE, p.ep)
+    return min(p.moe_memory_factor, p.ep)
 
 
 def rows_sent(cfg: Config) -> int:

@@ -17,7 +17,6 @@ from megalite.extras.plan.memory.activations import block_activations, deferred_
 from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
 from megalite.extras.plan.memory.states import sides_of
 from megalite.extras.plan.report import dry_run_report
-from megalite.model.ffn.moe import IMBALANCE
 from megalite.optim.compress import PowerSGD
 from megalite.pipeline.schedule import Placement
 from megalite.train.build import build_engine
@@ -162,7 +161,7 @@ def test_imbalance_is_planned_for() -> None:
     alone, spread = block_activations(moe(), kind), block_activations(cfg, kind)
     per_row = 4 * (64 + 3 * 48)
     rows = 32 * 2
-    assert spread - alone == round((IMBALANCE - 1) * rows) * per_row + round(IMBALANCE * rows) * 16
+    assert spread - alone == round(0.5 * rows) * per_row + round(1.5 * rows) * 16
 
 
 @pytest.mark.parametrize(
