@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from peer_megatron import megatron_core, megatron_missing
 from peer_models import (
+    EXPERT_FLAGS,
     MODEL_FLAGS,
     SEED,
     Step,
     dtensor,
+    hf_mixtral,
     hf_transformers,
     plain_torch,
     shard_plainly,
@@ -77,6 +79,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Maker]]] = {
             "megalite": megalite(),
         },
     ),
+    "experts": ((1, 1, 1, 1), {"transformers": hf_mixtral, "megalite": megalite(*EXPERT_FLAGS)}),
     "dp2": ((2, 1, 1, 1), {"DDP": plain_torch, "transformers + DDP": hf_transformers, "megalite": megalite()}),
     "tp2": (
         (2, 2, 1, 1),

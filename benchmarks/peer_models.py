@@ -49,6 +49,8 @@ MODEL_FLAGS = (
     f"--lr-decay constant --seed {SEED} --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP} --device cpu"
 ).split()
 
+EXPERT_FLAGS = ["--arch", "mixtral", "--num-experts", "8", "--moe-topk", "2"]
+
 # A peer's step: this rank's share of the batch, tokens [samples, SEQ + 1] -> the loss of the global batch.
 Step = Callable[[np.ndarray], float]
 
@@ -65,7 +67,7 @@ def initial_weights(cfg: ModelConfig) -> dict[str, torch.Tensor]:
         if name.endswith("qkv_proj.weight"):
             for part, piece in zip("qkv", value.chunk(3)):
                 out[name.replace("qkv_proj", f"{part}_proj")] = piece
-        elif name.endswith("gate_up_proj.weight"):
+        elif name.endswith("gate_up_proj.weight") and value.dim() == 2:
             for part, piece in zip(("gate", "up"), value.chunk(2)):
                 out[name.replace("gate_up_proj", f"{part}_proj")] = piece
         else:
@@ -149,7 +151,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def make_optimizer(modules: list[nn.Module]) -> torch.optim.Optimizer:
     params = [p for module in modules for p in module.parameters()]
     groups = [
-        {"params": [p for p in params if p.dim() == 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, eps=EPS, fused=True)
@@ -238,6 +240,38 @@ def hf_transformers(tp: int, pp: int, vp: int) -> Step:
     model.load_state_dict({n if n.startswith("lm_head") else f"model.{n}": w for n, w in initial_weights(cfg).items()})
     if dist.is_initialized():
         model = DistributedDataParallel(model)
+    return accumulating(model, lambda tokens: model(input_ids=tokens).logits)
+
+
+def hf_mixtral(tp: int, pp: int, vp: int) -> Step:
+    import transformers
+
+    cfg = cli.parse([*MODEL_FLAGS, *EXPERT_FLAGS]).config.model
+    model: nn.Module = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=VOCAB,
+            hidden_size=HIDDEN,
+            intermediate_size=FFN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            num_local_experts=cfg.num_experts,
+            num_experts_per_tok=cfg.moe_topk,
+            rms_norm_eps=cfg.norm_eps,
+            max_position_embeddings=SEQ,
+            tie_word_embeddings=False,
+            use_cache=False,
+            attn_implementation="sdpa",
+            rope_parameters={"rope_type": "default", "rope_theta": cfg.rope_theta},
+        )
+    )
+    stacks = {f"{leaf}.weight": leaf for leaf in ("experts.gate_up_proj", "experts.down_proj")}
+    weights = {}
+    for name, value in initial_weights(cfg).items():
+        for ours, theirs in {**stacks, "router": "gate"}.items():
+            name = name.replace(ours, theirs)
+        weights[name if name.startswith("lm_head") else f"model.{name}"] = value
+    model.load_state_dict(weights)
     return accumulating(model, lambda tokens: model(input_ids=tokens).logits)
 
 
