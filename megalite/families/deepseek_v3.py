@@ -7,6 +7,7 @@ from megalite.families.common import Family, preset, rows
 from megalite.families.deepseek_v2 import DEEPSEEK_DEFAULTS, DEEPSEEK_FIELDS, DEEPSEEK_TENSORS, extended
 from megalite.families.experts import FIRST_DENSE, read_first_dense, write_first_dense
 
+BIASED_TENSORS = {"layers.{}.mlp.router.bias": rows("model.layers.{}.mlp.gate.e_score_correction_bias")}
 FAMILY = Family(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -23,10 +24,7 @@ FAMILY = Family(
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": 2.5,
     },
-    tensors={
-        **DEEPSEEK_TENSORS,
-        "layers.{}.mlp.router.bias": rows("model.layers.{}.mlp.gate.e_score_correction_bias"),
-    },
+    tensors={**DEEPSEEK_TENSORS, **BIASED_TENSORS},
     fields=(*DEEPSEEK_FIELDS, ("norm_topk_prob", "moe_renormalize")),
     defaults={
         **DEEPSEEK_DEFAULTS,
@@ -46,7 +44,6 @@ FAMILY = Family(
     read=read_first_dense,
     write=lambda cfg: {**write_first_dense(cfg), "num_nextn_predict_layers": 0},
     others=("kimi_k2",),
-    skip=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.61\..*"),
     presets={
         # deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Base, without layers that predict further tokens
         "deepseek-v3": preset(

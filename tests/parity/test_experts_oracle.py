@@ -23,9 +23,9 @@ from tests.workers import WorkerPool
 
 FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 5
 # Rows with latent attention, groups, or biases that move after every step: (family, world, layout).
-DEEPSEEK: list[tuple[str, int, dict[str, Any]]] = [
+BALANCED: list[tuple[str, int, dict[str, Any]]] = [
     (family, world, layout)
-    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite")
+    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe")
     for world, layout in (
         (4, {"ep": 2, "tp": 2}),
         (4, {"ep": 4, "zero": 3}),
@@ -147,7 +147,7 @@ def test_every_layout_follows_transformers(
         check(ranks, expected, root, f"{family} {layout}")
 
 
-@pytest.mark.parametrize("row", always_run(DEEPSEEK, DEEPSEEK[0], DEEPSEEK[7]), ids=str)
+@pytest.mark.parametrize("row", always_run(BALANCED, BALANCED[0], BALANCED[7]), ids=str)
 def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
     family, world, layout = row
     folder, *expected = models(family)

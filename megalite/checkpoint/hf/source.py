@@ -61,6 +61,7 @@ class HFSource:
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
         self.specs: Mapping[str, ParamSpec] = {**param_map(self.config), **buffer_map(self.config)}
+        self._num_predicting = _few(raw.get("num_nextn_predict_layers"))
         found = self._find_tensors()
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
         self._check()
@@ -145,7 +146,10 @@ class HFSource:
 
     def _rename(self, tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
         """Drop tensors that are not weights, and add the prefix that hub files of GPT-2 lack."""
-        prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
+        prefix, first = self.family.prefix, self.config.num_layers
+        # Layers that predict further tokens come after the last one.
+        predicting = [rf"model\.layers\.{first + i}\..*" for i in range(self._num_predicting)]
+        skip = [re.compile(p) for p in (*self.family.skip, *predicting)]
         out = {}
         for name, tensor in tensors.items():
             if prefix and not name.startswith(prefix) and name != "lm_head.weight":
@@ -188,6 +192,11 @@ class HFSource:
             if not alike or not all(torch.equal(a, b) for (_, a), (_, b) in blocks):
                 rule = f"tie_word_embeddings is true, and {head} differs from {embedding}"
                 raise BadCheckpoint(where, rule, "set tie_word_embeddings to false in config.json, or remove the head")
+
+
+def _few(count: Any) -> int:
+    """Return a number of layers from a file that is not trusted."""
+    return min(count, 16) if isinstance(count, int) and count > 0 else 0
 
 
 def _some(names: list[str]) -> str:

@@ -126,6 +126,11 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**LATENTS, **GROUPS, "num_hidden_layers": 3, "rope_parameters": STRETCHED},
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {**LATENTS, **GROUPED, "num_hidden_layers": 3, "head_dim": 8, "attention_bias": True, "use_qk_norm": True}
+        | {"routed_scaling_factor": 2.5, "pad_token_id": None},
+    ),
     "kimi_k2": ("deepseek_v3", {**LATENTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 # A family without a case of its own is tested with Llama's keys.

@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parity.jobs import make_config
+from megalite.checkpoint.load import load_checkpoint
+from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.save import Checkpointer
+from megalite.config.run import Config
+from tests.parity.jobs import make_config, run_steps, start
 from tests.parity.test_bias import BIASED
 from tests.unit.checkpoint.jobs import load_and_save, train_and_save
 from tests.unit.checkpoint.test_reshard import assert_same
@@ -43,3 +47,32 @@ def test_there_and_back(pool: WorkerPool, saved: Any, tmp_path: Path, layout: st
     back = pool.run(4, load_and_save, cfg, 4, there[0]["path"], str(tmp_path / "back"), 1)
     assert_same(saved["path"], back[0]["path"])
     assert back[0]["after"] == saved["after"], "the same layout goes on bit for bit"
+
+
+def weights_alone(rank: int, cfg: Config, world: int, root: str) -> tuple[dict[str, np.ndarray], str]:
+    """Train two steps and save the weights alone; returns the biases."""
+    engine = start(rank, cfg, world)
+    run_steps(engine, 2)
+    checkpointer = Checkpointer(root, engine.ctx)
+    path = checkpointer.save_model(2, engine.optimizer.states(), {})
+    checkpointer.close()
+    return {state.name: state.flat.numpy().copy() for state in engine.optimizer.beside}, str(path)
+
+
+def loaded(rank: int, cfg: Config, world: int, path: str) -> dict[str, np.ndarray]:
+    """The biases of a checkpoint of weights alone."""
+    engine = start(rank, cfg, world)
+    load_checkpoint(path, engine.optimizer.states(), engine.ctx, moments=False)
+    return {state.name: state.flat.numpy().copy() for state in engine.optimizer.beside}
+
+
+def test_weights_alone_keep_biases_in_fp32(pool: WorkerPool, tmp_path: Path) -> None:
+    cfg = make_config(BIASED, {"ep": 2})
+    biases, path = pool.run(2, weights_alone, cfg, 2, str(tmp_path))[0]
+    assert any((bias != np.float32(0)).any() for bias in biases.values())
+    tensors = read_manifest(Path(path)).tensors["model"]
+    assert {tensors[name].dtype for name in biases} == {"F32"}
+    assert {tensor.dtype for name, tensor in tensors.items() if name not in biases} == {"BF16"}
+    (here,) = pool.run(1, loaded, make_config(BIASED), 1, path)
+    assert here.keys() == biases.keys()
+    assert all(np.array_equal(here[name], biases[name]) for name in biases)

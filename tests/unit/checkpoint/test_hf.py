@@ -179,6 +179,29 @@ def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path)
         hf_model_config(tmp_path / "nowhere")
 
 
+def test_layers_that_predict_further_tokens_are_left_out(models: Any, tmp_path: Path) -> None:
+    """One after the last, where config.json says so; the bias stays fp32 beside weights in bf16, and is of no type."""
+    folder, _ = models("deepseek_v3")
+    more = tmp_path / "more"
+    more.mkdir()
+    config, weights = json.loads((folder / "config.json").read_text()), read_all(folder)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    weights = {k: v if k.endswith("_bias") else v.bfloat16() for k, v in weights.items()}
+    save_file(weights | {"model.layers.3.eh_proj.weight": torch.zeros(2, 4)}, more / "model.safetensors")
+    (more / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1, "model_type": "kimi_k2"}))
+    import_hf(more, tmp_path / "ckpt")
+    written = export_hf(tmp_path / "ckpt", tmp_path / "out")
+    assert (written["model_type"], written["num_nextn_predict_layers"]) == ("deepseek_v3", 0)
+    assert written["dtype"] == "bfloat16"
+    out = read_all(tmp_path / "out")
+    assert out.keys() == weights.keys()
+    assert all(torch.equal(out[name], weights[name]) for name in weights)
+    assert out[bias].dtype == torch.float32
+    (more / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(UserError, match="eh_proj.weight is unexpected"):
+        import_hf(more, tmp_path / "other")
+
+
 def test_hub_files_of_gpt2(models: Any, tmp_path: Path) -> None:
     """No prefix, and attention masks that are no weights."""
     folder, _ = models("gpt2")
