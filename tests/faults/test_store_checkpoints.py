@@ -134,7 +134,7 @@ def test_uploads_that_fail_in_a_row_end_a_run(s3: S3, proxy: BreakingProxy, zygo
     assert remote.committed(Store(f"{url}/checkpoints")) == []
     local = cache / "s3" / s3.bucket / "runs/forbidden/checkpoints"
     names = [path.name for _, path in step_folders(local)]
-    assert len(names) == 2
+    assert len(names) >= 2
     for name in names:
         verify_together(local / name, ParallelContext.single())
 
