@@ -56,6 +56,8 @@ def expect(run_dir: Path, whole: Path, ranks: list[int]) -> None:
     found = events(run_dir, "recovery")
     assert [event["ranks"] for event in found] == [[rank] for rank in ranks], found
     assert repeated(run_dir) <= len(ranks)
+    # Its own checkpoints are not taken for those of another history.
+    assert not list((run_dir / "checkpoints").glob("aside_*"))
     assert not processes_of(run_dir)
 
 
@@ -113,9 +115,11 @@ def test_ten_random_kills(zygote: Zygote, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_killed_in_everything_that_a_step_does(zygote: Zygote, tmp_path: Path) -> None:
-    """Before the first copy, in a step, in an evaluation, in a save, before a copy counts, in the last step."""
+    """Before the first copy, in a step, in an evaluation, in a save, before a copy counts, in the last step; and a rank
+    that loses a connection while all live, as it waits for its end."""
     places = [(0, 0, "commit"), (1, 2, "step"), (0, 3, "eval"), (1, 4, "save"), (0, 6, "commit"), (1, 8, "step")]
     faults = [kill(rank, at, tmp_path, place) for rank, at, place in places]
+    faults.insert(5, kill(1, 7, tmp_path, kind="lose"))
     recovers(zygote, tmp_path, 2, ["--eval-every", "3", "--eval-steps", "2"], faults)
 
 

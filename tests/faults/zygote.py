@@ -177,6 +177,11 @@ def wait_for_file(path: str) -> None:
         time.sleep(0.01)
 
 
+def lose_a_peer() -> None:
+    """What gloo says where a network breaks and all ranks live."""
+    raise RuntimeError("injected: Connection reset by peer")
+
+
 def only_once(act: Callable[[], None], mark: str) -> None:
     with contextlib.suppress(FileExistsError):
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
@@ -203,6 +208,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "call": wait_outside_python,
     "hang": lambda: time.sleep(1000),
     "fail": fail,
+    "lose": lose_a_peer,
     "fork": fork,
     "slow": lambda: time.sleep(0.2),
 }
