@@ -28,6 +28,7 @@ _SPELLINGS: dict[str, str] = {
     "vp": "num-virtual-stages-per-pipeline-rank",
     "cp": "context-parallel-size",
     "cp_comm": "cp-comm-type",
+    "ep": "expert-model-parallel-size",
     "pipeline_layout": "pipeline-model-parallel-layout",
     "zero": "zero-stage data-parallel-sharding-strategy",
     "device": "distributed-backend",
@@ -46,6 +47,9 @@ _SPELLINGS: dict[str, str] = {
     "rope_linear_factor": "rotary-seq-len-interpolation-factor",
     "window_pattern": "window-attn-skip-freq",
     "init_std": "init-method-std",
+    "moe_topk": "moe-router-topk",
+    "moe_ffn_size": "moe-ffn-hidden-size",
+    "moe_shared_ffn_size": "moe-shared-expert-intermediate-size",
     # data
     "data": "data-path train-data-path",
     "valid_data": "valid-data-path",
@@ -101,6 +105,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "qk-layernorm": {"qk_norm": "head"},
     "apply-layernorm-1p": {"zero_centered_norm": True},
     "group-query-attention": {"num_kv_heads": 1},
+    "moe-router-pre-softmax": {"moe_renormalize": False},
+    "moe-shared-expert-gate": {"moe_shared_gate": True},
     "untie-embeddings-and-output-weights": {"tie_embeddings": False},
     "use-distributed-optimizer": {"zero": 1},
     "optimizer-cpu-offload": {"offload": "optimizer"},
@@ -209,6 +215,13 @@ def _instances(_: str, written: str, count: int, options: Mapping[str, Any]) -> 
     return "full" if count == 1 else f"dp/{count}"
 
 
+def _expert_tp(_: str, written: str, ranks: int, options: Mapping[str, Any]) -> str:
+    tp = options["tp"]
+    if ranks not in (1, tp):
+        raise UserError(written, f"experts are whole or cut over all of --tp {tp}", f"give 1 or {tp}, or --etp")
+    return "tp" if ranks == tp else "1"
+
+
 def _load(_: str, written: str, folder: str, options: Mapping[str, Any]) -> str:
     return "latest" if Path(folder) == Path(options["run_dir"]) else folder
 
@@ -253,6 +266,7 @@ COMPUTED: dict[str, ComputedOption] = {
     "rope-scaling-factor": ComputedOption("rope_scaling", float, _rope_scaling),
     "distributed-timeout-minutes": ComputedOption("watchdog_timeout", float, _minutes),
     "num-distributed-optimizer-instances": ComputedOption("zero_group", int, _instances),
+    "expert-tensor-parallel-size": ComputedOption("etp", int, _expert_tp),
     "load": ComputedOption("resume", str, _load),
     "tensorboard-dir": ComputedOption("tensorboard", str, _tensorboard),
 }

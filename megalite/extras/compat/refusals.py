@@ -36,6 +36,9 @@ the launcher sets the rank of each process
     local-rank lazy-mpu-init
 full recomputes every block, selective the attention core; there is nothing in between
     recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
+tokens are sorted, exchanged and multiplied in groups in one way, and sums of routers are in metrics.jsonl
+    moe-grouped-gemm moe-use-legacy-grouped-gemm moe-token-dispatcher-type moe-permute-fusion moe-router-fusion
+    moe-enable-deepep moe-shared-expert-overlap moe-per-layer-logging
 kernels are selected automatically and logged
     no-*-fusion cross-entropy-* use-flash-attn* flash-attention-version attention-backend=auto transformer-impl
     no-persist-layer-norm use-fused-* fused-* use-te-activation-func use-transformer-engine-op-fuser use-flashinfer-*
@@ -79,8 +82,8 @@ _MATTERS = """
 --cp shares every sample, and --cp-comm says how -> use --cp N, with --cp-comm a2a for DeepSpeed-Ulysses
     cp-partition* hierarchical-context-parallel-sizes hybrid-context-parallel
     ds-sequence-parallel-size=1 force-ds-sequence-parallel
-experts have megalite's own options -> use --num-experts, --moe-topk, --moe-ffn-size, --ep and --etp
-    num-experts-* expert-model-parallel-size=1 expert-tensor-parallel-size expert-* moe-* topk mlp-type=standard
+experts get every token that chooses them, by rules of their own -> use the options of docs/experts.md
+    num-experts-* expert-* moe-router-dtype=fp32 moe-* topk mlp-type=standard
     enable-expert-tensor-parallelism create-moe-param-group use-tutel *-moe-*
 there is no separate FSDP engine -> use --zero 3, or --zero 2; --zero-group for hybrid sharding
     use-megatron-fsdp use-torch-fsdp2 *fsdp-*

@@ -229,7 +229,7 @@ def test_a_maximum_of_one_rank_is_found(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bytes_of_codes_are_planned(recipe: str) -> None:
-    """What the weights' codes take after a pass is what the plan says, experts' too, without the blocks left in bf16."""
+    """What the weights' codes take after a pass is planned, experts' too, without the blocks left in bf16."""
     small = config(recipe)
     experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": 128, "moe_dense_layers": (2,)}
     model = jobs.llama(4, **{**(BLOCKS if recipe == "blockwise" else SMALL), "qk_norm": "head", **experts})

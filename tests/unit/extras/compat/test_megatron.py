@@ -38,7 +38,7 @@ SAMPLE = {
     "muon_ns_steps": "4", "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
     "weight_decay": "0.3", "weight_decay_ramp": "constant",
     "data": "P", "valid_data": "Q", "rope_linear_factor": "8", "window_pattern": "2",
-    "max_minutes": "235",
+    "max_minutes": "235", "ep": "2", "moe_topk": "3", "moe_ffn_size": "24", "moe_shared_ffn_size": "64",
 }  # fmt: skip
 
 
@@ -50,12 +50,16 @@ def values(c: Config) -> dict[str, Any]:
     return {name: getattr(getattr(c, group), name) for name, group in GROUP_OF.items()}
 
 
+EXPERTS = ("--num-experts", "8")
+
+
 @pytest.mark.parametrize("theirs", aliases.RENAMED)
 def test_renamed_flag_acts_as_ours(theirs: str) -> None:
     name = aliases.RENAMED[theirs]
-    ours = config("--" + name.replace("_", "-"), SAMPLE[name])
-    assert config(f"--{theirs}", SAMPLE[name]) == ours != Config()
-    assert config(f"--{theirs.replace('-', '_')}={SAMPLE[name]}") == ours
+    start = EXPERTS if name == "ep" or name.startswith("moe_") else ()
+    ours = config(*start, "--" + name.replace("_", "-"), SAMPLE[name])
+    assert config(*start, f"--{theirs}", SAMPLE[name]) == ours != config(*start)
+    assert config(*start, f"--{theirs.replace('-', '_')}={SAMPLE[name]}") == ours
 
 
 @pytest.mark.parametrize("theirs", aliases.SWITCHES)
@@ -66,8 +70,9 @@ def test_switch_sets_what_it_says(theirs: str) -> None:
         flag = name.replace("_", "-")
         dashes = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
         argv += dashes[value] if TYPES[name] is bool else [f"--{flag}", str(value)]
-    # Some are about a checkpoint.
-    start = ("--resume", "runs/other")
+    # Some are about a checkpoint, some about experts.
+    experts = (*EXPERTS, "--moe-shared-ffn-size", "32") if any(name.startswith("moe_") for name in says) else ()
+    start = ("--resume", "runs/other", *experts)
     assert config(*start, f"--{theirs}") == config(*start, *argv)
     with pytest.raises(UserError, match="takes no value"):
         config(f"--{theirs}", "1")
@@ -249,15 +254,15 @@ NO_EFFECT = """
     wandb-exp-name wandb-save-dir no-check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads
     manual-gc empty-unused-memory-level profile-step-start profile-ranks inference-max-requests
     straggler-minmax-count nccl-communicator-config-path te-rng-tracker use-sharp one-logger-project
-    no-one-logger exit-signal
+    no-one-logger exit-signal moe-token-dispatcher-type moe-permute-fusion moe-grouped-gemm
 """
 """Dropping these changes nothing that is trained."""
 
 MATTERS = """
     hierarchical-context-parallel-sizes ds-sequence-parallel-size
-    force-ds-sequence-parallel expert-model-parallel-size expert-tensor-parallel-size
+    force-ds-sequence-parallel moe-layer-freq moe-expert-capacity-factor
     expert-interval topk mlp-type enable-expert-tensor-parallelism create-moe-param-group use-tutel
-    num-experts-switch moe-router-topk use-megatron-fsdp use-torch-fsdp2 cpu-optimizer cpu-torch-adam
+    num-experts-switch moe-input-jitter-eps use-megatron-fsdp use-torch-fsdp2 cpu-optimizer cpu-torch-adam
     optimizer-offload-fraction cpu-offloading-num-layers remote-device use-pin-memory
     checkpoint-in-cpu deepspeed spec fp32-residual-connection fp16-lm-cross-entropy
     embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul squared-relu quick-geglu
@@ -286,8 +291,6 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
         ):
             parse([f"--{theirs}", "7"])
         assert config(f"--{theirs}", "7", "--ignore-megatron-flags") == Config()
-    with pytest.raises(UserError, match="use --num-experts, .* --etp"):
-        parse(["--expert-tensor-parallel-size", "1"])
     for theirs in MATTERS.split():
         with pytest.raises(UserError, match=f"^--{theirs} 7: is not an option here: .*; "):
             parse([f"--{theirs}", "7", "--ignore-megatron-flags"])
@@ -301,6 +304,7 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
             "--expert-model-parallel-size 1",
             "--attention-backend auto",
             "--rope-type rope",
+            "--moe-router-dtype fp32",
         ),
         *("--softmax-type vanilla", "--vocab-extra-ids 0", "--dataloader-type single", "--mtp-num-layers 0"),
         *("--lr-wsd-decay-style linear", "--num-distributed-optimizer-instances 1"),
@@ -384,6 +388,20 @@ def test_a_megatron_script_becomes_the_configuration_it_means() -> None:
         "eval_every": 250, "eval_steps": 20, "run_dir": "out", "resume": "latest",
     }  # fmt: skip
     assert {name: values(c)[name] for name in expected} == expected
+
+
+def test_experts_in_their_words() -> None:
+    theirs = (
+        "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --num-experts 8"
+    )
+    theirs += " --moe-router-topk 3 --moe-ffn-hidden-size 32 --moe-router-pre-softmax --moe-aux-loss-coeff 0.01"
+    theirs += " --moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
+    ours = "--ep 4 --etp 1 --tp 2 --num-experts 8 --moe-topk 3 --moe-ffn-size 32 --no-moe-renormalize"
+    ours += " --moe-aux-loss-coeff 0.01 --moe-shared-ffn-size 64 --moe-shared-gate"
+    assert config(*theirs.split()) == config(*ours.split())
+    assert config("--num-experts", "8", "--tp", "2", "--expert-tensor-parallel-size", "2").parallel.etp == "tp"
+    with pytest.raises(UserError, match="--expert-tensor-parallel-size 2: experts are whole or cut over all of --tp 4"):
+        config("--num-experts", "8", "--tp", "4", "--expert-tensor-parallel-size", "2")
 
 
 # ------------------------------------------------------------------------------------------------ docs/megatron.md
