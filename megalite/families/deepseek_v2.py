@@ -5,6 +5,7 @@
 
 from typing import Any
 
+from megalite.base.errors import UserError
 from megalite.families.common import COMMON_FIELDS, Family, Packing, preset, rows
 from megalite.families.experts import (
     EXPERT_FIELDS,
@@ -55,6 +56,9 @@ DEEPSEEK_DEFAULTS: dict[str, Any] = {
 }
 
 
+_METHODS = ("greedy", "group_limited_greedy")
+
+
 def extended(factor: float, mscale: float, **more: Any) -> dict[str, Any]:
     """Extend 4,096 positions by YaRN, with the stretch of all dimensions."""
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 4096}
@@ -64,7 +68,10 @@ def extended(factor: float, mscale: float, **more: Any) -> dict[str, Any]:
 
 def _read(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Read the layers of experts; "greedy" knows no groups."""
-    greedy = values["topk_method"] == "greedy"
+    method = values["topk_method"]
+    if method not in _METHODS:
+        raise UserError(f"topk_method {method!r:.60}", f"is not one of {', '.join(_METHODS)}", "convert another model")
+    greedy = method == "greedy"
     return read_first_dense(values | dict.fromkeys(("n_group", "topk_group") if greedy else ()), options)
 
 

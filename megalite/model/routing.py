@@ -91,7 +91,9 @@ class Router(WideLinear):
         weights_TK = weights_TK * self.factor if self.factor != 1 else weights_TK
         if not fwd.training:
             return Routing(ids_TK, weights_TK, None)
-        p_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if self.sigmoid else scores_TE
+        # Sigmoids may all be 0.
+        least = torch.finfo(scores_TE.dtype).tiny
+        p_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=least) if self.sigmoid else scores_TE
         plain = self.bias is None and self.groups == 1
         largest_TK = ids_TK if plain else scores_TE.detach().topk(self.k).indices
         balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), largest_TK)

@@ -80,6 +80,8 @@ class ExpertWatch:
         self.layers = [layer for layer in range(cfg.num_layers) if cfg.is_moe(layer)]
         self.most, self.steps, self.seen = 0.9 * (cfg.num_experts or 0) / cfg.moe_topk, steps, 0
         self.tokens = torch.zeros(())
+        biased = cfg.moe_router_enable_expert_bias
+        self.remedy = "--moe-router-bias-update-rate" if biased else "--moe-aux-loss-coeff"
         self.warned: set[str] = set()
 
     def look(self, figures: RoutingFigures | None) -> None:
@@ -102,4 +104,4 @@ class ExpertWatch:
     def _warn(self, what: str, layer: int, kind: str) -> None:
         if f"{kind} {layer}" not in self.warned:
             self.warned.add(f"{kind} {layer}")
-            warn_on_rank_0(f"{what} in {self.steps} steps: raise --moe-aux-loss-coeff, or lower --lr")
+            warn_on_rank_0(f"{what} in {self.steps} steps: raise {self.remedy}, or lower --lr")

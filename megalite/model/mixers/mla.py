@@ -76,10 +76,14 @@ class LatentAttention(Mixer):
         return [inside(cfg, "queries", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
 
     def deferred(self, cfg: Config) -> int:
-        """Compute the bytes of gathered latents, and of inputs as wide as others, which `matrices` shows once."""
+        """Compute the bytes of gathered latents, of the gradients of what cp makes of them, and of inputs as wide as
+        others, which `matrices` shows once.
+        """
         m, own = cfg.model, residual_rows(cfg)
         inputs = [m.hidden_size, m.latent_size] + ([m.q_lora_rank] if m.q_lora_rank is not None else [])
-        gathered = tokens(cfg) * (m.latent_size + m.rotary_dim) - own * m.latent_size
+        latent, p = m.latent_size + m.rotary_dim, cfg.parallel
+        gathered = tokens(cfg) * p.cp * latent - own * m.latent_size
+        gathered += tokens(cfg) * (p.cp - 1) * m.num_heads * (m.nope_size + m.value_size) // p.tp
         return element_size(cfg) * (gathered + own * (sum(inputs) - sum(set(inputs))))
 
     def touched(self, cfg: ModelConfig) -> int:
