@@ -113,7 +113,7 @@ class Family:
     presets: Mapping[str, Preset] = field(default_factory=dict)
     block_kind: Callable[[Any, int], BlockKind] = block_of
     others: tuple[str, ...] = ()
-    derived: Mapping[str, type] = field(default_factory=dict)
+    derived: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = lambda values, options: {}
     write: Callable[[Any], dict[str, Any]] = lambda cfg: {}
 

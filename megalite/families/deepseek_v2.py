@@ -3,9 +3,8 @@
 `DEEPSEEK_*` hold what DeepSeek-V3 keeps.
 """
 
-from typing import Any
+from typing import Any, Literal
 
-from megalite.base.errors import UserError
 from megalite.families.common import COMMON_FIELDS, Family, Packing, preset, rows
 from megalite.families.experts import (
     EXPERT_FIELDS,
@@ -56,9 +55,6 @@ DEEPSEEK_DEFAULTS: dict[str, Any] = {
 }
 
 
-_METHODS = ("greedy", "group_limited_greedy")
-
-
 def extended(factor: float, mscale: float, **more: Any) -> dict[str, Any]:
     """Extend 4,096 positions by YaRN, with the stretch of all dimensions."""
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 4096}
@@ -68,10 +64,7 @@ def extended(factor: float, mscale: float, **more: Any) -> dict[str, Any]:
 
 def _read(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Read the layers of experts; "greedy" knows no groups."""
-    method = values["topk_method"]
-    if method not in _METHODS:
-        raise UserError(f"topk_method {method!r:.60}", f"is not one of {', '.join(_METHODS)}", "convert another model")
-    greedy = method == "greedy"
+    greedy = values["topk_method"] == "greedy"
     return read_first_dense(values | dict.fromkeys(("n_group", "topk_group") if greedy else ()), options)
 
 
@@ -108,7 +101,7 @@ FAMILY = Family(
         "topk_method": "greedy",
     },
     constants={"mlp_bias": False, "norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
-    derived={**FIRST_DENSE, "topk_method": str},
+    derived={**FIRST_DENSE, "topk_method": Literal["greedy", "group_limited_greedy"]},
     read=_read,
     write=_write,
     presets={

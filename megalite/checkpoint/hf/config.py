@@ -13,7 +13,7 @@ from megalite.base.errors import UserError
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.layer_types import FULL, SLIDING
 from megalite.config.model import BALANCING, SCALING_FIELDS, ModelConfig, RopeScaling
-from megalite.config.values import fits, rule_of
+from megalite.config.values import choices_of, fits, rule_of
 from megalite.families import FAMILIES
 from megalite.families.common import Family
 from megalite.families.parts import ACTIVATIONS
@@ -133,6 +133,8 @@ def _check_types(values: dict[str, Any], family: Family, where: str) -> None:
 def _check_type(where: str, key: str, value: Any, hint: Any) -> None:
     if not fits(hint, value):
         raise BadCheckpoint(f"{where}: {key} {value!r:.80}", f"is of the wrong type: {rule_of(hint)}", "correct it")
+    if (choices := choices_of(hint)) and value not in choices:
+        raise BadCheckpoint(f"{where}: {key} {value!r:.80}", rule_of(hint), "convert another model")
 
 
 def _read_pattern(config: dict[str, Any], options: dict[str, Any], where: str) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def test_layers_that_predict_further_tokens_are_left_out(models: Any, tmp_path: 
 
 def test_other_ways_to_choose_experts_are_refused(models: Any) -> None:
     raw = json.loads((models("deepseek_v2")[0] / "config.json").read_text())
-    with pytest.raises(UserError, match="topk_method 'noaux_tc': is not one of greedy, group_limited_greedy"):
+    with pytest.raises(UserError, match="topk_method 'noaux_tc': must be one of greedy, group_limited_greedy"):
         read_config({**raw, "topk_method": "noaux_tc"}, "config.json")
 
 
