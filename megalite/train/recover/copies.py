@@ -80,10 +80,12 @@ class Copies:
         """
         problems = []
         for copy in sorted(self._held, key=lambda copy: -copy["commit"]):
-            problem = self._try(copy, ctx.rank)
+            problem = self._check(copy, ctx.rank)
             found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
             if not found:
                 self._number = copy["commit"]
+                for part, flat in zip(self._parts(copy["slot"]), self._flats):
+                    flat.copy_(part)
                 break
             problems += found
             self.restored = None
@@ -93,17 +95,15 @@ class Copies:
         self._guard.loaded(self._number)
         return problems
 
-    def _try(self, copy: dict[str, Any], rank: int) -> str:
-        """Load a copy; return what is wrong with it."""
+    def _check(self, copy: dict[str, Any], rank: int) -> str:
+        """Read what a copy holds besides tensors, and sum those; return what is wrong with it. No state changes."""
         text = self._maps[copy["slot"]][self._size : self._size + copy["length"]]
         damaged = f"the copy of step {copy['step']} in the memory of rank {rank} is damaged"
         if zlib.crc32(text) != copy["crc"]:
             return damaged
         self.restored = json.loads(text)
         assert self.restored is not None
-        for part, flat in zip(self._parts(copy["slot"]), self._flats):
-            flat.copy_(part)
-        return "" if _sums(self._flats) == self.restored.pop("sums") else damaged
+        return "" if _sums(self._parts(copy["slot"])) == self.restored.pop("sums") else damaged
 
     def _parts(self, slot: int) -> list[torch.Tensor]:
         """Return the parts of a slot's memory, of the states' types and lengths."""

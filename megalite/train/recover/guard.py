@@ -114,7 +114,6 @@ class Guard:
         """Take in one message; return whether there was one."""
         packet = member.packets.receive(wait=False)
         if packet is None:
-            # Its end is seen by its pidfd.
             if not member.silent:
                 member.silent = True
                 self._loop.forget(member.packets.socket.fileno())
@@ -129,9 +128,8 @@ class Guard:
         elif "commit" in message:
             # Two are whole; the slot of a third is written over from here on.
             self._copies = [*self._copies[-1:], message]
-            # Not earlier: its imports would compete with a first step.
             if self._spare is None and self._failures < _MAX_FAILURES:
-                self._start()
+                self._start()  # not earlier: its imports would compete with a first step
         elif "loaded" in message:
             self._copies = [copy for copy in self._copies if copy["commit"] <= message["loaded"]]
         elif "listen" in message:
@@ -232,14 +230,14 @@ class Guard:
             if not self._ending:
                 self._leave(1, "the guard of rank 0 is gone: ending this rank")
         elif "break" in message:
-            self._broken = True
+            # A turn that nobody has taken yet is void.
+            self._broken, self._next = True, None
             if self._trainer is None:
                 self._clear()
             else:
                 _kill(self._trainer.pid, signal.SIGKILL)
         elif "go" in message and self._launcher and os.getppid() != self._launcher:
-            # Its store is gone: nobody could meet.
-            self._tell({"final": 1})
+            self._tell({"final": 1})  # its store is gone: nobody could meet
         elif "go" in message:
             self._round, self._broken = message["go"], False
             self._copies = [copy for copy in self._copies if copy["commit"] in message["numbers"]]
@@ -289,7 +287,9 @@ def main(command: list[str], parent: int) -> None:
     def start(descriptor: int) -> int:
         # A session of its own: what a terminal or a launcher sends to the guard's group is passed on, once.
         env = {**os.environ, "MEGALITE_GUARD": str(descriptor)}
-        return subprocess.Popen(command, pass_fds=[descriptor], env=env, start_new_session=True).pid
+        process = subprocess.Popen(command, pass_fds=[descriptor], env=env, start_new_session=True)
+        process.returncode = 0  # the guard waits for it: a later Popen must not
+        return process.pid
 
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if launched:

@@ -54,7 +54,8 @@ class Hub:
 
     def _introduce(self, link: Link, message: dict[str, Any] | None) -> None:
         """Take in a guard that knows the token; hang up on anybody else."""
-        if message is None or not secrets.compare_digest(str(message.get("token")), self.token):
+        token = str((message or {}).get("token")).encode(errors="replace")
+        if message is None or not secrets.compare_digest(token, self.token.encode()):
             link.close()
             return
         rank = int(message["hello"])

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megalite.base.untrusted import BadFile, parse_json
+
 # Far above any message, which are a line each.
 _MAX_MESSAGE = 1 << 16
 
@@ -113,5 +115,15 @@ class Link:
             self.heard(None)
             return
         for line in lines:
-            if self._socket.fileno() >= 0:
-                self.heard(json.loads(line))
+            if self._socket.fileno() < 0:
+                return
+            try:
+                message = parse_json(line)
+            except BadFile:
+                message = None
+            if not isinstance(message, dict):
+                # No guard says this.
+                self.close()
+                self.heard(None)
+                return
+            self.heard(message)
