@@ -81,18 +81,19 @@ def exists(store: Store, name: str) -> bool:
     return True
 
 
-def tidy(store: Store, name: str, claim: dict[str, Any]) -> None:
-    """After the commit of `name`: point `latest` at it, set aside what the run does not continue, prune older ones."""
-    store.write(LATEST, name.encode())
+def set_aside(store: Store, name: str, claim: dict[str, Any]) -> None:
+    """Before the commit of `name`: take what the run does not continue out of what a run resumes from."""
     mine = {*claim["written"], name}
-    names = committed(store)
-    aside = [n for n in names if step_of(n) > claim["base"] and n not in mine]
-    for other in aside:
+    for other in (n for n in committed(store) if step_of(n) > claim["base"] and n not in mine):
         # Nothing can be renamed in a store: without COMMIT no run resumes from it, with this file none deletes it.
         store.write(f"{other}/ASIDE", store.read(f"{other}/COMMIT"))
         store.delete([f"{other}/COMMIT"])
-    kept = [n for n in names if n not in aside]
-    keep = {*kept[: claim["keep_last"]], *claim["keep"], name}
+
+
+def tidy(store: Store, name: str, claim: dict[str, Any]) -> None:
+    """After the commit of `name`: point `latest` at it, and prune older ones."""
+    store.write(LATEST, name.encode())
+    keep = {*committed(store)[: claim["keep_last"]], *claim["keep"], name}
     for other in {n.rstrip("/") for n in store.names() if n.endswith("/")} - keep:
         # Of a later one other ranks may be uploading their parts already.
         if 0 <= step_of(other) < step_of(name) and "ASIDE" not in (files := store.names(other)):

@@ -148,6 +148,9 @@ def _commit(store: Store, part: Part, patience: float) -> list[str]:
     # Before COMMIT: who resumes from it on another disk has the metrics up to there.
     run_dir = Path(job["root"]).parent
     problems = _try("config and metrics are not uploaded", lambda: _upload_run_files(store, run_dir))
+    if job["full"]:
+        # Before COMMIT too: a later one that is abandoned must not be what the next start takes.
+        remote.set_aside(store, part.name, job["remote"])
     store.write(f"{part.name}/manifest.json", data)
     store.write(f"{part.name}/COMMIT", commit_text(data))
     # From here on it exists; nothing that fails undoes it.
@@ -171,7 +174,7 @@ def _check_owner(store: Store, job: dict[str, Any]) -> None:
 
 
 def _tidy(store: Store, part: Part) -> None:
-    # What another run has saved since it took the place is not this run's to set aside.
+    # What another run has saved since it took the place is not this run's to prune.
     _check_owner(store, part.job)
     remote.tidy(store, part.name, part.job["remote"])
 

@@ -248,6 +248,19 @@ def test_keep_last_and_what_a_run_does_not_continue(url: str, tmp_path: Path) ->
     assert f"{mine[0]}/" not in store.names()
 
 
+@pytest.mark.parametrize(("match", "newest"), [("latest", "step_00000005"), ("ASIDE", "step_00000008")])
+def test_what_is_abandoned_is_set_aside_before_the_commit(
+    url: str, tmp_path: Path, proxy: BreakingProxy, match: str, newest: str
+) -> None:
+    """A host that dies after its commit has not left a later, abandoned checkpoint; if it cannot be set aside, none."""
+    assert upload_parts(url, make_part(tmp_path, url, 8, save_id="8" * 16))[0]["error"] == ""
+    proxy.faults = [Fault(f"PUT .*/{match}", "403")]
+    report = upload_parts(url, make_part(tmp_path, url, 5, save_id="5" * 16, base=4))[0]
+    assert bool(report["error"]) == (match == "ASIDE")
+    proxy.faults = []
+    assert [name[:13] for name in remote.committed(Store(url))] == [newest]
+
+
 def test_a_listing_that_is_old(url: str, tmp_path: Path, proxy: BreakingProxy) -> None:
     """It names what is deleted and lacks what is new: the newest checkpoint is found, and nothing that is gone."""
     names = []
