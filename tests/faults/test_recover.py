@@ -104,6 +104,15 @@ def test_killed_in_other_layouts(zygote: Zygote, tmp_path: Path, layout: str, ra
 
 
 @pytest.mark.full
+def test_killed_after_its_save_is_committed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
+    """All go back to the step that was saved: it is not saved again, nor set aside as of another history."""
+    job = begin(zygote, tmp_path, 2, RECOVER, kill(0, 5, tmp_path), once_committed(tmp_path / "run", 4, 0, 5))
+    assert codes(job.end()) == [0, 0], job.text(0)
+    expect(tmp_path / "run", whole, [0])
+    assert [event["step"] for event in events(tmp_path / "run", "save")] == [2, 4, 6, 8]
+
+
+@pytest.mark.full
 def test_ten_random_kills(zygote: Zygote, tmp_path: Path) -> None:
     """`python -m tests.soak.recover` kills hundreds, at any time."""
     draw = random.Random(29)
@@ -183,16 +192,16 @@ def test_a_guard_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("damaged", "used"), [([4], "step 3"), ([3, 4], "step 2")])
+@pytest.mark.parametrize(("damaged", "used"), [([4], "back to step 3"), ([3, 4], "newest checkpoint on disk")])
 def test_a_bit_flips_in_a_copy(zygote: Zygote, tmp_path: Path, whole: Path, damaged: list[int], used: str) -> None:
-    """On one rank: all use the copy before it, or else the newest checkpoint (of step 2)."""
+    """On one rank: all use the copy before it, or else the newest checkpoint."""
     flips = [{"rank": 1, "kind": "", "place": "copy", "at": step} for step in damaged]
     once = once_committed(tmp_path / "hit" / "run", 2, 0, 5)
-    job = begin(zygote, tmp_path / "hit", 2, RECOVER, *flips, once, kill(0, 5, tmp_path))
+    job = begin(zygote, tmp_path / "hit", 2, RECOVER, *flips, kill(0, 5, tmp_path), once)
     assert codes(job.end()) == [0, 0], job.text(0)
     assert outcome(tmp_path / "hit" / "run") == outcome(whole)
     assert "the copy of step 4 in the memory of rank 1 is damaged: using " in job.text(0)
-    assert f"back to {used} in " in job.text(0)
+    assert used in job.text(0)
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.base.errors import require
 from megalite.base.log import logger
+from megalite.checkpoint.folder import step_name
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.run import Config
@@ -79,6 +80,9 @@ def continue_recovered(run: Run, restored: dict[str, Any]) -> None:
         run.checkpointer.continues(path)
     base = run.continues[0] if run.continues else -1
     saved = [(step, Path(path)) for step, path in restored["saved"]]
+    if (last := (run.step, run.checkpointer.root / step_name(run.step))) not in saved and run.step > base:
+        # A copy is made before the save of its step.
+        saved.append(last)
     # Rank 0 looks for all. A save may have been committed after the copy was made, or cut short.
     found = [path.name for step, path in saved if run.engine.ctx.rank == 0 and _is_whole(path, run, step > base)]
     names = set(gather_texts(" ".join(found), run.engine.ctx.world, run.engine.ctx.device)[0].split())
