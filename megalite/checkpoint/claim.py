@@ -81,6 +81,20 @@ class Claim:
                     self._mirror.continues(self._base, "")
                 return
 
+    def catch_up(self) -> dict[str, Any] | None:
+        """Describe the upload of the checkpoint that the run continues; None if its place in a store has that already.
+
+        Without a shared folder it is no local one.
+        """
+        here = self.root / self._resumed_from
+        if self._mirror is None or not self._resumed_from or not self._mirror.lacks(here):
+            return None
+        # The same ID in every attempt: what an earlier one left is written over.
+        save_id = (here / "COMMIT").read_text()[:16]
+        orders = self._mirror.describe_save(f"{self._resumed_from}-{save_id}", self._keep_last, hold=False)
+        job = {"name": self._resumed_from, "save_id": save_id, "full": True, "rank": 0, "root": str(self.root)}
+        return {**job, "whole": str(here), "remote": orders}
+
     def add(self, name: str) -> None:
         """Note a checkpoint that the run has written."""
         self._written.add(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.log import logger
-from megalite.base.store import MissingObject, Store, is_url, join
+from megalite.base.store import MissingObject, Store, StoreError, is_url, join
 from megalite.checkpoint import remote
 from megalite.checkpoint.folder import clean_up
 from megalite.checkpoint.snapshot import WriterProcess
@@ -94,6 +94,15 @@ class Mirror:
     def continues(self, step: int, name: str) -> None:
         """Note the step that the run continues from, and the checkpoint if it is one of this place."""
         self._base, self._kept = step, name
+
+    def lacks(self, checkpoint: Path) -> bool:
+        """Whether the store has no committed equal of a local checkpoint, as far as it answers."""
+        text, store = (checkpoint / "COMMIT").read_bytes(), Store(self.url)
+        try:
+            same = (name for name in self.committed() if remote.step_of(name) == self._base)
+            return all(store.read(f"{name}/COMMIT") != text for name in same)
+        except StoreError:
+            return True
 
     @property
     def is_busy(self) -> bool:

@@ -89,10 +89,13 @@ class Checkpointer:
     def continues(self, path: str | Path) -> None:
         """Name the checkpoint that this run continues.
 
-        It is never pruned. The first commit sets aside only the later checkpoints of the folder: they belong to a
-        history that this run does not continue.
+        It is never pruned, and uploaded if that has not been done. The first commit sets aside only the later
+        checkpoints of the folder: they belong to a history that this run does not continue.
         """
         self._claim.continues(Path(path))
+        if self.ctx.rank == 0 and (job := self._claim.catch_up()) is not None:
+            logger.info(f"{path} is not in the store yet: uploading it")
+            self._writer.upload(job)
 
     def adopt(self, name: str) -> None:
         """Name a checkpoint that an earlier process of this run has written; every rank calls it."""

@@ -178,6 +178,11 @@ class WriterProcess:
         reports, self._uploads = self._uploads, []
         return reports
 
+    def upload(self, job: dict[str, Any]) -> None:
+        """Have the writer upload a checkpoint that is committed."""
+        with contextlib.suppress(OSError):
+            send(self._channel, job)
+
     def release(self, name: str) -> None:
         """Have the writer upload the part that it holds."""
         with contextlib.suppress(OSError):

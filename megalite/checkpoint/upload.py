@@ -40,8 +40,9 @@ class Part:
 
     Attributes:
         job: the writer's job.
-        descriptor: open file of the shard: the local checkpoint may be renamed or pruned meanwhile.
-        fragment: this rank's fragment of the manifest.
+        descriptor: open file of the shard: the local checkpoint may be renamed or pruned meanwhile. Of a whole
+            checkpoint, its folder.
+        fragment: this rank's fragment of the manifest; {} if all of the checkpoint is to be uploaded.
     """
 
     job: dict[str, Any]
@@ -113,6 +114,8 @@ class Uploader:
             self._report(answer | {"seconds": time.monotonic() - started})
 
     def _upload(self, store: Store, part: Part) -> list[str]:
+        if not part.fragment:
+            return _upload_whole(store, part)
         file, rank, started = part.fragment["file"], part.job["rank"], time.monotonic()
         # By its descriptor: the name may be another by now.
         store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
@@ -132,7 +135,7 @@ def _remove_unshared(part: Part) -> None:
 
 
 def _commit(store: Store, part: Part, patience: float) -> list[str]:
-    """Wait for all parts, commit, and do what can only be done afterwards; return what of that failed."""
+    """Wait for all parts, and commit."""
     job = part.job
     deadline = time.monotonic() + patience
     names = [f"{part.name}/rank_{rank:05d}.json" for rank in range(job["world"])]
@@ -140,7 +143,22 @@ def _commit(store: Store, part: Part, patience: float) -> list[str]:
     manifest = assemble(job["manifest"], fragments)
     data = manifest.to_json()
     Manifest.from_json(data, "manifest of this save")
-    sizes = store.names(part.name)
+    return _publish(store, part, manifest, data, names)
+
+
+def _upload_whole(store: Store, part: Part) -> list[str]:
+    """Upload a checkpoint that an earlier process of the run has committed on the local disk."""
+    here = Path(f"/dev/fd/{part.descriptor}")
+    data = (here / "manifest.json").read_bytes()
+    manifest = Manifest.from_json(data, str(here))
+    for entry in manifest.files:
+        store.upload(f"{part.name}/{entry.name}", str(here / entry.name), entry.size)
+    return _publish(store, part, manifest, data, [])
+
+
+def _publish(store: Store, part: Part, manifest: Manifest, data: bytes, fragments: list[str]) -> list[str]:
+    """Commit what has arrived, and do what can only be done afterwards; return what of that failed."""
+    job, sizes = part.job, store.names(part.name)
     for entry in manifest.files:
         if sizes.get(entry.name) != entry.size:
             raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
@@ -154,7 +172,7 @@ def _commit(store: Store, part: Part, patience: float) -> list[str]:
     store.write(f"{part.name}/manifest.json", data)
     store.write(f"{part.name}/COMMIT", commit_text(data))
     # From here on it exists; nothing that fails undoes it.
-    problems += _try("the fragments remain", lambda: store.delete(names))
+    problems += _try("the fragments remain", lambda: store.delete(fragments))
     return problems + (_try("older ones remain", lambda: _tidy(store, part)) if job["full"] else [])
 
 

@@ -93,6 +93,9 @@ def main(descriptor: int) -> None:
             os.close(descriptors[0])
         if job.get("remote") and uploader is None:
             uploader = Uploader(job["remote"]["url"], answer)
+        if "whole" in job and uploader is not None:
+            uploader.add(Part(job, os.open(job["whole"], os.O_RDONLY), {}))
+            continue
         answer(_serve(job, buffer, channel, uploader))
 
 

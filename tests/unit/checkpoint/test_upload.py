@@ -24,8 +24,11 @@ from megalite.checkpoint.fragments import SavedBox, assemble
 from megalite.checkpoint.manifest import Manifest, box_key, commit_text
 from megalite.checkpoint.mirror import Mirror, SaveError
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
+from megalite.checkpoint.save import Checkpointer
 from megalite.checkpoint.upload import Part, Uploader
 from megalite.config.run import RunConfig
+from megalite.dist.context import ParallelContext
+from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, BreakingProxy, Fault, secrets_in
 
 META = {
@@ -501,3 +504,31 @@ def test_failed_uploads_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     caplog.clear()
     assert mirror.settle(Reports("away")) == "its upload failed"  # type: ignore[arg-type]
     assert "whole" not in caplog.text
+
+
+def test_a_checkpoint_whose_upload_failed_is_uploaded_at_the_next_start(folder_url: str, tmp_path: Path) -> None:
+    """The last one of a run, which says that it has not been uploaded: the same command, with nothing else to do."""
+    root, store = tmp_path / "checkpoints", Store(folder_url)
+
+    def start() -> Checkpointer:
+        mirror = Mirror(folder_url.rpartition("/")[0], tmp_path)
+        return Checkpointer(root, ParallelContext.single(), on_error="warn", mirror=mirror)
+
+    first = start()
+    store.delete([remote.OWNER])
+    path = first.save(1, cs.states_at(1), {"step": 1})
+    assert path is not None
+    assert not first.settle()
+    first.close()
+    assert remote.committed(store) == []
+    for is_missing in (True, False):
+        again = start()
+        again.continues(path)
+        assert again.mirror is not None
+        assert again.mirror.is_busy == is_missing
+        assert again.settle()
+        again.close()
+        (name,) = remote.committed(store)
+        assert {n: store.read(f"{name}/{n}") for n in store.names(name)} == {
+            p.name: p.read_bytes() for p in path.iterdir()
+        }
