@@ -284,6 +284,9 @@ class Checkpointer:
             whole = "; the local one is whole" * self.mirror.shared
             self._fail(f"{problem}{whole}", "the last checkpoint is not uploaded")
             return False
+        if not self.mirror.shared:
+            # All parts are in the store.
+            folder.clean_up(self.root)
         return saved
 
     def _gather_errors(self) -> list[str]:

@@ -26,6 +26,8 @@ from megalite.checkpoint.manifest import Manifest, commit_text
 # How long rank 0 waits for the parts of the other ranks, which have their own attempts, once its own has arrived; and
 # three times as long as its own took.
 _PATIENCE_S = 300.0
+# How long there is nothing to upload before what failed last is tried again.
+_IDLE_S = 60.0
 # Files of a run besides its checkpoints that are uploaded with them.
 RUN_FILES = ("config.yaml", "metrics.jsonl")
 
@@ -43,11 +45,13 @@ class Part:
         descriptor: open file of the shard: the local checkpoint may be renamed or pruned meanwhile. Of a whole
             checkpoint, its folder.
         fragment: this rank's fragment of the manifest; {} if all of the checkpoint is to be uploaded.
+        failed: whether its last upload failed, and may be repeated.
     """
 
     job: dict[str, Any]
     descriptor: int
     fragment: dict[str, Any]
+    failed: bool = False
 
     @property
     def name(self) -> str:
@@ -56,7 +60,9 @@ class Part:
 
     def close(self) -> None:
         """Close the shard."""
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
 
 class Uploader:
@@ -71,7 +77,8 @@ class Uploader:
         self._report, self._url = report, url
         self._parts: queue.Queue[Part] = queue.Queue()
         self._held: Part | None = None
-        self._failed = list[Part]()
+        # What is not known to be committed, oldest first; only the last one is open.
+        self._left = list[Part]()
         self._store: Store | None = None
         threading.Thread(target=self._serve, name="upload", daemon=True).start()
 
@@ -95,23 +102,60 @@ class Uploader:
 
     def _serve(self) -> None:
         while True:
-            part, started = self._parts.get(), time.monotonic()
-            answer: dict[str, Any] = {"upload": part.name, "error": "", "taken": False, "problems": []}
             try:
-                self._store = self._store or Store(self._url, lambda text: self._report({"note": text}))
-                answer["problems"] = self._upload(self._store, part)
-                # Without a shared folder these are no checkpoints; until now they were all that there was of them.
-                for done in (part, *self._failed):
-                    _remove_unshared(done)
-                self._failed.clear()
-            except TakenError as e:
-                answer |= {"error": str(e), "taken": True}
-            except Exception as e:
-                answer["error"] = str(e) if isinstance(e, StoreError) else f"{type(e).__name__}: {e}"
-            if answer["error"]:
-                self._failed.append(part)
-            part.close()
-            self._report(answer | {"seconds": time.monotonic() - started})
+                part = self._parts.get(timeout=_IDLE_S if self._left else None)
+            except queue.Empty:
+                self._retry(self._left[-1])
+                continue
+            if self._left:
+                self._left[-1].close()
+            self._left.append(part)
+            self._report(self._attempt(part))
+
+    def _retry(self, part: Part) -> None:
+        """While there is nothing else to upload, repeat what failed last, or look whether rank 0 has committed."""
+        if not part.failed:
+            self._forget_committed()
+        elif (answer := self._attempt(part))["error"] and not answer["taken"]:
+            # It has been counted as a failure already.
+            self._report({"note": f"{part.name}: {answer['error']}; trying again in {_IDLE_S:.0f} s"})
+        else:
+            self._report(answer)
+
+    def _attempt(self, part: Part) -> dict[str, Any]:
+        started = time.monotonic()
+        answer: dict[str, Any] = {"upload": part.name, "error": "", "taken": False, "problems": []}
+        try:
+            self._store = self._store or Store(self._url, lambda text: self._report({"note": text}))
+            answer["problems"] = self._upload(self._store, part)
+            # The parts of other hosts may still fail.
+            if part.job["rank"] == 0 or part.job["remote"]["shared"]:
+                self._forget(part)
+        except TakenError as e:
+            answer |= {"error": str(e), "taken": True}
+        except Exception as e:
+            answer["error"] = str(e) if isinstance(e, StoreError) else f"{type(e).__name__}: {e}"
+        part.failed = bool(answer["error"]) and not answer["taken"]
+        self._forget_committed()
+        return answer | {"seconds": time.monotonic() - started}
+
+    def _forget_committed(self) -> None:
+        """Forget the parts up to the newest that is committed, and the oldest if there are too many."""
+        with contextlib.suppress(StoreError):
+            store = self._store or Store(self._url)
+            for part in reversed(self._left):
+                if not part.failed and remote.exists(store, f"{part.name}/COMMIT"):
+                    self._forget(part)
+                    break
+        if self._left and (old := self._left[: -self._left[-1].job["remote"]["keep_last"]]):
+            self._forget(old[-1])
+
+    def _forget(self, last: Part) -> None:
+        """Forget a part and older ones. Until now they were all that there was of them without a shared folder."""
+        while self._left and self._left[0] is not last:
+            _remove_unshared(self._left.pop(0))
+        last.close()
+        _remove_unshared(self._left.pop(0))
 
     def _upload(self, store: Store, part: Part) -> list[str]:
         if not part.fragment:
@@ -128,9 +172,9 @@ def _remove_unshared(part: Part) -> None:
     if part.job["remote"]["shared"]:
         return
     folder, rank = Path(part.job["temporary"]), part.job["rank"]
-    for suffix in ("safetensors", "json"):
-        (folder / f"rank_{rank:05d}.{suffix}").unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # other ranks of this host may still be uploading theirs
+        for suffix in ("safetensors", "json"):
+            (folder / f"rank_{rank:05d}.{suffix}").unlink(missing_ok=True)
         folder.rmdir()
 
 

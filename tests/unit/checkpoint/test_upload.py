@@ -8,6 +8,7 @@ import os
 import queue
 import secrets
 import sys
+import time
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -448,6 +449,37 @@ def test_parts_that_no_other_host_sees_go(folder_url: str, tmp_path: Path) -> No
     done = add(3)
     assert reports.get(timeout=300)["error"] == ""
     assert not [path for path in (failed, held, done) if path.exists()]
+
+
+def test_a_part_stays_until_its_checkpoint_is_committed(
+    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has uploaded its own; what failed is repeated while there is nothing else to upload, and not counted."""
+    monkeypatch.setattr(upload, "_IDLE_S", 0.05)
+    monkeypatch.setattr(upload, "_PATIENCE_S", 0.5)
+    reports: queue.Queue[dict[str, Any]] = queue.Queue()
+    parts, local = dict[int, Part](), dict[int, Path]()
+    for rank in (0, 1):
+        parts[rank] = make_part(tmp_path, folder_url, 1, rank, 2, shared=False)
+        here = tmp_path / f"host{rank}/.tmp_1"
+        here.mkdir(parents=True)
+        local[rank] = here / f"rank_{rank:05d}.safetensors"
+        (tmp_path / f"step_1_{local[rank].name}").rename(local[rank])
+        parts[rank].job["temporary"] = str(here)
+    Uploader(folder_url, reports.put).add(parts[1])
+    assert reports.get(timeout=300)["error"] == ""
+    # Nobody owns the place yet.
+    Uploader(folder_url, reports.put).add(parts[0])
+    assert "owner" in reports.get(timeout=300)["error"]
+    assert "trying again" in reports.get(timeout=300)["note"]
+    assert local[0].exists()
+    assert local[1].exists()
+    Store(folder_url).write(remote.OWNER, b"me")
+    while "note" in (report := reports.get(timeout=300)):
+        pass
+    assert (report["upload"], report["error"]) == (parts[0].name, "")
+    while local[0].exists() or local[1].exists():
+        time.sleep(0.01)
 
 
 def test_a_place_that_is_taken_after_the_commit(
