@@ -1,7 +1,8 @@
 """The check before a save: copies are equal.
 
-Copies are weights over dp, those that are not sharded over tp, and the two ends of a tied embedding. A flipped bit in
-one copy, or copies that drift apart, do not show in the loss; a save would make them permanent.
+Copies are weights over dp, those that are not sharded and biases of routers over tp, and the two ends of a tied
+embedding. A flipped bit in one copy, or copies that drift apart, do not show in the loss; a save would make them
+permanent.
 """
 
 from __future__ import annotations

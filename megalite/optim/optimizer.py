@@ -69,7 +69,7 @@ class DistributedOptimizer:
         host_ops: kernels for updates on the host; None: `ops`.
 
     Attributes:
-        beside: tensors that are saved with the weights and are none: what changes them is none of the optimizer's.
+        beside: tensors saved with the weights, whole on every rank of a stage; what changes them is not the optimizer.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class DistributedOptimizer:
         self._gathers.start()
 
     def copies(self) -> list[tuple[Axis, list[tuple[str, torch.Tensor]]]]:
-        """List the weights that must be equal on several ranks, by axis: (axis, [(name, weight)])."""
+        """List the weights, and what is beside them, that must be equal on several ranks: (axis, [(name, weight)])."""
         table: dict[str, tuple[Axis, list[tuple[str, torch.Tensor]]]] = {}
         for bucket in self.buckets:
             share, sharded = bucket.weight_share, bucket.sharded.weights
@@ -255,8 +255,9 @@ class DistributedOptimizer:
                 tied = [self.ctx.axis("ends")] if "ends" in shard.reduce else []
                 weight = share[own.span] if sharded else own.param.detach()
                 for axis in (*axes, *([bucket.replica_axis] if sharded else []), *tied):
-                    _, weights = table.setdefault(axis.name, (axis, []))
-                    weights.append((shard.spec.tied_to or shard.spec.name, weight))
+                    table.setdefault(axis.name, (axis, []))[1].append((shard.spec.tied_to or shard.spec.name, weight))
+        for axis in (self.ctx.axis(name) for name in self.ctx.grid.names if self.beside and name != "pp"):
+            table.setdefault(axis.name, (axis, []))[1].extend((state.name, state.flat) for state in self.beside)
         # "ends" last: only the first and the last pipeline rank are on it.
         return sorted(table.values(), key=lambda entry: entry[0].name == "ends")
 

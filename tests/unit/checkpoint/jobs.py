@@ -128,12 +128,13 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
 
 
 def bit_flip(rank: int, cfg: Config, world: int, victim: int, name: str) -> str:
-    """Flip one bit of a weight on one rank; what `check_replicas` says of it ("" = nothing)."""
+    """Flip one bit of a weight or a routing bias on one rank; what `check_replicas` says of it ("" = nothing)."""
     from megalite.checkpoint.replicas import check_replicas
     from megalite.checkpoint.save import SaveError
 
     engine = start(rank, cfg, world)
     params = {p.shard.spec.name: p for stage in engine.stages.values() for p in stage.parameters()}
+    params |= {state.name: state.flat for state in engine.optimizer.beside}
     check_replicas(engine.optimizer.copies(), engine.ctx)
     if rank == victim:
         bits = params[name].detach().view(torch.int32 if params[name].dtype == torch.float32 else torch.int16)

@@ -263,6 +263,17 @@ def test_a_flipped_bit_in_a_copy(
     assert bool(words) == bool(texts[0])
 
 
+@pytest.mark.parametrize(("parallel", "world"), [({"ep": 2}, 2), ({"tp": 2}, 2), ({"pp": 2, "ep": 2}, 4)], ids=str)
+def test_a_flipped_bit_in_a_routing_bias(pool: WorkerPool, parallel: dict[str, int], world: int) -> None:
+    """Every rank of a stage holds all of it, and no loss shows it."""
+    experts = {"num_experts": 8, "moe_ffn_size": 16}
+    biased = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    cfg, name = make_config(llama(2, **experts, **biased), parallel), "layers.1.mlp.router.bias"
+    texts = pool.run(world, bit_flip, cfg, world, world - 1, name)
+    assert len(set(texts)) == 1, "all ranks say the same"
+    assert f"copies of {name} on ranks {world - 2}, {world - 1} differ" in texts[0]
+
+
 def test_whole_tensors_are_read_independently(tmp_path: Path) -> None:
     """The oracle of the resharding tests, against what was saved."""
     save_steps(tmp_path, 3)
