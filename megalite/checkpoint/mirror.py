@@ -12,6 +12,7 @@ from megalite.checkpoint import remote
 from megalite.checkpoint.folder import clean_up
 from megalite.checkpoint.snapshot import WriterProcess
 from megalite.checkpoint.upload import RUN_FILES
+from megalite.dist.agree import agree, check_equal
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 
@@ -190,3 +191,12 @@ class Mirror:
 def path_of(name: str, root: Path, mirror: Mirror | None) -> Path:
     """Return the folder of a local checkpoint, or of a local copy of one in the store, by its name."""
     return mirror.fetch(name) if mirror is not None and remote.step_of(name) >= 0 else root / name
+
+
+def copy_together(url: str, cache_dir: str, ctx: ParallelContext) -> Path:
+    """Return this host's copy of the checkpoint that rank 0 finds at a URL: a run there may go on meanwhile."""
+    found = gather_texts(agree(ctx, lambda: remote.locate(url) if ctx.rank == 0 else ""), ctx.world, ctx.device)[0]
+    path = agree(ctx, lambda: remote.local_copy(found, cache_dir))
+    commit = agree(ctx, lambda: (path / "COMMIT").read_text().strip())
+    check_equal(ctx, f"COMMIT of {found}", commit, f"delete the copies in {cache_dir} on all hosts")
+    return path

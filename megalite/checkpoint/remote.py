@@ -43,14 +43,24 @@ def local_copy(path: str, cache_dir: str) -> Path:
     """
     if not is_url(path):
         return Path(path)
-    check_url("checkpoint", path)
-    root, _, name = path.rstrip("/").rpartition("/")
+    root, _, name = locate(path).rpartition("/")
+    return fetch(Store(root), name, cached_at(root, cache_dir) / "fetched")
+
+
+def locate(url: str) -> str:
+    """Return the URL of a checkpoint: itself, or a run's newest.
+
+    Raises:
+        StoreError: there is none, or the store cannot be read.
+    """
+    check_url("checkpoint", url)
+    root, _, name = url.rstrip("/").rpartition("/")
     if not exists(Store(root), f"{name}/COMMIT"):
-        root = join(path, "checkpoints")
+        root = join(url, "checkpoints")
         name = next(iter(committed(Store(root))), "")
         if not name:
-            raise StoreError(path, "holds no committed checkpoint")
-    return fetch(Store(root), name, cached_at(root, cache_dir) / "fetched")
+            raise StoreError(url, "holds no committed checkpoint")
+    return join(root, name)
 
 
 def describe(owner: str) -> str:

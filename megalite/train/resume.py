@@ -17,8 +17,7 @@ from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.load import Verified, find_good, load_checkpoint, model_config, verify_together
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.meta import require_entries
-from megalite.checkpoint.mirror import Mirror
-from megalite.checkpoint.remote import local_copy
+from megalite.checkpoint.mirror import Mirror, copy_together
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
@@ -107,7 +106,7 @@ def choose_checkpoint(engine: Engine, mirror: Mirror | None) -> Source | None:
     resets = (cfg.run.reset_data, cfg.run.reset_optimizer, cfg.run.reset_step)
     # Before the URL is read: the run itself may have pruned what it names.
     again = is_url(requested) and _saved_by(cfg, own, ctx, mirror)
-    path = Path(requested) if again else agree(ctx, lambda: local_copy(requested, cfg.run.cache_dir))
+    path = Path(requested) if again or not is_url(requested) else copy_together(requested, cfg.run.cache_dir, ctx)
     if not is_url(requested):
         elsewhere = own.resolve() not in (path.resolve().parent, checkpoints_folder(path).resolve())
         again = (elsewhere or any(resets)) and _saved_by(cfg, own, ctx, mirror)

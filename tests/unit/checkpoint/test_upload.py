@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import queue
+import re
 import secrets
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.base import store as store_module
 from megalite.base.errors import UserError
@@ -23,14 +25,16 @@ from megalite.checkpoint import remote, upload
 from megalite.checkpoint.claim import Claim
 from megalite.checkpoint.fragments import SavedBox, assemble
 from megalite.checkpoint.manifest import Manifest, box_key, commit_text
-from megalite.checkpoint.mirror import Mirror, SaveError
+from megalite.checkpoint.mirror import Mirror, SaveError, copy_together
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
 from megalite.checkpoint.save import Checkpointer
 from megalite.checkpoint.upload import Part, Uploader
 from megalite.config.run import RunConfig
 from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
 from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, BreakingProxy, Fault, secrets_in
+from tests.workers import WorkerPool
 
 META = {
     "step": 0,
@@ -564,3 +568,26 @@ def test_a_checkpoint_whose_upload_failed_is_uploaded_at_the_next_start(folder_u
         assert {n: store.read(f"{name}/{n}") for n in store.names(name)} == {
             p.name: p.read_bytes() for p in path.iterdir()
         }
+
+
+def _copy(rank: int, urls: list[str], cache_dirs: list[str]) -> str:
+    ctx = ParallelContext.create(Grid.of(2), torch.device("cpu"))
+    try:
+        return str(copy_together(urls[rank], cache_dirs[rank], ctx))
+    except UserError as e:
+        return str(e)
+
+
+def test_all_hosts_take_the_checkpoint_that_rank_0_finds(pool: WorkerPool, tmp_path: Path) -> None:
+    """Rank 1 would find another one in `--resume URL`, as of a run that goes on."""
+    urls, caches = [f"file://{tmp_path}/run{i}" for i in range(2)], [str(tmp_path / f"host{i}") for i in range(2)]
+    for i, url in enumerate(urls):
+        part = make_part(tmp_path, url, 1 + i, save_id=str(i) * 16)
+        assert upload_parts(f"{url}/checkpoints", part)[0]["error"] == ""
+    paths = pool.run(2, _copy, urls, caches)
+    assert [Path(path).name for path in paths] == ["step_00000001-" + "0" * 16] * 2
+    assert [path.startswith(cache) for path, cache in zip(paths, caches)] == [True, True]
+    # A copy of what had that name before.
+    (Path(paths[1]) / "COMMIT").write_text("other")
+    for said in pool.run(2, _copy, urls, caches):
+        assert re.search("COMMIT of .* of rank 1 .other.*must equal rank 0's", said)
