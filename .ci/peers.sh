@@ -24,21 +24,28 @@ environment() {
     echo "$want" >"$folder/.installed"
 }
 
+# tests PYTHON TEST...: what runs here is noted in the file $RAN, if there is one, for .ci/run
+tests() {
+    local python=$1
+    shift
+    say "tests with $python: $*"
+    [ -z "${RAN:-}" ] || printf -- '--deselect %s\n' "$@" >>"$RAN"
+    "$python" -m pytest "$@" $options || failed=$?
+}
+
+options=$*
 if environment .venv-transformers4 "transformers>=4.57,<5"; then
-    say "tests with transformers 4"
-    MEGALITE_TRANSFORMERS4_PYTHON=$PWD/.venv-transformers4/bin/python "$PYTHON" -m pytest \
-        "tests/unit/checkpoint/test_hf.py::test_transformers_4_reads_it_alike" "$@" || failed=$?
+    export MEGALITE_TRANSFORMERS4_PYTHON=$PWD/.venv-transformers4/bin/python
+    tests "$PYTHON" tests/unit/checkpoint/test_hf.py::test_transformers_4_reads_it_alike
 fi
 # The emulator needs pkg_resources.
 if environment .venv-gcs "gcsfs>=2025.3" gcp-storage-emulator "setuptools<81"; then
-    say "tests with gcsfs"
-    .venv-gcs/bin/python -m pytest tests/unit/checkpoint/test_gcs.py "$@" || failed=$?
+    tests .venv-gcs/bin/python tests/unit/checkpoint/test_gcs.py
 fi
 if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; then
-    say "tests with TRL, lm-eval and DeepSpeed"
     export VIRTUAL_ENV=$PWD/.venv-peers
     export PATH=$VIRTUAL_ENV/bin:$PATH
-    .venv-peers/bin/python -m pytest tests/unit/test_trl.py tests/parity/test_lm_harness.py \
-        tests/unit/extras/compat/test_with_deepspeed.py "$@" || failed=$?
+    tests .venv-peers/bin/python tests/unit/test_trl.py tests/parity/test_lm_harness.py \
+        tests/unit/extras/compat/test_with_deepspeed.py
 fi
 exit "${failed:-0}"
