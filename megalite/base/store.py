@@ -6,6 +6,7 @@ tried again with growing pauses, a bounded number of times; what will not get be
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import os
@@ -13,6 +14,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +30,10 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _AT_ACCOUNT = ("abfs", "abfss", "wasb", "wasbs")
 # In all below half a minute of pauses, far from the watchdog's patience.
 ATTEMPTS, _FIRST_PAUSE_S = 7, 0.2
+# Bytes of a part of a large object, and of those that are on their way at once.
+_CHUNK, _IN_FLIGHT = 50 << 20, 500 << 20
+# An upload of which no part arrives for this long, and at this many bytes per second, has failed.
+_STALL_S, _SLOWEST = 60.0, 1e6
 # Where an error of a store's library quotes a request, this is what must not be shown.
 _SECRET = re.compile(
     r"(?i)((?:credential|signature|\bsig|(?:access|account|api)_?key(?:_?id)?|secret|token|passwo?r?d|authorization)"
@@ -41,7 +47,7 @@ _FINAL = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError
 _STAMPS = ("ETag", "etag", "generation", "LastModified", "updated", "mtime", "created")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
-    # One policy of repetition: ours. (gcsfs repeats a request up to 6 times of itself, in each of our attempts.)
+    # One policy of repetition: ours, but for the parts of large uploads.
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 1}}},
 }
 
@@ -139,28 +145,47 @@ class Store:
     def upload(self, name: str, path: str, size: int) -> None:
         """Write a file, in parts if it is large; it appears as a whole, and is there with its size when this returns.
 
+        A part that is lost is sent again by itself, and an attempt ends when nothing arrives for a while.
+
         Raises:
             StoreError: it is not.
         """
 
+        scheme, is_large = self.url.partition("://")[0], size >= 2 * _CHUNK
+        fs = _open(scheme, os.getpid(), True) if is_large else self.fs
+        options = {"chunksize": _CHUNK} if scheme == "s3" else {}
+
         def put() -> None:
-            self.fs.put_file(path, self._path(name))
+            _put(fs, path, self._path(name), _STALL_S + min(size, _IN_FLIGHT) / _SLOWEST, options)
             if (there := self.fs.info(self._path(name))["size"]) != size:
                 raise OSError(f"{there} of {size} bytes arrived")
 
-        self._try(name, put)
+        self._try(name, put, 2 if is_large else ATTEMPTS)
 
     def download(self, name: str, path: Path, size: int, check: Callable[[Path], str] = lambda path: "") -> None:
         """Copy an object of a known size to a new file; `check` says what is wrong with it, "" if nothing is."""
 
         def get() -> None:
-            self.fs.get_file(self._path(name), str(path))
+            if size > _CHUNK:
+                self._get_parts(name, path, size)
+            else:
+                self.fs.get_file(self._path(name), str(path))
             if (there := path.stat().st_size) != size:
                 raise OSError(f"{there} of {size} bytes arrived")
             if wrong := check(path):
                 raise OSError(wrong)
 
         self._try(name, get)
+
+    def _get_parts(self, name: str, path: Path, size: int) -> None:
+        """Download ranges, each with attempts of its own."""
+        with path.open("wb") as f, ThreadPoolExecutor(4) as threads:
+
+            def get(begin: int) -> None:
+                os.pwrite(f.fileno(), self.read(name, begin, min(begin + _CHUNK, size)), begin)
+
+            for done in [threads.submit(get, begin) for begin in range(0, size, _CHUNK)]:
+                done.result()
 
     def names(self, folder: str = "") -> dict[str, int]:
         """List a folder: object -> its size, with "/" at the end -> 0 for a folder in it; empty if there is none."""
@@ -200,9 +225,9 @@ class Store:
     def _path(self, name: str) -> str:
         return join(self.url, name) if name else self.url
 
-    def _try(self, name: str, call: Callable[[], T]) -> T:
+    def _try(self, name: str, call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
         where = self._path(name)
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, attempts + 1):
             try:
                 return call()
             except FileNotFoundError as e:
@@ -211,25 +236,50 @@ class Store:
                 raise
             except Exception as e:
                 final = isinstance(e, PermissionError) or type(e).__name__ in _FINAL
-                if final or attempt == ATTEMPTS:
-                    tried = "" if final else f", tried {ATTEMPTS} times"
+                if final or attempt == attempts:
+                    tried = "" if final else f", tried {attempts} times"
                     raise StoreError(where, f"{_describe(e)}{tried}") from None
-                self._say(f"{where}: {_describe(e)}; attempt {attempt} of {ATTEMPTS}, trying again")
+                self._say(f"{where}: {_describe(e)}; attempt {attempt} of {attempts}, trying again")
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError
 
 
 @functools.cache
-def _open(scheme: str, pid: int) -> Any:
-    """Open a file system for a process; a client of S3 costs a tenth of a second of processor time."""
+def _open(scheme: str, pid: int, in_parts: bool = False) -> Any:
+    """Open a file system for a process; a client of S3 costs a tenth of a second of processor time.
+
+    With `in_parts` it repeats a request of itself: of a large upload only the part that was lost.
+    """
     import fsspec
 
     # No listing is kept, and no connection is shared with what other code opens.
-    options = {"use_listings_cache": False, "skip_instance_cache": scheme != "memory"}
-    fs = fsspec.filesystem(scheme, **options, **_OPTIONS.get(scheme, {}))
+    options = {"use_listings_cache": False, "skip_instance_cache": scheme != "memory", **_OPTIONS.get(scheme, {})}
+    if scheme == "s3" and in_parts:
+        # botocore for errors of the server (500), s3fs for throttling and connections.
+        options["config_kwargs"] = {**options["config_kwargs"], "retries": {"total_max_attempts": 3}}
+    fs = fsspec.filesystem(scheme, **options)
     if hasattr(fs, "retries"):
-        fs.retries = 1
+        fs.retries = ATTEMPTS if in_parts else 1
     return fs
+
+
+def _put(fs: Any, path: str, to: str, patience: float, options: dict[str, Any]) -> None:
+    """Upload a file; give up if no part arrives for that many seconds: a body that is not taken has no time-out."""
+    from fsspec.callbacks import Callback
+
+    if not fs.async_impl:
+        fs.put_file(path, to)
+        return
+    progress = Callback()
+    upload = asyncio.run_coroutine_threadsafe(fs._put_file(path, to, callback=progress, **options), fs.loop)
+    arrived, since = progress.value, time.monotonic()
+    while not wait([upload], 1.0).done:
+        if progress.value != arrived:
+            arrived, since = progress.value, time.monotonic()
+        elif time.monotonic() - since > patience:
+            upload.cancel()
+            raise OSError(f"nothing arrived for {patience:.0f} s")
+    upload.result()
 
 
 def _describe(e: BaseException) -> str:

@@ -147,6 +147,40 @@ def test_what_passes_is_tried_again(
     assert len(remote.committed(Store(url))) == 1
 
 
+@pytest.mark.parametrize("kind", ["503", pytest.param("cut-request", marks=pytest.mark.full)])
+def test_of_a_large_object_only_the_lost_part_is_repeated(
+    s3: S3, tmp_path: Path, proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Up and down: a shard of 40 GB has 800 parts, of which some are always lost."""
+    monkeypatch.setattr(store_module, "_CHUNK", 5 << 20)
+    store, name, data = Store(s3.url("large")), secrets.token_hex(4), os.urandom((11 << 20) + 7)
+    (tmp_path / "shard").write_bytes(data)
+    proxy.faults = [Fault("PUT .*partNumber=2", kind, 3)]
+    store.upload(name, str(tmp_path / "shard"), len(data))
+    sent = [line for line in proxy.requests if f"/{name}?" in line]
+    assert proxy.faults[0].happened == 3
+    assert [sum(part in line for line in sent) for part in ("?uploads", "partNumber=1", "partNumber=3")] == [1, 1, 1]
+    before = len(proxy.requests)
+    proxy.faults = [Fault(f"GET .*{name}", "503" if kind == "503" else "cut", 2)]
+    store.download(name, tmp_path / "copy", len(data))
+    assert (tmp_path / "copy").read_bytes() == data
+    assert len([line for line in proxy.requests[before:] if "GET" in line]) == 3 + 2
+
+
+@pytest.mark.full
+def test_an_upload_that_is_not_taken_is_repeated(
+    s3: S3, tmp_path: Path, proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that reads nothing of a body: no time-out of a library ends that."""
+    monkeypatch.setattr(store_module, "_STALL_S", 5.0)
+    monkeypatch.setattr(store_module, "_SLOWEST", 1e9)
+    (tmp_path / "shard").write_bytes(bytes(16 << 20))
+    proxy.faults = [Fault("PUT .*stalled", "hang", 1)]
+    said = list[str]()
+    Store(s3.url("stalled"), said.append).upload("a", str(tmp_path / "shard"), 16 << 20)
+    assert "nothing arrived for 5 s; attempt 1" in said[0]
+
+
 @pytest.mark.parametrize(
     ("match", "kind"),
     [
