@@ -121,6 +121,7 @@ class Run:
     def __init__(self, ctx: ParallelContext, url: str, folder: Path) -> None:
         self._ctx, self._mirror, self._count = ctx, Mirror(url, folder), 0
         self.checkpointer = Checkpointer(folder / "checkpoints", ctx, mirror=self._mirror)
+        self.checkpointer.take()
 
     def upload(self, states: Sequence[StateTensor]) -> float:
         """Save, and measure the upload that follows, in seconds."""

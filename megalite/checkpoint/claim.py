@@ -46,7 +46,7 @@ class Claim:
             self._lock.acquire()
             remains = folder.clean_up(self.root)
             if self._mirror is not None:
-                self._mirror.take(self._lock.text)
+                self._mirror.introduce(self._lock.text)
         except UserError:
             self._lock.release()
             raise

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.log import logger
-from megalite.base.store import MissingObject, Store, StoreError, is_url, join
+from megalite.base.store import Store, StoreError, is_url, join
 from megalite.checkpoint import remote
 from megalite.checkpoint.folder import clean_up
 from megalite.checkpoint.snapshot import WriterProcess
-from megalite.checkpoint.upload import RUN_FILES
+from megalite.checkpoint.upload import METRICS
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
@@ -56,22 +56,29 @@ class Mirror:
         logger.info(f"{url}: checkpoints are uploaded from {run_dir}")
         return cls(url, run_dir)
 
-    def take(self, owner: str) -> None:
-        """Become the one that writes here, and bring files of the run that this host lacks.
+    def introduce(self, owner: str) -> None:
+        """Note by what this run will be known there.
+
+        Raises:
+            UserError: the store's package is missing.
+        """
+        Store(self.url)
+        self._owner = owner
+
+    def take(self) -> None:
+        """Become the one that writes here, and bring the run's metrics if this host has less of them.
 
         Raises:
             StoreError: the place cannot be written.
         """
-        store = Store(self.url)
-        store.write(remote.OWNER, owner.encode())
-        self._owner = owner
-        for name in RUN_FILES:
-            if not (self._run_dir / name).exists():
-                try:
-                    content = store.parent.read(name)
-                except MissingObject:
-                    continue
-                (self._run_dir / name).write_bytes(content)
+        store, path = Store(self.url), self._run_dir / METRICS
+        store.write(remote.OWNER, self._owner.encode())
+        # They only grow, so an old disk has come back.
+        if store.parent.names().get(METRICS, 0) > (path.stat().st_size if path.exists() else 0):
+            content = store.parent.read(METRICS)
+            if path.exists():
+                path.replace(path.with_name(f"older_{METRICS}"))
+            path.write_bytes(content)
 
     def committed(self) -> list[str]:
         """List the names of committed full checkpoints, newest first."""

@@ -86,6 +86,14 @@ class Checkpointer:
         self._writer = WriterProcess(ctx.device, scratch)
         self._current: _Save | None = None
 
+    def take(self) -> None:
+        """Take the run's place in a store, which ends a run that has it: only when this one is certain to start.
+
+        Every rank calls it.
+        """
+        if self.mirror is not None:
+            agree(self.ctx, self.mirror.take if self.ctx.rank == 0 else lambda: None)
+
     def continues(self, path: str | Path) -> None:
         """Name the checkpoint that this run continues.
 

@@ -29,7 +29,8 @@ _PATIENCE_S = 300.0
 # How long there is nothing to upload before what failed last is tried again.
 _IDLE_S = 60.0
 # Files of a run besides its checkpoints that are uploaded with them.
-RUN_FILES = ("config.yaml", "metrics.jsonl")
+METRICS = "metrics.jsonl"
+RUN_FILES = ("config.yaml", METRICS)
 
 
 class TakenError(Exception):

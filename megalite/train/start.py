@@ -93,6 +93,7 @@ def open_run(
         source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer.mirror, restored)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
+        checkpointer.take()
         if copies:
             agree(ctx, lambda: write_pid(run_dir, ctx.rank))
         run = make_run(

@@ -148,5 +148,18 @@ def test_a_bucket_that_is_forbidden_ends_a_run_at_its_start(
     (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=environment(proxy.port)).end(300)
     assert left.code == 2
     assert left.err.count("error:") == 1
-    assert "s3://bucket/runs/closed/checkpoints/owner" in left.err
+    assert "s3://bucket/runs/closed/checkpoints" in left.err
     assert not list((tmp_path / "cache").glob("**/lock"))
+
+
+@pytest.mark.full
+def test_a_run_that_does_not_start_takes_no_place(s3: S3, zygote: Zygote, tmp_path: Path) -> None:
+    """Another model on the same URL: the run that has the place goes on there."""
+    flags = ["--run-dir", s3.url("runs/kept"), "--cache-dir", str(tmp_path / "cache"), "--train-steps", "1"]
+    env, store = environment(s3.port), Store(s3.url("runs/kept/checkpoints"))
+    (left,) = zygote.start([*MODEL, *flags], 1, tmp_path, env=env).end(300)
+    assert left.code == 0, left
+    owner = store.read(remote.OWNER)
+    (left,) = zygote.start([*MODEL, *flags, "--hidden-size", "64"], 1, tmp_path, env=env).end(300)
+    assert left.code == 2, left
+    assert store.read(remote.OWNER) == owner

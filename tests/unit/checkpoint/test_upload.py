@@ -541,6 +541,23 @@ def test_a_missing_package_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "checkpoints/lock").exists()
 
 
+def test_a_place_is_taken_when_the_run_starts(tmp_path: Path) -> None:
+    """Not when it is opened: a run that fails to start ends no other. Metrics of an old disk do not replace newer."""
+    store = Store(f"file://{tmp_path}/store")
+    store.write("checkpoints/owner", b"other")
+    store.write("metrics.jsonl", b"1\n2\n3\n")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text("1\n2\n")
+    checkpointer = Checkpointer(run_dir / "checkpoints", ParallelContext.single(), mirror=Mirror(store.url, run_dir))
+    assert store.read("checkpoints/owner") == b"other"
+    checkpointer.take()
+    assert json.loads(store.read("checkpoints/owner"))["run_id"] == checkpointer.run_id
+    assert (run_dir / "metrics.jsonl").read_text() == "1\n2\n3\n"
+    assert (run_dir / "older_metrics.jsonl").read_text() == "1\n2\n"
+    checkpointer.close()
+
+
 @pytest.mark.parametrize("copies", ["fetched", "checkpoints/fetched"])
 def test_a_run_continues_its_own_checkpoint(tmp_path: Path, copies: str) -> None:
     """A copy that the run or `--resume URL` has made: it is kept, and only later ones are set aside."""
@@ -585,7 +602,6 @@ def test_a_checkpoint_whose_upload_failed_is_uploaded_at_the_next_start(folder_u
         return Checkpointer(root, ParallelContext.single(), on_error="warn", mirror=mirror)
 
     first = start()
-    store.delete([remote.OWNER])
     path = first.save(1, cs.states_at(1), {"step": 1})
     assert path is not None
     assert not first.settle()
@@ -593,6 +609,7 @@ def test_a_checkpoint_whose_upload_failed_is_uploaded_at_the_next_start(folder_u
     assert remote.committed(store) == []
     for is_missing in (True, False):
         again = start()
+        again.take()
         again.continues(path)
         assert again.mirror is not None
         assert again.mirror.is_busy == is_missing
