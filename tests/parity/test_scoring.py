@@ -126,6 +126,7 @@ def test_a_mistake_within_a_request_does_not_look_like_one_between_two(tmp_path:
 
 def joined(rank: int, port: int) -> list[float]:
     """Join as a process that `megalite lm-eval` runs in, and return the groups' time limits in seconds."""
+    dist.barrier()  # the other may still be connecting
     dist.destroy_process_group()
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.update(place)
