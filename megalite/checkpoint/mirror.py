@@ -170,10 +170,17 @@ class Mirror:
             SaveError: another run has taken the place, or, with `stop`, several uploads in a row failed.
         """
         self.note(writer.uploads())
+        self._release(writer)
         problem = f"{self.failures} uploads in a row failed" if stop and self.failures >= _MAX_FAILURES else self.taken
         if problem:
             whole = "; those on the local disk are whole" * self.shared
             raise SaveError(f"checkpoints are not uploaded: {problem}{whole}")
+
+    def _release(self, writer: WriterProcess) -> None:
+        """Have what is held uploaded once nothing else is. A message during a write would abandon that."""
+        if self.held and not self._in_progress and writer.wait(0):
+            self._in_progress, self.held = self.held, ""
+            writer.release(self._in_progress)
 
     def settle(self, writer: WriterProcess) -> str:
         """Wait for the upload in progress, then for that of what was held; attempts are bounded.
@@ -183,9 +190,7 @@ class Mirror:
         """
         started = time.monotonic()
         while self._in_progress or self.held:
-            if not self._in_progress:
-                self._in_progress, self.held = self.held, ""
-                writer.release(self._in_progress)
+            self._release(writer)
             self.note(writer.uploads(None))
         if (seconds := time.monotonic() - started) > 1:
             logger.info(f"waited {seconds:.1f} s for the last uploads")

@@ -578,6 +578,22 @@ class Reports:
         return left
 
 
+def test_what_is_held_is_uploaded_when_the_store_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only at the end of the run; and not while the writer writes it, who would take that for an order to stop."""
+    mirror, released, is_written = Mirror("s3://bucket/x", tmp_path), list[str](), False
+    monkeypatch.setattr(Reports, "release", lambda _, name: released.append(name), raising=False)
+    monkeypatch.setattr(Reports, "wait", lambda *_: is_written, raising=False)
+    first, second = (f"step_0000000{i}-" + "0" * 16 for i in (1, 2))
+    mirror.describe_save(first, 2, False)
+    mirror.describe_save(second, 2, True)
+    mirror.check(Reports(""), stop=True)  # type: ignore[arg-type]
+    assert not released
+    is_written = True
+    mirror.check(Reports(), stop=True)  # type: ignore[arg-type]
+    assert released == [second]
+    assert mirror.is_busy
+
+
 def test_failed_uploads_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Three in a row with --save-errors stop; the last one always counts."""
     mirror = Mirror("s3://bucket/x", tmp_path)
