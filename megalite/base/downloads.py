@@ -28,12 +28,23 @@ def bring_tree(url: str, cache_dir: str) -> Path:
         for n in files or {name: 0}:
             size, stamp = store.stamp(n)
             mark = folder / f".stamp_{n}"
-            if (folder / n).exists() and mark.exists() and mark.read_text() == stamp:
+            here = (folder / n).stat().st_size if (folder / n).exists() else -1
+            if here == size and mark.exists() and mark.read_text() == stamp:
                 continue
             store.download(n, folder / f".part_{n}", size)
+            flush(folder / f".part_{n}")
             os.replace(folder / f".part_{n}", folder / n)
             mark.write_text(stamp)
     return target
+
+
+def flush(path: Path) -> None:
+    """Have a file's content reach the disk: after a power failure a name must not lead to zeros."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

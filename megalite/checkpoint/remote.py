@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.base.downloads import locked
+from megalite.base.downloads import flush, locked
 from megalite.base.log import logger
 from megalite.base.store import MissingObject, Store, StoreError, cached_at, check_url, is_url, join
 from megalite.base.untrusted import BadFile, parse_json, read_json
@@ -128,6 +128,7 @@ def fetch(store: Store, name: str, into: Path, alone: bool = False) -> Path:
         sizes = {n: size for n, size in store.names(name).items() if not n.endswith("/")}
         for n in ("manifest.json", "COMMIT"):
             store.download(f"{name}/{n}", part / n, sizes.get(n, 0))
+            flush(part / n)
         (part / SOURCE).write_text(json.dumps({"url": join(store.url, name), "files": sizes}))
         os.rename(part, folder)
     return folder
@@ -143,7 +144,8 @@ def source_of(folder: Path) -> dict[str, Any]:
 
 def bring(folder: Path, name: str, size: int, crc32: tuple[int, ...]) -> None:
     """Download a shard of a local copy if it is missing, and check it."""
-    if (folder / name).exists() or name not in (source := source_of(folder))["files"]:
+    path = folder / name
+    if (path.exists() and path.stat().st_size == size) or name not in (source := source_of(folder))["files"]:
         return
     # A rank that has verified a checkpoint keeps no checksums, and may read more of it.
     sums = crc32 or _sums(folder, name)
@@ -156,10 +158,11 @@ def bring(folder: Path, name: str, size: int, crc32: tuple[int, ...]) -> None:
         return ""
 
     with locked(folder / f".lock_{name}"):
-        if not (folder / name).exists():
+        if not path.exists() or path.stat().st_size != size:
             part = folder / f".part_{name}"
             Store(source["url"]).download(name, part, size, wrong)
-            os.rename(part, folder / name)
+            flush(part)
+            os.rename(part, path)
             logger.info(f"downloaded {source['url']}/{name} ({size:,} bytes)")
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megalite.base import store as store_module
+from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
 from megalite.base.store import MissingObject, Store, StoreError, cached_at, check_url
@@ -450,6 +451,25 @@ def test_a_copy_knows_the_checksums(folder_url: str, tmp_path: Path) -> None:
     entry = remote_manifest(copy).files[0]
     with pytest.raises(StoreError, match="differs from its checksum"):
         remote.bring(copy, entry.name, entry.size, ())
+
+
+def test_a_copy_that_lost_its_end_is_downloaded_again(folder_url: str, tmp_path: Path) -> None:
+    """As a power failure leaves it: an existing name is not enough."""
+    part = make_part(tmp_path, folder_url, 1)
+    sent = os.pread(part.descriptor, 1 << 20, 0)
+    assert upload_parts(folder_url, part)[0]["error"] == ""
+    copy = remote.fetch(Store(folder_url), part.name, tmp_path / "fetched")
+    entry = remote_manifest(copy).files[0]
+    (copy / entry.name).write_bytes(sent[:-1])
+    remote.bring(copy, entry.name, entry.size, entry.crc32)
+    assert (copy / entry.name).read_bytes() == sent
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "a").write_bytes(b"123")
+    path = bring_tree(f"file://{tree}", str(tmp_path / "cache")) / "a"
+    path.write_bytes(b"12")
+    bring_tree(f"file://{tree}", str(tmp_path / "cache"))
+    assert path.read_bytes() == b"123"
 
 
 def test_copies_of_others_stay(folder_url: str, tmp_path: Path) -> None:
