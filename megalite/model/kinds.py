@@ -72,9 +72,17 @@ class Mixer(LayerKind):
         """List what its core keeps for backward, the part that `--recompute selective` computes again."""
         return []
 
+    def core_matrices(self, cfg: ModelConfig) -> list[ParamSpec]:
+        """List those of `matrices` in its core: under cp they meet the tokens of all ranks, and again in backward."""
+        return []
+
     def core_input(self, cfg: Config) -> list[SavedTensor]:
         """List what is kept instead where the core is recomputed."""
         return []
+
+    def tp_widths(self, cfg: ModelConfig) -> tuple[int, int]:
+        """Return the values per token that its products read over tp, and those gathered again for weight gradients."""
+        return cfg.hidden_size, cfg.hidden_size
 
     def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
         """Count the multiply-adds of a token with all that it may see, and those that a causal mask leaves."""

@@ -72,6 +72,9 @@ class LatentAttention(Mixer):
             inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads),
         ]
 
+    def core_matrices(self, cfg: ModelConfig) -> list[ParamSpec]:
+        return [matrix for matrix in self.matrices(cfg) if matrix.name.endswith(".kv_b_proj.weight")]
+
     def core_input(self, cfg: Config) -> list[SavedTensor]:
         return [inside(cfg, "queries", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
 
@@ -85,6 +88,10 @@ class LatentAttention(Mixer):
         gathered = tokens(cfg) * p.cp * latent - own * m.latent_size
         gathered += tokens(cfg) * (p.cp - 1) * m.num_heads * (m.nope_size + m.value_size) // p.tp
         return element_size(cfg) * (gathered + own * (sum(inputs) - sum(set(inputs))))
+
+    def tp_widths(self, cfg: ModelConfig) -> tuple[int, int]:
+        queries = cfg.hidden_size if cfg.q_lora_rank is None else cfg.q_lora_rank
+        return queries + cfg.latent_size + cfg.rotary_dim, queries
 
     def touched(self, cfg: ModelConfig) -> int:
         return 4 * cfg.num_heads * (2 * cfg.head_size + cfg.value_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -27,17 +28,19 @@ class Placed(NamedTuple):
         tp: number of ranks that each is sharded over.
         dp: number of ranks that hold the same, and see different tokens of a batch.
         of: number of all ranks that see different tokens.
+        whole: elements of those that every rank holds whole instead.
     """
 
     shapes: list[Shape]
     tp: int
     dp: int
     of: int
+    whole: int = 0
 
     @property
     def elements(self) -> int:
         """Number of elements on a rank."""
-        return sum(map(math.prod, self.shapes)) // self.tp
+        return (sum(map(math.prod, self.shapes)) - self.whole) // self.tp + self.whole
 
 
 def placed_matrices(cfg: Config, grid: Grid, layers: Sequence[range], held: Sequence[int]) -> tuple[Placed, Placed]:
@@ -45,11 +48,13 @@ def placed_matrices(cfg: Config, grid: Grid, layers: Sequence[range], held: Sequ
     ranks, own = grid.batch_ranks, grid.experts
     if not isinstance(RULES[cfg.optim.optimizer], MatrixRule):
         return Placed([], 1, 1, 1), Placed([], 1, 1, 1)
+    of_units = _whole_by_unit(cfg.model)
+    whole = sum(of_units[name] for names in names_of(cfg, layers, held) for name in names)
     if own is None:
-        return Placed(matrices_of(cfg, layers, held), grid["tp"], ranks, ranks), Placed([], 1, 1, 1)
+        return Placed(matrices_of(cfg, layers, held), grid["tp"], ranks, ranks, whole), Placed([], 1, 1, 1)
     experts = matrices_of(cfg, layers, held, experts=True)
     return (
-        Placed(matrices_of(cfg, layers, held, experts=False), grid["tp"], ranks, ranks),
+        Placed(matrices_of(cfg, layers, held, experts=False), grid["tp"], ranks, ranks, whole),
         Placed(experts[:: own["ep"]], own["tp"], own.batch_ranks, ranks),
     )
 
@@ -78,6 +83,16 @@ def _by_unit(model: ModelConfig, experts: bool | None) -> dict[str, list[Shape]]
             row_parts = packed == len(stack)
             shapes = [(n, columns) if row_parts else (rows, n) for n in parts]
             out.setdefault(unit_of(name), []).extend(shape for shape in shapes for _ in range(math.prod(stack)))
+    return out
+
+
+@lru_cache(maxsize=256)
+def _whole_by_unit(model: ModelConfig) -> Counter[str]:
+    """Count the elements of matrices that no axis cuts."""
+    out: Counter[str] = Counter()
+    for name, spec in param_map(model).items():
+        if spec.matrix and not spec.sharded_dims:
+            out[unit_of(name)] += spec.numel
     return out
 
 

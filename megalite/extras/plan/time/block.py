@@ -141,26 +141,35 @@ class Workload:
         """Seconds of one all-gather or reduce-scatter of the residual stream over tp."""
         return self.rates.ring(self.rates.element * self.tokens * self.model.hidden_size, self.tp, 1)
 
-    @property
-    def tp_traffic(self) -> tuple[float, float]:
-        """Seconds that a block waits for tensor-parallel messages, forward and backward."""
-        engine, exposed = self.engine, 1 - self.rates.constants.overlap_tp
-        forward, backward = (w + exposed * h for w, h in zip(engine.tp_waits, engine.tp_hides))
-        return self.over_tp * forward, self.over_tp * backward
+    def tp_traffic(self, kind: BlockKind | None = None) -> tuple[float, float]:
+        """Compute the seconds that a block waits for tensor-parallel messages, forward and backward.
+
+        Args:
+            kind: its kind, whose mixer may read what is narrower than the residual stream; None: as wide.
+        """
+        engine, exposed, width = self.engine, 1 - self.rates.constants.overlap_tp, self.model.hidden_size
+        read, again = (width, width) if kind is None else MIXERS[kind.mixer].tp_widths(self.model)
+        # The mixer gathers it, scatters its gradient and gathers it again; or it sums the gradient, in two messages.
+        ahead, back = (read, read + again) if self.sequence_parallel else (width, 2 * read)
+        out = []
+        for waits, hides, wider in zip(engine.tp_waits, engine.tp_hides, (ahead - width, back - 2 * width)):
+            out.append(self.over_tp * (waits + exposed * hides) * (1 + wider / width / max(1, waits + hides)))
+        return out[0], out[1]
 
 
 @lru_cache(maxsize=8192)
 def block_time(load: Workload, kind: BlockKind, recompute: str) -> Block:
     """Compute the time of one block of a kind, the mean over windows if it has any."""
     model, rates, engine = load.model, load.rates, load.engine
-    gemm, gemm_back = _matrices(load, kind)
+    gemm, gemm_back, in_core = _matrices(load, kind)
     core, core_back = _attention(load, kind)
     local = _elementwise(load, kind) * (1 if engine.fused else rates.constants.eager)
-    traffic = load.tp_traffic
+    traffic = load.tp_traffic(kind)
     compute = (core, core_back)
     shared, shared_back = waiting(model, kind, load.context, load.tp, load.tokens, compute, rates, engine.overlap_pp)
     forward = gemm + core + local + traffic[0] + shared
-    again = {"none": 0.0, "selective": core + shared, "full": forward}[recompute]
+    again = {"none": 0.0, "selective": core + in_core + shared, "full": forward}[recompute]
+    again += in_core if load.context.ranks > 1 else 0.0
     if engine.saves_half:
         again = gemm / 2 + local
     added = engine.accumulate * block_work(model, kind).weights / load.tp / rates.memory if engine.accumulate else 0.0
@@ -180,25 +189,32 @@ def block_time(load: Workload, kind: BlockKind, recompute: str) -> Block:
     )
 
 
-def _matrices(load: Workload, kind: BlockKind) -> tuple[float, float]:
-    """Compute the seconds of a block's matrix products, forward and backward."""
-    x, tp, rates = load.tokens, load.tp, load.rates
-    matrices = [*MIXERS[kind.mixer].matrices(load.model), *FEED_FORWARDS[kind.feed_forward].matrices(load.model)]
-    shapes = [
-        [size // (tp if ("tp", dim) in m.sharded_dims else 1) for dim, size in enumerate(m.shape)] for m in matrices
-    ]
-    # What is whole on every rank works on its shard of the sequence.
-    rows = [x // (tp if load.sequence_parallel and not m.sharded_dims else 1) for m in matrices]
-    forward = sum(rates.gemm(r, n, k) for r, (n, k) in zip(rows, shapes))
-    return forward, sum(rates.gemm(r, k, n) + rates.gemm(n, k, r) for r, (n, k) in zip(rows, shapes))
+def _matrices(load: Workload, kind: BlockKind) -> tuple[float, float, float]:
+    """Compute the seconds of a block's matrix products: forward, backward, and of the core forward."""
+    mixer, feed_forward, rates, tp = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward], load.rates, load.tp
+    core = mixer.core_matrices(load.model)
+    forward = backward = in_core = 0.0
+    for matrix in (*mixer.matrices(load.model), *feed_forward.matrices(load.model)):
+        n, k = (size // (tp if ("tp", dim) in matrix.sharded_dims else 1) for dim, size in enumerate(matrix.shape))
+        # What is whole on every rank works on its shard of the sequence, the core on the tokens of all ranks of cp.
+        rows = load.tokens // (tp if load.sequence_parallel and not matrix.sharded_dims else 1)
+        rows *= load.context.ranks if matrix in core else 1
+        ahead = rates.gemm(rows, n, k)
+        forward += ahead
+        in_core += ahead if matrix in core else 0.0
+        backward += rates.gemm(rows, k, n) + rates.gemm(n, k, rows)
+    return forward, backward, in_core
 
 
 def _attention(load: Workload, kind: BlockKind) -> tuple[float, float]:
     """Compute the seconds of what a block computes between tokens, forward and backward."""
     model, tp, cp, rates = load.model, load.tp, load.context.ranks, load.rates
     s, work = model.seq_len, block_work(model, kind)
+    # Kernels take values as wide as keys: narrower ones are filled up.
+    filled = 2 * model.head_size / (model.head_size + model.value_size)
     if load.engine.flash or not work.attention:
-        forward = 2 * work.causal_attention * s * load.samples / cp / tp / (rates.peak * rates.constants.attention)
+        done = 2 * filled * work.causal_attention * s * load.samples / cp / tp
+        forward = done / (rates.peak * rates.constants.attention)
         return forward, 2.5 * forward
     heads = load.samples * model.num_heads // tp
     products = rates.gemm(s // cp, s, model.head_size, heads) + rates.gemm(s // cp, model.head_size, s, heads)

@@ -25,7 +25,7 @@ def experts_time(cfg: Config, load: Workload) -> Block:
     way = 2 * rates.transfer(sent, p.ep, experts_tp(p), 1, exchange=True)
     # Whole experts take shards of the sequence as they are: half of the block's traffic over tp is not needed.
     spares = experts_tp(p) < p.tp and not m.moe_shared_ffn_size
-    spared, spared_back = (traffic / 2 if spares else 0.0 for traffic in load.tp_traffic)
+    spared, spared_back = (traffic / 2 if spares else 0.0 for traffic in load.tp_traffic())
     forward = products + way - spared
     again = forward if cfg.train.recompute == "full" else 0.0
     return Block(

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from megalite.batch import MicroBatch
 from megalite.config.cli import parse
 from megalite.config.run import Config
+from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
+from megalite.extras.estimate.record import Communication, recorded_world
+from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import dry_run_report
+from megalite.extras.plan.time import block
+from megalite.extras.plan.time.block import Engine, Workload
+from megalite.extras.plan.time.rates import Rates
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import describe_parameters, param_map
 from megalite.pipeline.schedule import Placement
@@ -100,6 +109,16 @@ def test_a_rank_holds_what_is_planned(world: int, layout: dict[str, Any], precis
         assert states == pytest.approx(_state_bytes(engine.optimizer, params), rel=0.01)
 
 
+def test_states_of_muon() -> None:
+    """A matrix that every rank of tp holds whole has one moment for all of its elements."""
+    cfg = config("llama", LOW_RANK, {"tp": 4, "zero": 0}, {"optimizer": "muon"}, precision="bf16")
+    grid = Grid.of(8, tp=4)
+    engine = build_engine(cfg, experts_context(grid, 0))
+    real = _state_bytes(engine.optimizer, [p for stage in engine.stages.values() for p in stage.parameters()])
+    planned = memory_per_rank(cfg, grid)[0]
+    assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.002)
+
+
 @pytest.mark.parametrize("preset", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2"])
 def test_plans_of_presets(preset: str) -> None:
     """What the pipeline's ranks hold is every parameter, by the axes that cut it; the page names both counts."""
@@ -110,3 +129,83 @@ def test_plans_of_presets(preset: str) -> None:
     sizes = {"tp": 4, "ep": 8}
     cut = (s.numel // math.prod(sizes[axis] for axis, _ in s.sharded_dims) for s in param_map(cfg.model).values())
     assert sum(rank.parameters for rank in memory_per_rank(cfg, grid)) == sum(cut)
+
+
+def block_in(world: Grid, cfg: Config) -> Callable[[], None]:
+    """Both passes of rank 0's one block, whose peers send nothing."""
+    (stage,) = build_engine(cfg, ParallelContext.create(world, torch.device("cpu"))).stages.values()
+    stage.first = stage.last = False
+    sp, cp = world["tp"] if cfg.sequence_parallel else 1, cfg.parallel.cp
+    x = torch.randn(32 // cp // sp, 2, 64).requires_grad_()
+    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long)).shared(cp, 0)
+
+    def run() -> None:
+        stage(x, batch, TRAINING).sum().backward()
+
+    return run
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, LATENT, LOW_RANK], ids=["gqa", "direct", "low rank"])
+def test_products_are_those_of_a_step(
+    options: dict[str, Any], layout: dict[str, int], recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under cp every rank makes the keys of all tokens, once more in its backward pass, as `selective` does."""
+    cfg = config("llama", {"num_layers": 1, **options}, layout, recompute=recompute, micro_batch_size=2)
+    grid = Grid.from_config(cfg.parallel, math.prod(layout.values()))
+    with recorded_world(0, grid):
+        run = block_in(grid, cfg)
+        with FlopCounterMode(display=False) as counter:
+            run()
+    counted = sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
+    monkeypatch.setattr(Rates, "gemm", lambda _, m, n, k, batch=1: 2 * m * n * k * batch)
+    for name, nothing in (("_attention", (0.0, 0.0)), ("_elementwise", 0.0), ("waiting", (0.0, 0.0))):
+        monkeypatch.setattr(block, name, lambda *_, nothing=nothing: nothing)
+    load = replace(Workload.of(cfg, Cluster.parse("h100:8")), engine=Engine(tp_waits=(0, 0), tp_hides=(0, 0)))
+    time = block.block_time.__wrapped__(load, cfg.model.block_kind(0), recompute)
+    assert time.total - time.host - load.rates.constants.host == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("options", [{}, LATENT, LOW_RANK], ids=["gqa", "direct", "low rank"])
+def test_messages_over_tp_are_those_of_a_step(
+    options: dict[str, Any], sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = {"tp": 2, "sequence_parallel": sequence_parallel}
+    cfg = config("llama", {"num_layers": 1, **options}, layout, micro_batch_size=2)
+    grid = Grid.from_config(cfg.parallel, 2)
+    with recorded_world(0, grid) as log:
+        run = block_in(grid, cfg)
+        first = len(log)
+        run()
+    # An all-reduce is a reduce-scatter and an all-gather.
+    posted = [event for event in log[first:] if isinstance(event, Communication) and event.axis == "tp"]
+    counted = sum(event.nbytes * (2 if event.kind == "all_reduce" else 1) for event in posted)
+    monkeypatch.setattr(Rates, "ring", lambda _self, size, *_: size)
+    monkeypatch.setattr(Rates, "transfer", lambda *_: 0.0)
+    time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), "none")
+    assert time.tp == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_values_cost_what_keys_cost(cp: int) -> None:
+    """Kernels take both in one width."""
+    counted, planned = [], []
+
+    def flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(q, k, v)
+
+    for width in (10, 16):
+        cfg = mla({**LATENT, "v_head_dim": width}, micro_batch_size=2)
+        cfg = replace(cfg, parallel=replace(cfg.parallel, cp=cp))
+        grid = Grid.from_config(cfg.parallel, cp)
+        with recorded_world(0, grid):
+            run, attention = block_in(grid, cfg), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            with FlopCounterMode(display=False, custom_mapping={attention: flops}) as counter:
+                run()
+        counted.append(counter.get_flop_counts()["Global"][attention])
+        load = Workload.of(cfg, Cluster.parse("h100:8"))
+        planned.append(block.block_time(load, cfg.model.block_kind(0), "none").attention)
+    assert counted[0] == counted[1] > 0
+    assert planned[0] == pytest.approx(planned[1])
