@@ -1,4 +1,4 @@
-"""examples/small_model.sh: bash runs it and notes its commands, which then run in this process."""
+"""examples/small_model.sh, and moe_twin.sh: bash runs them and notes its commands, which then run in this process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megalite.config.cli import parse
 from megalite.extras.command import find_main
+from megalite.model.parameters import active_parameters
 from tests.ranks import ROOT
 
 RECIPE = """model: {num_layers: 1, hidden_size: 16, num_heads: 2, ffn_hidden_size: 32, seq_len: 32}
@@ -27,14 +30,14 @@ if [ "$1" = -c ]; then echo {prefix}; exit; fi
 """
 
 
-def commands(folder: Path, *arguments: str) -> list[list[str]]:
+def commands(folder: Path, *arguments: str, name: str = "small_model.sh") -> list[list[str]]:
     """The commands of the script, without Python's own name."""
     log, python = folder / "commands.txt", folder / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text(PYTHON.format(prefix=folder / "venv", log=log))
     python.chmod(0o755)
     log.write_text("")
-    script = ["bash", str(ROOT / "examples" / "small_model.sh"), *arguments]
+    script = ["bash", str(ROOT / "examples" / name), *arguments]
     environment = {**os.environ, "VIRTUAL_ENV": str(folder / "venv")}
     done = subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -99,3 +102,14 @@ def test_without_input_the_text_is_this_environments_code(tmp_path: Path) -> Non
     assert corpus[1:] == ["--packages", "--out", f"{out}/text.jsonl", "--held-out", f"{out}/held_out.jsonl"]
     assert (tokenizer[4], text[4], held_out[4]) == (f"{out}/text.jsonl", f"{out}/text.jsonl", f"{out}/held_out.jsonl")
     assert train[3:6] == ["--nproc", "2", "--config"]
+
+
+def test_twins_differ_in_their_experts_alone(tmp_path: Path) -> None:
+    """They have as many active parameters, but for the routers: 8 scores of each of 128 features in 4 layers."""
+    *_, dense, moe, plot = commands(tmp_path, "--out", str(tmp_path), "--steps", "8", name="moe_twin.sh")
+    cfgs = [parse([*command[5:], "--vocab-size", "1024"]).config for command in (dense, moe)]
+    active = [active_parameters(cfg.model) for cfg in cfgs]
+    assert active[1] - active[0] == 4 * 8 * 128
+    alike = [(cfg.data, cfg.train, cfg.optim, replace(cfg.run, run_dir="o")) for cfg in cfgs]
+    assert alike[0] == alike[1]
+    assert plot[2:5] == ["plot", f"{tmp_path}/dense", f"{tmp_path}/moe"]
