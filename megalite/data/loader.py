@@ -31,6 +31,7 @@ class BatchLoader:
         reads: read the samples; otherwise, where nothing looks at them (a middle pipeline stage), rows are zeros.
 
     Attributes:
+        reads: as above.
         consumed_samples: samples of all ranks up to the end of the last batch returned; saved in checkpoints.
 
     Raises:
@@ -52,7 +53,7 @@ class BatchLoader:
         self.dataset = dataset
         self.consumed_samples = consumed_samples
         self._sizes = iter(repeat(global_batch_size) if isinstance(global_batch_size, int) else global_batch_size)
-        self._dp_rank, self._dp_size, self._reads = dp_rank, dp_size, reads
+        self._dp_rank, self._dp_size, self.reads = dp_rank, dp_size, reads
         self._next_start = consumed_samples
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: deque[tuple[int, Future[Rows]]] = deque()
@@ -112,7 +113,7 @@ class BatchLoader:
 
     def _read(self, start: int, size: int) -> Rows:
         rows = size // self._dp_size
-        if not self._reads:
+        if not self.reads:
             return self._zeros(rows)
         first = start + self._dp_rank * rows
         return Rows.stack([self._sample(position) for position in range(first, first + rows)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.base.collector import PeriodicCollector
@@ -16,6 +16,7 @@ from megalite.train.evaluate import evaluate
 from megalite.train.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.train.fp8_amax import Fp8Amax
 from megalite.train.recover.hub import UNFINISHED
+from megalite.train.recover.restore import began
 from megalite.train.rewind import rewind
 from megalite.train.routing import ExpertWatch
 from megalite.train.run import Run, keep_copy, save
@@ -42,6 +43,7 @@ class Progress:
         experts: warns of experts that nobody uses.
         begun: step after which this process started.
         saved_at: step of the last save.
+        started: when the run began, as `time.monotonic`.
         bad_steps: steps in a row whose update was skipped, overflows of a dynamic loss scale excluded.
         failure: why this rank cannot continue; the others learn that it failed in the next step.
         stop: some rank was asked to stop.
@@ -52,10 +54,10 @@ class Progress:
     experts: ExpertWatch
     begun: int
     saved_at: int
+    started: float
     bad_steps: int = 0
     failure: Exception | None = None
     stop: bool = False
-    started: float = field(default_factory=time.monotonic)
 
     def is_over(self, minutes: float) -> bool:
         """Whether this many minutes have passed; 0: never."""
@@ -78,7 +80,7 @@ def fit(run: Run, callbacks: Sequence[StepCallback] = ()) -> None:
         for callback in callbacks:
             run.heartbeat.beat("callback", run.step, OWN)
             callback(run, record)
-    if run.step < run.engine.cfg.train.train_steps:
+    if run.only_saves or run.step < run.engine.cfg.train.train_steps:
         leave_unfinished(run.engine.ctx, UNFINISHED if run.only_saves else 0)
 
 
@@ -97,12 +99,9 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
         log_plan(run)
     engine = run.engine
     watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model)
-    progress = Progress(*watches, run.step, saved_at, stop=run.only_saves)
+    progress = Progress(*watches, run.step, saved_at, stop=run.only_saves, started=began())
     with closing(PeriodicCollector()) as garbage:
-        if run.recovered:
-            follow_up(run, progress)
-        else:
-            keep_copy(run, trained=False)
+        catch_up(run, progress)
         while run.step < cfg.train.train_steps and not progress.stop:
             result, record = one_step(run, progress)
             if result.spiked and cfg.run.on_spike == "rewind" and go_back(run, result, progress):
@@ -128,7 +127,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     if run.step < cfg.train.train_steps:
         remedy = "the same command resumes from here" if saved else "the last save failed"
         logger.info(f"stopped after step {run.step} of {cfg.train.train_steps}: {remedy}")
-    elif not cfg.run.eval_every or run.step % cfg.run.eval_every:
+    elif not run.only_saves and (not cfg.run.eval_every or run.step % cfg.run.eval_every):
         evaluate(run)
     run.stop_asked = False
     run.heartbeat.beat("after the last step", run.step, IDLE)
@@ -214,6 +213,18 @@ def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
         "rewind", step=spiked_at, loss=result.loss, limit=limit, checkpoint=str(source), next_sample=skips_from
     )
     return True
+
+
+def catch_up(run: Run, progress: Progress) -> None:
+    """Before the first step, do what an earlier process may not have done."""
+    if run.only_saves:
+        return  # anything but the save may be what kills
+    if not run.recovered:
+        keep_copy(run, trained=False)
+        return
+    follow_up(run, progress)
+    if run.save_lost and progress.saved_at != run.step:
+        save_now(run, progress)
 
 
 def follow_up(run: Run, progress: Progress) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.folder import model_name, step_name
 from megalite.checkpoint.replicas import check_replicas
 from megalite.checkpoint.save import Checkpointer
 from megalite.data import BatchLoader, Datasets
@@ -51,6 +52,8 @@ class Run:
         copies: the copies of this rank's state that its guard keeps; None without `--recover`.
         recovered: another process has trained to `step`, and what is due after that step may not be done.
         continues: checkpoint whose history the run continues, from before its first process, and its step.
+        save_lost: a save before `step` was cut short with an earlier process.
+        written: samples consumed at each checkpoint that earlier processes of this run have written, by its name.
         only_saves: recoveries are used up: nothing is left to do but a save.
     """
 
@@ -76,6 +79,8 @@ class Run:
     copies: Copies | None = None
     recovered: bool = False
     continues: tuple[int, Path] | None = None
+    save_lost: bool = False
+    written: dict[str, int] = field(default_factory=dict)
     only_saves: bool = False
 
     @property
@@ -114,10 +119,17 @@ class Run:
 def save(run: Run, weights_only: bool = False) -> None:
     """Start writing a checkpoint of the state after `run.step`; the writing happens in the background.
 
+    One that is there already, of the same step and samples before a recovery, is not written again.
+
     Args:
         weights_only: write only the weights, as bf16.
     """
     engine = run.engine
+    name = (model_name if weights_only else step_name)(run.step)
+    if run.written.get(name) == run.consumed_samples:
+        if not weights_only:
+            run.saved.append((run.step, run.checkpointer.root / name))
+        return
     engine.optimizer.wait_weights()
     if engine.cfg.run.check_replicas:
         check_replicas(engine.optimizer.copies(), engine.ctx)
@@ -145,10 +157,13 @@ def keep_copy(run: Run, trained: bool = True) -> None:
         "continues": [(step, str(path)) for step, path in filter(None, [run.continues])],
         "saved": [(step, str(path)) for step, path in run.saved],
         "rewinds": run.rewinds,
+        "meta": run.meta,
         "data_version": run.meta["data_version"],
         "chat_template": run.meta["chat_template"],
         "trained": trained,
     }
+    if run.loader.reads:
+        history |= run.datasets.position_meta(run.consumed_samples)
     run.copies.take(run.step, _state(run) | history)
 
 

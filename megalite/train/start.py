@@ -45,7 +45,8 @@ from megalite.train.gpu_readings import GpuReadings
 from megalite.train.inputs import open_data, resolve_vocabulary
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
-from megalite.train.recover.restore import continue_recovered, guard_round, meet_guards, open_copies, record_recovery
+from megalite.train.recover import restore
+from megalite.train.recover.copies import Copies
 from megalite.train.resume import Source, check_folders, choose_checkpoint, log_start, resume
 from megalite.train.run import Run
 from megalite.train.run_dir import make_run_dir, write_config, write_pid
@@ -68,7 +69,7 @@ def open_run(
         UserError: a request cannot be met on some rank; raised on every rank, after everything opened is closed again.
     """
     with contextlib.ExitStack() as exit_stack:
-        meet_guards(cfg, ctx)
+        restore.meet_guards(cfg, ctx)
         agree(ctx, lambda: check_folders(cfg))
         heartbeat = Heartbeat(cfg.run.folder, ctx, cfg.run.watchdog_timeout, cfg.run.recover != "none")
         exit_stack.callback(heartbeat.close)
@@ -83,14 +84,13 @@ def open_run(
         run_dir = cfg.run.folder
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))
-        if guard_round() == 0:
+        if restore.guard_round() == 0:
             log_banner(engine)
         heartbeat.beat("set-up: checkpoint", patience=OWN)
-        copies = open_copies(engine)
-        restored = copies.restored if copies else None
-        checkpointer = _make_checkpointer(cfg, run_dir, ctx, restored["run_id"] if restored else "")
+        copies = restore.open_copies(engine)
+        checkpointer = _make_checkpointer(cfg, run_dir, ctx, restore.run_of(ctx))
         exit_stack.callback(checkpointer.close)
-        source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer.mirror, restored)
+        source, meta, state = _starting_point(engine, datasets, tokenizer, checkpointer, copies)
         # Only now is it this run's folder: an earlier run's config stays until this run is certain to start.
         agree(ctx, lambda: write_config(run_dir, text) if ctx.rank == 0 else None)
         checkpointer.take()
@@ -99,7 +99,7 @@ def open_run(
         run = make_run(
             engine, datasets=datasets, meta=meta, state=state, checkpointer=checkpointer, heartbeat=heartbeat
         )
-        run.copies = copies
+        run.copies, run.only_saves = copies, restore.gave_up()
         _record_start(run, source)
         exit_stack.pop_all()
         run.heartbeat.beat("between calls", run.step, IDLE)
@@ -107,21 +107,20 @@ def open_run(
 
 
 def _starting_point(
-    engine: Engine,
-    datasets: Datasets,
-    tokenizer: Tokenizer | None,
-    mirror: Mirror | None,
-    restored: dict[str, Any] | None,
+    engine: Engine, datasets: Datasets, tokenizer: Tokenizer | None, checkpointer: Checkpointer, copies: Copies | None
 ) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
-    """Load the state that the run starts from, unless it was `restored` from copies.
+    """Load the state that the run starts from, unless it was restored from copies.
 
     Returns:
         The checkpoint, if it was one; what checkpoints of this run record; the metadata that the run continues from.
     """
-    cfg, ctx = engine.cfg, engine.ctx
-    source = None if restored else choose_checkpoint(engine, mirror)
+    cfg, ctx, restored = engine.cfg, engine.ctx, copies.restored if copies else None
+    source = None
+    if not restored:
+        source = restore.newest_of(engine, checkpointer) or choose_checkpoint(engine, checkpointer.mirror)
     datasets.use_version(restored["data_version"] if restored else source.data_version if source else VERSION_OF_DATA)
     meta = {"config": dataclasses.asdict(cfg), **_hashes(datasets, ctx, tokenizer)}
+    restore.check_unchanged(restored, meta)
     state = restored or (source.state(resume(engine, source, meta)) if source else init_weights(engine))
     prefixes, learned = prefixes_of(cfg.local_data.data) if cfg.data.data else (), state.get("chat_template")
     meta["chat_template"] = agree(ctx, lambda: chat_template_of(prefixes, learned))
@@ -164,11 +163,11 @@ def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | Non
 def _record_start(run: Run, source: Source | None) -> None:
     """Record in metrics.jsonl what the run starts from, and continue the history of that checkpoint."""
     if run.copies is not None and run.copies.restored is not None:
-        continue_recovered(run, run.copies.restored)
+        restore.continue_recovered(run, run.copies.restored)
     elif source and not source.resets:
         continue_history(run, source.path)
     origin = {"checkpoint": str(source.path), "resets": " ".join(source.resets)} if source else {}
-    if record_recovery(run):
+    if restore.record_recovery(run):
         return
     event = "resume" if source else "start"
     run.metrics.event(event, step=run.step, consumed_samples=run.consumed_samples, **origin)

@@ -152,6 +152,16 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+def members_of(folder: Path) -> list[int]:
+    """Ranks whose stderr is a file in the folder, their guards, and all that they have started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/2"):
+        with contextlib.suppress(OSError):
+            if str(folder) in os.readlink(path):
+                found.append(int(path.parts[2]))
+    return found
+
+
 def hold_interpreter() -> None:
     """Sleep without giving the interpreter lock back."""
     while True:

@@ -55,7 +55,7 @@ class Copies:
 
         Args:
             step: completed steps.
-            state: what `restored` will be, as JSON content.
+            state: what `restored` will be, as JSON content; with a "run_id".
         """
         used = {copy["slot"] for copy in self._held}
         slot = next(i for i in range(_NUM_SLOTS) if i not in used)
@@ -68,6 +68,7 @@ class Copies:
         self._maps[slot][self._size : self._size + len(text)] = text
         self._number += 1
         copy = {"commit": self._number, "step": step, "slot": slot, "length": len(text), "crc": zlib.crc32(text)}
+        copy["run_id"] = state["run_id"]
         self._held = [*self._held[-1:], copy]
         self._guard.commit(copy)
 

@@ -18,8 +18,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,36 +28,20 @@ from megalite.base.console import write_or_drop
 from megalite.base.log import unfinished_code
 from megalite.train.recover.hub import UNFINISHED, Hub
 from megalite.train.recover.loop import EventLoop, Link, Packets
+from megalite.train.recover.processes import Member, as_exit_code, kill
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Who lost a connection may be first to say so; the guard of the rank that died names the cause.
 _CAUSE_S = 3.0
 # Ranks that are told of another's failure get this long to end by themselves.
 _LEAVE_S = 25.0
+# Before that they get this long to tell what they know.
+_TELL_S = 2.0
 _CONNECT_S = 30.0
+# A killed process is gone in milliseconds.
+_LOOK_S = 0.01
 # A host on which processes die before they can wait has no memory for another.
 _MAX_FAILURES = 3
-
-
-@dataclass
-class Member:
-    """A process of this rank: the one that trains, or the one that waits.
-
-    Attributes:
-        pid: its process.
-        alive: descriptor that is readable once it has ended.
-        packets: messages to and from it.
-        here: whether it waits for its turn.
-        ready: whether it takes SIGTERM as a request to save and stop.
-        silent: whether it has closed its end.
-    """
-
-    pid: int
-    alive: int
-    packets: Packets
-    here: bool = False
-    ready: bool = False
-    silent: bool = False
 
 
 class Guard:
@@ -81,6 +65,8 @@ class Guard:
         self._trainer: Member | None = None
         self._spare: Member | None = None
         self._failures, self._asked = 0, 0
+        self._began, self._run_id = 0.0, ""
+        self._outcome = 1
 
     def serve(self) -> NoReturn:
         """Start the rank, and exit with its code."""
@@ -95,10 +81,12 @@ class Guard:
         """Pass a signal on; one that asks for a stop waits for a process that is taking over."""
         if number != signal.SIGUSR1:
             self._asked = number
-            if self._hub is not None and not (self._trainer and self._trainer.ready):
-                return
+            if not (self._trainer and self._trainer.ready):
+                self._leave_if_orphaned()
+                if self._round or self._broken:
+                    return
         if member := self._trainer or self._spare:
-            _kill(member.pid, number)
+            kill(member.pid, number)
 
     # -------------------------------------------------------------------------------------------- its processes
 
@@ -127,7 +115,7 @@ class Guard:
             self._slots = descriptors  # once: later processes get these
         elif "commit" in message:
             # Two are whole; the slot of a third is written over from here on.
-            self._copies = [*self._copies[-1:], message]
+            self._copies, self._run_id = [*self._copies[-1:], message], message["run_id"]
             if self._spare is None and self._failures < _MAX_FAILURES:
                 self._start()  # not earlier: its imports would compete with a first step
         elif "loaded" in message:
@@ -138,9 +126,9 @@ class Guard:
         elif "meet" in message:
             self._meet(message)
         elif "ready" in message:
-            member.ready = True
-            if self._asked:
-                _kill(member.pid, self._asked)
+            member.ready, self._began = True, self._began or time.monotonic()
+            if self._asked and self._round:
+                kill(member.pid, self._asked)
         elif "lost" in message:
             self._lost(member)
         return True
@@ -150,6 +138,7 @@ class Guard:
         if self._next is None or self._spare is None or not self._spare.here:
             return False
         self._spare.packets.send(self._next, self._slots)
+        assert self._trainer is None
         self._trainer, self._spare, self._next = self._spare, None, None
         return True
 
@@ -163,7 +152,7 @@ class Guard:
         code = os.waitstatus_to_exitcode(os.waitpid(member.pid, 0)[1])
         if member is self._trainer:
             self._trainer = None
-            if self._broken:
+            if self._broken and not self._ending:
                 self._clear()
             else:
                 self._judge(code)
@@ -176,26 +165,30 @@ class Guard:
             self._judge(code)
 
     def _judge(self, code: int) -> None:
-        """The rank's process has ended by itself: a signal is an accident, a code is an outcome."""
+        """The rank's process has ended by itself: an unasked signal is an accident, a code an outcome."""
         if self._hub is None or self._ending:
-            self._leave(_as_exit_code(code))
-        if code < 0:
-            self._tell({"broken": self._round, "cause": f"rank {self._rank} died ({signal.Signals(-code).name})"})
+            # Where all ranks fail alike, the first to say so has this one ended before it could.
+            told = self._ending and code == -signal.SIGTERM
+            self._leave(self._outcome if told else as_exit_code(code))
+        if code < 0 and -code != self._asked:
+            cause = f"rank {self._rank} died ({signal.Signals(-code).name})"
+            self._tell({"broken": self._round, "cause": cause, "died": True})
             return
-        self._code = code
+        self._code = as_exit_code(code)
         done = code in (0, UNFINISHED, unfinished_code())
-        self._tell({"done": self._round} if done else {"final": code})
+        self._tell({"done": self._round} if done else {"final": self._code})
 
     def _clear(self) -> None:
         """Nothing of the rank trains any more: end what it has left, and say which copies there are."""
         kept = set() if self._spare is None else {self._spare.pid, *children(self._spare.pid)}
-        while left := set(children(os.getpid())) - kept:
+        if left := set(children(os.getpid())) - kept:
             for pid in left:
-                _kill(pid, signal.SIGKILL)
-            for pid in left:
-                # Its own children have become this process's.
+                kill(pid, signal.SIGKILL)
+                # Its own children have become this process's. One that waits for a disk must not stop this process too.
                 with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+                    os.waitpid(pid, os.WNOHANG)
+            self._loop.after(_LOOK_S, self._clear)
+            return
         if self._spare is None:
             self._start()
         self._tell({"killed": self._round, "held": [[copy["commit"], copy["step"]] for copy in self._copies]})
@@ -222,7 +215,8 @@ class Guard:
         if self._hub is None or self._ending:
             member.packets.send({"end": True})
             return
-        told = {"broken": self._round, "cause": f"rank {self._rank} lost the connection to another rank"}
+        cause = f"rank {self._rank} lost the connection to another rank"
+        told = {"broken": self._round, "cause": cause, "died": False}
         self._loop.after(_CAUSE_S, lambda: self._tell(told))
 
     def _hear_hub(self, message: dict[str, Any] | None) -> None:
@@ -230,31 +224,41 @@ class Guard:
             if not self._ending:
                 self._leave(1, "the guard of rank 0 is gone: ending this rank")
         elif "break" in message:
+            self._leave_if_orphaned()
             # A turn that nobody has taken yet is void.
             self._broken, self._next = True, None
             if self._trainer is None:
                 self._clear()
             else:
-                _kill(self._trainer.pid, signal.SIGKILL)
-        elif "go" in message and self._launcher and os.getppid() != self._launcher:
-            self._tell({"final": 1})  # its store is gone: nobody could meet
+                kill(self._trainer.pid, signal.SIGKILL)
         elif "go" in message:
-            self._round, self._broken = message["go"], False
+            self._leave_if_orphaned()
+            self._round, self._broken, self._code = message["go"], False, None
             self._copies = [copy for copy in self._copies if copy["commit"] in message["numbers"]]
-            self._next = {**message, "turn": self._round, "copies": self._copies}
+            kept = {"copies": self._copies, "began": self._began, "run_id": self._run_id}
+            self._next = {**message, "turn": self._round, **kept}
+            if self._spare is None:
+                self._start()
             self._hand_over()
         else:
             self._end(message)
 
     def _end(self, message: dict[str, Any]) -> None:
         """The run ends, with the code of this rank's own process if that ends by itself."""
-        self._ending = True
+        self._ending, self._outcome = True, message["end"]
         if message["kill"] or self._trainer is None:
             code = self._code if self._trainer is None and self._code is not None else message["end"]
             self._leave(code, message["why"] if self._rank == 0 else "")
+        pid = self._trainer.pid
         self._trainer.packets.send({"end": True})
-        _kill(self._trainer.pid, signal.SIGTERM)
+        # Not at once: an error that all ranks raise is told by rank 0, which may come to it later than others.
+        self._loop.after(_TELL_S, lambda: kill(pid, signal.SIGTERM))
         self._loop.after(_LEAVE_S, lambda: self._leave(1, "this rank did not end by itself: killing it"))
+
+    def _leave_if_orphaned(self) -> None:
+        """Where the launcher is gone, with the store in it, no processes can meet."""
+        if self._launcher and os.getppid() != self._launcher:
+            self._leave(1, "the launcher is gone: ending this rank")
 
     def _leave(self, code: int, why: str = "") -> NoReturn:
         """Exit; what is left of the rank dies with this process."""
@@ -262,18 +266,8 @@ class Guard:
             with contextlib.suppress(OSError):
                 write_or_drop(2, f"[rank {self._rank}] guard: {why}\n".encode(), 0.5)
         for pid in children(os.getpid()):
-            _kill(pid, signal.SIGKILL)
+            kill(pid, signal.SIGKILL)
         os._exit(code)
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _as_exit_code(code: int) -> int:
-    """Return what a shell says of a process that a signal has ended."""
-    return code if code >= 0 else 128 - code
 
 
 def main(command: list[str], parent: int) -> None:
@@ -296,5 +290,5 @@ def main(command: list[str], parent: int) -> None:
         # As its ranks do themselves where they have no guard.
         signal_when_parent_dies(signal.SIGTERM)
         if os.getppid() != parent:
-            sys.exit(_as_exit_code(-signal.SIGTERM))
+            sys.exit(as_exit_code(-signal.SIGTERM))
     Guard(start, parent if launched else 0).serve()

@@ -2,8 +2,8 @@
 
 Every guard, also that of rank 0, has one connection to it. Standard library only.
 
-Messages of a guard: {"hello", "token"}; {"broken": round, "cause"}; {"killed": round, "held": [[number, step], ...]};
-{"done": round}; {"final": code}. Of the hub: {"break": round}; {"go": round, ...}; {"end": code, "kill", "why"}.
+Messages of a guard: {"hello", "token"}; {"broken": round, "cause", "died"}; {"killed": round, "held": [[number, step],
+...]}; {"done": round}; {"final": code}. Of the hub: {"break": round}; {"go": round, ...}; {"end": code, "kill", "why"}.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ class Hub:
         loop.watch(self._server.fileno(), self._accept)
 
     def _accept(self) -> None:
-        link = Link(self._loop, self._server.accept()[0], lambda _: None)
+        try:
+            connection = self._server.accept()[0]
+        except OSError:
+            return  # whoever it was has hung up
+        link = Link(self._loop, connection, lambda _: None)
         link.heard = lambda message: self._introduce(link, message)
 
     def _introduce(self, link: Link, message: dict[str, Any] | None) -> None:
@@ -76,7 +80,7 @@ class Hub:
         elif "final" in message:
             self._end(message["final"], "")
         elif message.get("broken") == self._round:
-            self._break(rank, message["cause"])
+            self._break(rank, message)
         elif message.get("killed") == self._round:
             self._held[rank] = {(number, step) for number, step in message["held"]}
             if len(self._held) == self._world:
@@ -86,11 +90,14 @@ class Hub:
             if len(self._done) == self._world:
                 self._end(0, "")
 
-    def _break(self, rank: int, cause: str) -> None:
+    def _break(self, rank: int, message: dict[str, Any]) -> None:
         """Have all trainers killed; what is broken meanwhile is part of it."""
+        dead = {rank} if message["died"] else set()
         if self._broken is not None:
+            self._broken["dead"] |= dead
             return
-        self._broken = {"rank": rank, "cause": cause, "died": time.monotonic()}
+        cause = message["cause"]
+        self._broken = {"rank": rank, "dead": dead, "cause": cause, "died": time.monotonic()}
         if self._gave_up:
             self._end(unfinished_code() or UNFINISHED, f"{cause} while the last state was being saved", kill=True)
             return
@@ -106,13 +113,16 @@ class Hub:
         """All trainers are dead: begin the next round with the copies that all guards hold."""
         assert self._broken is not None
         common = sorted(set.intersection(*self._held.values()), reverse=True)
-        rank, cause, died = self._broken["rank"], self._broken["cause"], self._broken["died"]
-        at = (rank, common[0][0] if common else -1)
-        self._deaths[at] += 1
+        # Where nobody has died, who lost a connection counts.
+        ranks = sorted(self._broken["dead"]) or [self._broken["rank"]]
+        cause, died = self._broken["cause"], self._broken["died"]
+        for rank in ranks:
+            at = (rank, common[0][0] if common else -1)
+            self._deaths[at] += 1
+            if self._deaths[at] == _DEATHS_AT_A_STEP:
+                self._gave_up = f"rank {rank} has died {_DEATHS_AT_A_STEP} times at one step"
         self._recoveries += 1
-        if self._deaths[at] == _DEATHS_AT_A_STEP:
-            self._gave_up = f"rank {rank} has died {_DEATHS_AT_A_STEP} times at one step"
-        elif self._recoveries > self._limit:
+        if not self._gave_up and self._recoveries > self._limit:
             self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
         if self._gave_up and not common:
             self._end(
@@ -124,7 +134,7 @@ class Hub:
         go = {
             "go": self._round,
             "numbers": numbers,
-            "rank": rank,
+            "ranks": ranks,
             "cause": cause,
             "died": died,
             "gone": time.monotonic(),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megalite.base.child import readable
 from megalite.base.untrusted import BadFile, parse_json
 
 # Far above any message, which are a line each.
@@ -67,10 +68,12 @@ class Packets:
 
     def receive(self, wait: bool = True) -> tuple[dict[str, Any], list[int]] | None:
         """Return a message and its descriptors; None when the other side is gone or (without `wait`) silent."""
+        # `recv_fds` ignores its flags, and a process that the other side has forked may keep its end open.
+        if not (wait or readable(self.socket.fileno(), 0)):
+            return None
         try:
-            flags = 0 if wait else socket.MSG_DONTWAIT
-            data, descriptors, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE, 4, flags)
-        except (ConnectionResetError, BlockingIOError):
+            data, descriptors, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE, 4)
+        except ConnectionResetError:
             return None
         return (json.loads(data), descriptors) if data else None
 

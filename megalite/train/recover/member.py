@@ -26,7 +26,7 @@ def become_guard() -> NoReturn:
     Raises:
         UserError: the system lacks what a guard needs.
     """
-    if not (sys.platform == "linux" and hasattr(os, "pidfd_open")):
+    if not _possible():
         raise UserError("--recover process", "requires Linux 5.3 or newer", "use --recover none")
     root, command = str(Path(__file__).resolve().parents[3]), [sys.executable, *sys.orig_argv[1:]]
     code = f"import sys, json; sys.path.insert(0, {root!r}); from megalite.train.recover import guard"
@@ -37,11 +37,18 @@ def become_guard() -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", code, json.dumps(command), str(os.getppid())])
 
 
+def _possible() -> bool:
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
 def become_guard_if_asked(argv: Sequence[str]) -> None:
-    """As `become_guard`, if the command line says so: before torch is imported, which takes a second."""
+    """As `become_guard`, if the command line says so: before torch is imported, which takes a second.
+
+    Where that is impossible, the program finds out later, where errors have their message.
+    """
     asked = "--recover=process" in argv or ("--recover", "process") in zip(argv, argv[1:])
     prints = {"--dry-run", "--print-config"} & set(argv)
-    if asked and not prints and guard() is None:
+    if asked and not prints and guard() is None and _possible():
         become_guard()
 
 
@@ -50,8 +57,9 @@ class GuardedRank:
 
     Attributes:
         turn: what the guard said when this process became the rank: "turn" (number of the round), "copies", and from
-            the second round on "rank" and "cause" of the death, and when it "died" and all were "gone" (seconds of
-            `time.monotonic` on rank 0's host); "gave_up" says why only a save is left to do.
+            the second round on "ranks" and "cause" of the death, and when it "died" and all were "gone" (seconds of
+            `time.monotonic` on rank 0's host); "gave_up" says why only a save is left to do; when the run "began" on
+            this host, and its "run_id".
         slots: descriptors of the memory that holds the copies.
         met: when all processes had met, as `time.monotonic`.
     """

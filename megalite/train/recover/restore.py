@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import require
 from megalite.base.log import logger
-from megalite.checkpoint.folder import step_name
+from megalite.checkpoint.load import find_good
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint
+from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
@@ -19,6 +21,7 @@ from megalite.dist.rendezvous import store_host
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import Copies
 from megalite.train.recover.member import guard
+from megalite.train.resume import Source
 from megalite.train.run import Run
 
 
@@ -54,6 +57,24 @@ def guard_round() -> int:
     return 0 if rank_guard is None else rank_guard.round
 
 
+def run_of(ctx: ParallelContext) -> str:
+    """Return the ID of the run that this process continues, "" for a new one; every rank calls it."""
+    rank_guard = guard()
+    return gather_texts(rank_guard.turn.get("run_id", "") if rank_guard else "", ctx.world, ctx.device)[0]
+
+
+def gave_up() -> bool:
+    """Whether recoveries are used up, and nothing is left to do but a save."""
+    rank_guard = guard()
+    return rank_guard is not None and bool(rank_guard.turn.get("gave_up"))
+
+
+def began() -> float:
+    """When the first process of this rank began to train, as `time.monotonic`; now, if this is the first."""
+    rank_guard = guard()
+    return float(rank_guard.turn.get("began", 0.0) if rank_guard else 0.0) or time.monotonic()
+
+
 def open_copies(engine: Engine) -> Copies | None:
     """Return the copies of this rank, with the newest loaded into the engine if there is one; None without a guard."""
     if engine.cfg.run.recover == "none":
@@ -72,33 +93,68 @@ def open_copies(engine: Engine) -> Copies | None:
     return copies
 
 
+def newest_of(engine: Engine, checkpointer: Checkpointer) -> Source | None:
+    """Find the newest checkpoint of a run whose copies are lost: it counts more than what `--resume` says.
+
+    Returns:
+        It, the same on every rank; None if the run has saved none, or is new.
+    """
+    if guard_round() == 0:
+        return None
+    run, states = engine.cfg.run, engine.optimizer.states()
+    newest = find_good(checkpointer.root, engine.ctx, run.resume_fallback, states, checkpointer.mirror)
+    return Source(newest) if newest and newest.manifest.run_id == checkpointer.run_id else None
+
+
+def check_unchanged(restored: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    """Refuse to go on from copies that were made with another config or other data.
+
+    Args:
+        restored: see `Copies`.
+        now: what checkpoints record of config and data.
+
+    Raises:
+        UserError: they have changed.
+    """
+    before = restored["meta"] if restored else now
+    changed = [name for name, value in json.loads(json.dumps(now)).items() if restored and value != before.get(name)]
+    rule = f"the copies in memory were made with another {', '.join(changed)}"
+    require(not changed, "--recover process", rule, "leave files of options and data alone, and start the run again")
+
+
 def continue_recovered(run: Run, restored: dict[str, Any]) -> None:
     """Continue the history of the run's earlier processes: which checkpoints are its own, what a rewind counted."""
     run.recovered, run.rewinds = restored["trained"], dict(restored["rewinds"])
     for step, path in restored["continues"]:
         run.continues = step, Path(path)
         run.checkpointer.continues(path)
-    base = run.continues[0] if run.continues else -1
     saved = [(step, Path(path)) for step, path in restored["saved"]]
-    if (last := (run.step, run.checkpointer.root / step_name(run.step))) not in saved and run.step > base:
-        # A copy is made before the save of its step.
-        saved.append(last)
-    # Rank 0 looks for all. A save may have been committed after the copy was made, or cut short.
-    found = [path.name for step, path in saved if run.engine.ctx.rank == 0 and _is_whole(path, run, step > base)]
-    names = set(gather_texts(" ".join(found), run.engine.ctx.world, run.engine.ctx.device)[0].split())
-    run.saved = [(step, path) for step, path in saved if path.name in names]
-    for step, path in run.saved:
-        if step > base:
-            run.checkpointer.adopt(path.name)
+    found = json.dumps(_find_saved(run, saved)) if run.engine.ctx.rank == 0 else ""
+    run.written, whole = json.loads(gather_texts(found, run.engine.ctx.world, run.engine.ctx.device)[0])
+    run.saved = [saved[i] for i in whole]
+    run.save_lost = saved[-1:] != run.saved[-1:]
+    for name in run.written:
+        run.checkpointer.adopt(name)
 
 
-def _is_whole(path: Path, run: Run, own: bool) -> bool:
-    """Whether a checkpoint is committed and, where it has to be, one of this run's `own`."""
-    if not (path / "COMMIT").exists():
-        return False
-    with contextlib.suppress(BadCheckpoint):
-        return not own or read_manifest(path).run_id == run.checkpointer.run_id
-    return False
+def _find_saved(run: Run, saved: list[tuple[int, Path]]) -> tuple[dict[str, int], list[int]]:
+    """Find which checkpoints this run has committed, and the samples consumed at each; and which of `saved` there are.
+
+    Some may have been committed after the copy was made.
+    """
+    root, base = run.checkpointer.root, run.continues[0] if run.continues else -1
+    written = {}
+    for path in [*root.glob("step_*"), *root.glob("model_*")]:
+        with contextlib.suppress(BadCheckpoint):
+            if (path / "COMMIT").exists() and (manifest := read_manifest(path)).run_id == run.checkpointer.run_id:
+                written[path.name] = int(manifest.meta["consumed_samples"])
+    whole = [i for i, (step, path) in enumerate(saved) if step <= base or path.name in written]
+    whole = [i for i in whole if (saved[i][1] / "COMMIT").exists()]
+    if saved and saved[-1][0] > base and (name := saved[-1][1].name) not in run.rewinds:
+        # It may have been cut short, and its name be that of one from before a rewind.
+        consumed = run.engine.cfg.train.batches.samples(saved[-1][0]) + run.sample_offset
+        whole = [i for i in whole if i < len(saved) - 1 or written[name] == consumed]
+    return written, whole
 
 
 def record_recovery(run: Run) -> bool:
@@ -113,10 +169,9 @@ def record_recovery(run: Run) -> bool:
         "load": now - rank_guard.met,
     }
     logger.info(f"{turn['cause']}: back to step {run.step} in {now - turn['died']:.1f} s")
-    run.only_saves = bool(turn["gave_up"])
-    if run.only_saves:
+    if turn["gave_up"]:
         logger.info(f"{turn['gave_up']}: saving, then exiting")
     run.metrics.event(
-        "recovery", step=run.step, round=rank_guard.round, ranks=[turn["rank"]], cause=turn["cause"], seconds=seconds
+        "recovery", step=run.step, round=rank_guard.round, ranks=turn["ranks"], cause=turn["cause"], seconds=seconds
     )
     return True

@@ -1,16 +1,25 @@
-"""Guards and their hub, without ranks."""
+"""Guards and their hub, without ranks: the guarded processes sleep, and say what a test has them say."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from megalite.base.child import readable
+from megalite.base.errors import UserError
+from megalite.train.recover import guard as guard_module
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.hub import Hub
-from megalite.train.recover.loop import EventLoop
+from megalite.train.recover.loop import EventLoop, Link, Packets
+from megalite.train.recover.restore import check_unchanged
 
 
 @pytest.mark.parametrize(
@@ -26,7 +35,7 @@ def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
         loop.turn()
         assert stranger.recv(1) == b""
     with socket.create_connection(("localhost", hub.port)) as rank:
-        for message in ({"hello": 0, "token": hub.token}, {"broken": 0, "cause": "rank 0 died (SIGKILL)"}):
+        for message in ({"hello": 0, "token": hub.token}, {"broken": 0, "cause": "", "died": True}):
             rank.sendall(json.dumps(message).encode() + b"\n")
         loop.turn()
         loop.turn()
@@ -40,3 +49,163 @@ def test_a_turn_that_nobody_took_is_void_once_its_round_is_broken(monkeypatch: p
     assert guard._next is not None
     guard._hear_hub({"break": 0})
     assert guard._next is None
+
+
+class Left(Exception):
+    """The guard would have exited with this code."""
+
+
+class Rank:
+    """A guard with its processes, and the end of its connection to the hub."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, launcher: int) -> None:
+        self.sleepers: list[subprocess.Popen[bytes]] = []
+        self.ends: list[Packets] = []
+        self.guard: Any = Guard(self.start, launcher)
+        with socket.create_server(("localhost", 0)) as server:
+            self.hub = socket.create_connection(server.getsockname())
+            self.guard._hub = Link(self.guard._loop, server.accept()[0], self.guard._hear_hub)
+        # Not those of the tests beside this one.
+        monkeypatch.setattr(guard_module, "children", lambda pid: [])
+        monkeypatch.setattr(self.guard, "_leave", self.leave)
+
+    def start(self, descriptor: int) -> int:
+        self.ends.append(Packets(os.dup(descriptor)))
+        self.sleepers.append(subprocess.Popen(["sleep", "1000"]))
+        return self.sleepers[-1].pid
+
+    def leave(self, code: int, why: str = "") -> None:
+        raise Left(code)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            self.guard._loop.after(0.01, lambda: None)
+            self.guard._loop.turn()
+
+    def train(self) -> None:
+        """The process that was started last becomes the rank."""
+        self.ends[-1].send({"here": True})
+        self.until(lambda: self.guard._trainer is not None)
+        self.turn = (self.ends[-1].receive() or ({}, []))[0]
+
+    def hears(self) -> dict[str, Any]:
+        """What the guard says to the hub next."""
+        self.until(lambda: readable(self.hub.fileno(), 0))
+        return json.loads(self.hub.recv(1 << 16).splitlines()[0])
+
+    def told(self, **message: Any) -> None:
+        """The hub says something."""
+        self.guard._hear_hub(message)
+
+    def go(self) -> None:
+        self.told(go=self.guard._round + 1, numbers=[], ranks=[0])
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
+    made: list[Rank] = []
+
+    def make(launcher: int = 0) -> Rank:
+        made.append(Rank(monkeypatch, launcher))
+        made[-1].guard._start()
+        made[-1].train()
+        return made[-1]
+
+    yield make
+    for sleeper in [sleeper for rank in made for sleeper in rank.sleepers]:
+        sleeper.kill()
+        sleeper.returncode = 0  # the guard has waited for it, or nobody needs to
+
+
+def test_a_stop_asked_for_in_the_first_set_up_ends_the_run(make: Callable[..., Rank]) -> None:
+    """It used to be kept for a process that takes signals, through minutes of set-up."""
+    rank = make()
+    rank.guard._relay(signal.SIGTERM, None)
+    assert rank.hears() == {"final": 128 + signal.SIGTERM}
+
+
+def test_a_rank_without_its_launcher_takes_part_in_no_recovery(make: Callable[..., Rank]) -> None:
+    """The store was in the launcher: processes would wait minutes for it, or meet those of the next job."""
+    with pytest.raises(Left, match="1"):
+        make(launcher=1).told(**{"break": 0})
+    rank = make(launcher=os.getppid())
+    rank.told(**{"break": 0})
+    assert rank.hears()["killed"] == 0
+    rank.go()
+    rank.train()
+    rank.guard._launcher = 1
+    with pytest.raises(Left, match="1"):
+        rank.guard._relay(signal.SIGTERM, None)
+
+
+def test_a_round_begins_where_no_process_waits(make: Callable[..., Rank]) -> None:
+    """It had died since the guard said which copies there are."""
+    rank = make()
+    rank.told(**{"break": 0})
+    rank.hears()
+    while rank.guard._spare is not None:
+        last = rank.guard._spare
+        os.kill(last.pid, signal.SIGKILL)
+        rank.until(lambda last=last: rank.guard._spare is not last)
+    rank.go()
+    rank.train()
+
+
+def test_a_run_that_ends_while_it_is_broken_starts_nothing(make: Callable[..., Rank]) -> None:
+    """The guard used to take the last process's end for one more death."""
+    rank = make()
+    rank.guard._broken = True
+    rank.told(end=2, kill=False, why="")
+    with pytest.raises(Left, match=str(128 + signal.SIGTERM)):
+        rank.until(lambda: len(rank.sleepers) > 1)
+
+
+def test_what_a_rank_did_in_an_earlier_round_is_not_its_code(make: Callable[..., Rank]) -> None:
+    rank = make()
+    rank.guard._trainer = None
+    rank.guard._judge(0)
+    assert rank.hears() == {"done": 0}
+    rank.told(**{"break": 0})
+    rank.go()
+    with pytest.raises(Left, match="7"):
+        rank.told(end=7, kill=True, why="")
+
+
+def test_a_turn_says_when_the_run_began_and_which_it_is(make: Callable[..., Rank]) -> None:
+    """Minutes that a run may take used to start anew; a run that lost its copies, from its first step."""
+    rank = make()
+    rank.ends[0].send({"ready": True})
+    rank.ends[0].send({"commit": 1, "step": 0, "slot": 0, "length": 0, "crc": 0, "run_id": "some"})
+    rank.until(lambda: len(rank.sleepers) == 2)
+    began = rank.guard._began
+    assert 0 < began < time.monotonic()
+    rank.told(**{"break": 0})
+    rank.until(lambda: rank.guard._trainer is None)
+    rank.go()
+    rank.train()
+    assert (rank.turn["began"], rank.turn["run_id"]) == (began, "some")
+
+
+def test_all_that_died_are_named_and_counted() -> None:
+    """Only the first used to be, who may not have died at all."""
+    hub, said = Hub(EventLoop(), world=3, limit=100), []
+    hub._tell = said.append  # type: ignore[method-assign]
+    for number, first in enumerate((1, 2, 1)):
+        hub._hear(0, {"broken": number, "cause": "lost", "died": False})
+        for rank in (first, 3 - first):
+            hub._hear(rank, {"broken": number, "cause": "died", "died": True})
+        for rank in range(3):
+            hub._hear(rank, {"killed": number, "held": [[7, 7]]})
+        assert said[-1]["ranks"] == [1, 2]
+    assert said[-1]["gave_up"] == "rank 2 has died 3 times at one step"
+
+
+def test_copies_of_another_config_or_data_are_refused() -> None:
+    meta = {"config": {"train": {"lr": 1e-3, "betas": (0.9, 0.99)}}, "data_hash": "x", "tokenizer_sha256": None}
+    restored = {"meta": json.loads(json.dumps(meta)) | {"chat_template": None}}
+    check_unchanged(restored, meta)
+    check_unchanged(None, meta)
+    with pytest.raises(UserError, match="made with another data_hash;"):
+        check_unchanged(restored, meta | {"data_hash": "y"})

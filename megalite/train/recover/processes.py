@@ -1,0 +1,41 @@
+"""A process of a rank as its guard sees it, and how it ends. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+from megalite.train.recover.loop import Packets
+
+
+@dataclass
+class Member:
+    """A process of this rank: the one that trains, or the one that waits.
+
+    Attributes:
+        pid: its process.
+        alive: descriptor that is readable once it has ended.
+        packets: messages to and from it.
+        here: whether it waits for its turn.
+        ready: whether it takes SIGTERM as a request to save and stop.
+        silent: whether it has closed its end.
+    """
+
+    pid: int
+    alive: int
+    packets: Packets
+    here: bool = False
+    ready: bool = False
+    silent: bool = False
+
+
+def kill(pid: int, number: int) -> None:
+    """Send a process a signal, unless it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def as_exit_code(code: int) -> int:
+    """Return what a shell says of a process that a signal has ended."""
+    return code if code >= 0 else 128 - code
