@@ -7,9 +7,10 @@ from typing import Any
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger
-from megalite.checkpoint import folder
+from megalite.checkpoint.commit import clean_up
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.mirror import Mirror
+from megalite.checkpoint.names import step_folders
 from megalite.checkpoint.remote import step_of
 
 
@@ -44,7 +45,7 @@ class Claim:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            remains = folder.clean_up(self.root)
+            remains = clean_up(self.root)
             if self._mirror is not None:
                 self._mirror.introduce(self._lock.text)
         except UserError:
@@ -74,7 +75,7 @@ class Claim:
             return
         # The checkpoint may lie elsewhere and be linked here; `latest` is a link to one that lies here.
         for candidate in (path.parent.resolve() / path.name, path.resolve()):
-            steps = {p.name: step for step, p in folder.step_folders(self.root)}
+            steps = {p.name: step for step, p in step_folders(self.root)}
             if candidate.parent == self.root.resolve() and candidate.name in steps:
                 self._resumed_from, self._base = candidate.name, steps[candidate.name]
                 if self._mirror is not None:
@@ -115,7 +116,7 @@ class Claim:
     def at_commit(self) -> dict[str, Any]:
         """Describe what a commit does with the other checkpoints, as entries of the writer's job."""
         # Checkpoints that this run does not continue: all later ones, or, in a new run, all.
-        others = [p.name for s, p in folder.step_folders(self.root) if s > self._base and p.name not in self._written]
+        others = [p.name for s, p in step_folders(self.root) if s > self._base and p.name not in self._written]
         return {
             "aside": others,
             "keep_last": self._keep_last,

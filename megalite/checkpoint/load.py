@@ -17,9 +17,9 @@ from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.base.slices import Slice
 from megalite.checkpoint.entries import Part, TensorEntry
-from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.manifest import Manifest, manifest_text, read_manifest
 from megalite.checkpoint.mirror import Mirror, path_of
+from megalite.checkpoint.names import step_folders
 from megalite.checkpoint.reader import ReadStats, ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig

@@ -9,7 +9,7 @@ from typing import Any
 from megalite.base.log import logger
 from megalite.base.store import Store, StoreError, is_url, join
 from megalite.checkpoint import remote
-from megalite.checkpoint.folder import clean_up
+from megalite.checkpoint.commit import clean_up
 from megalite.checkpoint.snapshot import WriterProcess
 from megalite.checkpoint.upload import METRICS
 from megalite.dist.agree import agree, check_equal

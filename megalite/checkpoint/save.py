@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.base.log import logger
-from megalite.checkpoint import folder
 from megalite.checkpoint.claim import Claim
+from megalite.checkpoint.commit import TEMPORARY, clean_up
 from megalite.checkpoint.mirror import Mirror, SaveError
+from megalite.checkpoint.names import model_name, step_name
 from megalite.checkpoint.snapshot import Source, WriterProcess, boxes_of
 from megalite.checkpoint.writer import ABANDONED
 from megalite.dist.agree import agree
@@ -127,7 +128,7 @@ class Checkpointer:
         Raises:
             SaveError: this save or the previous one failed; raised on every rank.
         """
-        return self._save(folder.step_name(step), step, boxes_of(states, None), meta, background)
+        return self._save(step_name(step), step, boxes_of(states, None), meta, background)
 
     def save_model(
         self, step: int, states: Sequence[StateTensor], meta: dict[str, Any], background: bool = False
@@ -137,10 +138,10 @@ class Checkpointer:
         Write nothing if a full checkpoint of this step exists or is being written. These checkpoints are never pruned,
         and a run never resumes from them automatically.
         """
-        full = folder.step_name(step)
+        full = step_name(step)
         if full in self._claim or (self._current is not None and self._current.name == full):
             return self.root / full
-        return self._save(folder.model_name(step), step, boxes_of(states, "model"), meta, background)
+        return self._save(model_name(step), step, boxes_of(states, "model"), meta, background)
 
     def _save(self, name: str, step: int, boxes: list[Source], meta: dict[str, Any], background: bool) -> Path | None:
         self.finish()
@@ -206,7 +207,7 @@ class Checkpointer:
             "root": str(self.root),
             "temporary": str(save.temporary),
             "name": save.name,
-            "full": save.name == folder.step_name(step),
+            "full": save.name == step_name(step),
             "save_id": save_id,
             "rank": self.ctx.rank,
             "world": self.ctx.world.size,
@@ -226,7 +227,7 @@ class Checkpointer:
 
     def _temporary(self, name: str, save_id: str) -> Path:
         """Name a folder for this save alone: a writer that outlived an earlier run may be saving the same step."""
-        return self.root / f"{folder.TEMPORARY}{name}_{save_id}"
+        return self.root / f"{TEMPORARY}{name}_{save_id}"
 
     def poll(self) -> Path | None:
         """Check a save in the background without waiting; call it at every step.
@@ -294,7 +295,7 @@ class Checkpointer:
             return False
         if not self.mirror.shared:
             # All parts are in the store.
-            folder.clean_up(self.root)
+            clean_up(self.root)
         return saved
 
     def _gather_errors(self) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megalite.base.child import readable
 from megalite.base.collector import without_collector
-from megalite.checkpoint import folder
+from megalite.checkpoint.commit import commit, read_fragment, tidy
 from megalite.checkpoint.fragments import SavedBox, assemble
 from megalite.checkpoint.lock import taken_by
 from megalite.checkpoint.manifest import box_key
@@ -176,7 +176,7 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
     fragments: list[dict[str, Any]] = []
     while len(fragments) < job["world"]:
         path = temporary / f"rank_{len(fragments):05d}.json"
-        fragment = folder.read_fragment(path)
+        fragment = read_fragment(path)
         if fragment is None:
             _check_parent(channel)
             time.sleep(0.01)
@@ -190,6 +190,6 @@ def _commit(job: dict[str, Any], channel: socket.socket) -> dict[str, Any]:
         (temporary / f"rank_{rank:05d}.json").unlink()
     if other := taken_by(Path(job["lock"]["path"]), job["lock"]["text"]):
         raise RuntimeError(f"the folder has been taken by {other}")
-    moved = folder.commit(root, temporary, job["name"], manifest, job["aside"])
-    problems = folder.tidy(root, job["name"], job["keep_last"], job["keep"]) if job["full"] else []
+    moved = commit(root, temporary, job["name"], manifest, job["aside"])
+    problems = tidy(root, job["name"], job["keep_last"], job["keep"]) if job["full"] else []
     return {"ok": True, "moved": moved, "problems": problems}

@@ -8,11 +8,11 @@ from megalite.data.build import (
     prefixes_of,
 )
 from megalite.data.loader import BatchLoader
-from megalite.data.order import VERSION_OF_DATA
 from megalite.data.own import OwnDataset, Samples
 from megalite.data.packing import LossMask, PackedDataset, mask_path
 from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
+from megalite.data.shuffle import VERSION_OF_DATA
 from megalite.data.sidecar import chat_template_of, read_sidecar
 from megalite.data.stand_in import bring_prefix
 from megalite.data.tokenizer import Tokenizer, load_tokenizer

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from megalite.base.errors import UserError
-from megalite.data.order import VERSION_OF_DATA, EpochOrder
 from megalite.data.rows import Rows, Tokens
+from megalite.data.shuffle import VERSION_OF_DATA, EpochOrder
 
 
 class Samples(Protocol):

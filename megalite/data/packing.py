@@ -14,9 +14,9 @@ import numpy.typing as npt
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.data.binary import TokenFile
-from megalite.data.order import VERSION_OF_DATA, epoch_order
 from megalite.data.rows import IGNORE, Rows, Tokens
 from megalite.data.samples import read_ids
+from megalite.data.shuffle import VERSION_OF_DATA, epoch_order
 from megalite.data.tokens import IndexedDataset
 
 WINDOW = 4096

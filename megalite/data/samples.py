@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger
-from megalite.data.order import VERSION_OF_DATA, EpochOrder
 from megalite.data.rows import IGNORE, Rows, Tokens
+from megalite.data.shuffle import VERSION_OF_DATA, EpochOrder
 from megalite.data.tokens import IndexedDataset, locate
 
 # Of a split: far beyond any number of documents, and sums stay exact enough to divide by.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from megalite.data.binary import AT_START, TokenFile, read_error
 from megalite.data.index import Index
-from megalite.data.order import VERSION_OF_DATA
+from megalite.data.shuffle import VERSION_OF_DATA
 from megalite.data.sidecar import read_checksums
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import UserError
-from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron
 from megalite.checkpoint.load import find_latest
+from megalite.checkpoint.names import checkpoints_folder, refuse_megatron
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, read_json
 

@@ -25,7 +25,7 @@ from megalite.ops.fp8 import Fp8
 from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding
-from megalite.tensor_parallel.experts import GroupedLinear
+from megalite.tensor_parallel.grouped_linear import GroupedLinear
 from megalite.tensor_parallel.linear import (
     ColumnParallelLinear,
     GatheredLinear,

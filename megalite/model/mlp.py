@@ -1,4 +1,4 @@
-"""The dense feed-forward layer, inner features sharded over tensor-parallel ranks: the module of model/ffn/mlp.py."""
+"""The dense feed-forward layer, inner features sharded over tensor-parallel ranks: the module of model/ffn/dense.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer of experts: the module of model/ffn/moe.py.
+"""A layer of experts: the module of model/ffn/routed.py.
 
 Experts see the tokens of all ranks that share them (`tensor_parallel.dispatch`). Where each is cut over tp like a dense
 MLP, its tp ranks first bring their tokens together: with sequence parallelism by gathering the shards, after they are
@@ -20,7 +20,7 @@ from megalite.model.layers import Layers
 from megalite.model.mlp import MLP
 from megalite.model.routing import Router, Routing
 from megalite.tensor_parallel.dispatch import Dispatch
-from megalite.tensor_parallel.experts import WideLinear
+from megalite.tensor_parallel.grouped_linear import WideLinear
 
 
 class MoELayer(nn.Module):

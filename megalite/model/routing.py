@@ -21,7 +21,7 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.model.layers import Layers
 from megalite.tensor_parallel.dispatch import count
-from megalite.tensor_parallel.experts import WideLinear
+from megalite.tensor_parallel.grouped_linear import WideLinear
 
 
 class _WithLoss(torch.autograd.Function):

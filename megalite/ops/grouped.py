@@ -13,8 +13,8 @@ grouped_wgrad(main_grad, dy, x, sizes, accumulate=True) -> None
     main_grad_e += dy_e^T x_e in place; without `accumulate`, main_grad_e = dy_e^T x_e, 0 for a group without rows.
     main_grad [E, O, I], of the dtypes of `linear_wgrad`.
 
-These functions are not differentiable: `tensor_parallel.experts` defines their backward. On CUDA in bf16, torch's
-grouped GEMM computes the first two in one kernel, where O and I are multiples of 8.
+These functions are not differentiable: `tensor_parallel.grouped_linear` defines their backward. On CUDA in bf16,
+torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megalite.ops import Ops
 from megalite.optim.bucket import Bucket
 from megalite.optim.compress import PowerSGD
 from megalite.optim.gather_chain import GatherChain
-from megalite.optim.matrices import MatrixExchange
+from megalite.optim.matrix_exchange import MatrixExchange
 from megalite.optim.offload import Offload
 from megalite.optim.state_tensors import codec_states, share_states
 from megalite.optim.trust_ratio import ShareTrustRatios

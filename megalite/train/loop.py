@@ -18,7 +18,7 @@ from megalite.train.fp8_amax import Fp8Amax
 from megalite.train.recover.hub import UNFINISHED
 from megalite.train.recover.restore import began
 from megalite.train.rewind import rewind
-from megalite.train.routing import ExpertWatch
+from megalite.train.routing_figures import ExpertWatch
 from megalite.train.run import Run, keep_copy, save
 from megalite.train.signals import stop_on_signals
 from megalite.train.step import StepResult, train_step

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.base.store import is_url
-from megalite.checkpoint.folder import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.load import Verified, find_good, load_checkpoint, model_config, verify_together
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.meta import require_entries
 from megalite.checkpoint.mirror import Mirror, copy_together
+from megalite.checkpoint.names import checkpoints_folder, refuse_megatron, step_folders
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS

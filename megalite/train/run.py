@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.folder import model_name, step_name
-from megalite.checkpoint.replicas import check_replicas
+from megalite.checkpoint.check_replicas import check_replicas
+from megalite.checkpoint.names import model_name, step_name
 from megalite.checkpoint.save import Checkpointer
 from megalite.data import BatchLoader, Datasets
 from megalite.pipeline.record import Recorder

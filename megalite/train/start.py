@@ -17,9 +17,9 @@ from megalite.base.downloads import bring_tree
 from megalite.base.dtypes import DTYPES
 from megalite.base.errors import step_range
 from megalite.base.log import logger, setup_logging
-from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.hf.start import load_hf
 from megalite.checkpoint.mirror import Mirror
+from megalite.checkpoint.names import step_folders
 from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
 from megalite.config.fp8 import describe_fp8

@@ -21,7 +21,7 @@ from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.train.engine import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
-from megalite.train.routing import RoutingFigures, move_biases, routing_figures, routing_sums
+from megalite.train.routing_figures import RoutingFigures, move_biases, routing_figures, routing_sums
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import pytest
 
 from megalite.base.store import Store
 from megalite.checkpoint import remote
-from megalite.checkpoint.folder import step_folders
 from megalite.checkpoint.load import verify_together
+from megalite.checkpoint.names import step_folders
 from megalite.dist.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 from tests.faults.zygote import Zygote

@@ -153,7 +153,8 @@ def test_biases_move_by_the_rate_against_the_load() -> None:
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
     """`balanced`, wrong in one way."""
     from megalite.model.routing_log import RoutingLog
-    from megalite.train import routing, step
+    from megalite.train import routing_figures as routing
+    from megalite.train import step
 
     move = routing.move_biases
 

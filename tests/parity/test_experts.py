@@ -205,12 +205,12 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
 
     from megalite.dist.collectives import FinishedWork
     from megalite.model import moe, routing
-    from megalite.model.ffn import moe as kind
+    from megalite.model.ffn import routed as kind
     from megalite.model.parameters import param_map
     from megalite.ops.grouped import grouped_wgrad
     from megalite.sharding import Shard
     from megalite.tensor_parallel.dispatch import Dispatch
-    from megalite.tensor_parallel.experts import GroupedLinear
+    from megalite.tensor_parallel.grouped_linear import GroupedLinear
 
     (parallel,) = {cfg.parallel for cfg in cfgs}
     balance, way, axes = routing.Router._balance, Dispatch.of, Shard.reduce.fget

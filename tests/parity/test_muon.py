@@ -25,7 +25,7 @@ from megalite.extras.plan.memory.matrices import Placed, matrices_of, placed_mat
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.report import update_rows
 from megalite.model.flops import flops_per_token
-from megalite.optim import matrices as exchange
+from megalite.optim import matrix_exchange as exchange
 from megalite.schedules.lr import learning_rate
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import MatrixRule, Share

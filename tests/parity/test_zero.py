@@ -272,7 +272,7 @@ def test_other_optimizers(pool: WorkerPool, optimizer: str) -> None:
 
 def accidents(rank: int, cfg: Config) -> dict[str, Any]:
     """What happens to weights that are released, and to those that are not."""
-    from megalite.checkpoint.replicas import check_replicas
+    from megalite.checkpoint.check_replicas import check_replicas
     from megalite.checkpoint.save import SaveError
     from megalite.train.step import eval_step, train_step
 

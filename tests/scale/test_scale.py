@@ -15,8 +15,8 @@ import pytest
 
 from megalite.base.slices import Slice
 from megalite.checkpoint import manifest as manifest_module
+from megalite.checkpoint.commit import commit_in_place
 from megalite.checkpoint.entries import Part
-from megalite.checkpoint.folder import commit_in_place
 from megalite.checkpoint.load import wanted_boxes
 from megalite.checkpoint.manifest import Manifest, manifest_text
 from megalite.dist.grid import Grid

@@ -19,8 +19,8 @@ import torch
 from megalite.base.dtypes import stored_name
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
+from megalite.checkpoint.commit import commit_in_place
 from megalite.checkpoint.entries import FileEntry, TensorEntry
-from megalite.checkpoint.folder import commit_in_place
 from megalite.checkpoint.manifest import Manifest, box_key
 from megalite.checkpoint.safetensors_io import make_header, num_bytes, write_file
 

@@ -25,7 +25,7 @@ from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.report import flags as flags_of
 from megalite.extras.plan.search import layout_options, search
 from megalite.extras.plan.time.step import step_time
-from megalite.model.ffn.moe import imbalance
+from megalite.model.ffn.routed import imbalance
 from megalite.pipeline.choose import names_of
 
 # Share of the available memory to plan for: the accounting is accurate to about 5 %, and allocators need slack.

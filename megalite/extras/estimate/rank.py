@@ -24,7 +24,7 @@ from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.record import Communication, Event, Kernel, recorded_world
 from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Peak, Tracker
-from megalite.model.ffn.moe import imbalance
+from megalite.model.ffn.routed import imbalance
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.step import train_step

@@ -11,7 +11,7 @@ import torch
 
 from megalite.config.run import Config
 from megalite.dist.context import ParallelContext
-from megalite.model.ffn.moe import rows_sent
+from megalite.model.ffn.routed import rows_sent
 from megalite.tensor_parallel import dispatch
 
 

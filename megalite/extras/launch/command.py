@@ -14,7 +14,7 @@ from pathlib import Path
 from megalite.base.errors import UserError, in_range, require
 from megalite.base.log import logger, setup_logging
 from megalite.extras.launch.agent import HEARTBEAT_TIMEOUT_S, KILL_GRACE_S, TERM_GRACE_S
-from megalite.extras.launch.batch import EMIT_ONLY, add_options, emit, refuse
+from megalite.extras.launch.emit_options import EMIT_ONLY, add_options, emit, refuse
 from megalite.extras.launch.hosts import (
     Host,
     LaunchSpec,

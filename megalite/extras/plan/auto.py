@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger, setup_logging
-from megalite.checkpoint.folder import checkpoints_folder, step_folders
+from megalite.checkpoint.names import checkpoints_folder, step_folders
 from megalite.config.cli import CommandLine, read_yaml
 from megalite.config.options import LAYOUT, LAYOUT_DETAILS, with_options
 from megalite.config.run import Config

@@ -17,7 +17,7 @@ from megalite.config.options import GROUP_OF
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
-from megalite.extras.plan.experts import expert_rows, imbalance_text
+from megalite.extras.plan.expert_text import expert_rows, imbalance_text
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.stages import span, vocab_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick

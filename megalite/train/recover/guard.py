@@ -27,7 +27,7 @@ from megalite.base.child import children, signal_when_parent_dies
 from megalite.base.console import write_or_drop
 from megalite.base.log import unfinished_code
 from megalite.train.recover.hub import UNFINISHED, Hub
-from megalite.train.recover.loop import EventLoop, Link, Packets
+from megalite.train.recover.messages import EventLoop, Link, Packets
 from megalite.train.recover.processes import Member, as_exit_code, kill
 
 _PR_SET_CHILD_SUBREAPER = 36

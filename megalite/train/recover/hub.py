@@ -15,7 +15,7 @@ from collections import Counter
 from typing import Any
 
 from megalite.base.log import unfinished_code
-from megalite.train.recover.loop import EventLoop, Link
+from megalite.train.recover.messages import EventLoop, Link
 
 # A rank that dies this often at one step has a cause that no repetition cures.
 _DEATHS_AT_A_STEP = 3

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from megalite.base.child import readable, signal_when_parent_dies
 from megalite.base.errors import UserError
 from megalite.base.log import env_int
-from megalite.train.recover.loop import Packets
+from megalite.train.recover.messages import Packets
 
 # A death is known to all guards within a fraction of a second.
 _DOUBT_S = 2.0

@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from megalite.train.recover.loop import Packets
+from megalite.train.recover.messages import Packets
 
 
 @dataclass

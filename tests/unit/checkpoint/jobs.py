@@ -129,7 +129,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
 
 def bit_flip(rank: int, cfg: Config, world: int, victim: int, name: str) -> str:
     """Flip one bit of a weight or a routing bias on one rank; what `check_replicas` says of it ("" = nothing)."""
-    from megalite.checkpoint.replicas import check_replicas
+    from megalite.checkpoint.check_replicas import check_replicas
     from megalite.checkpoint.save import SaveError
 
     engine = start(rank, cfg, world)

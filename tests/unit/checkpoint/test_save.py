@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from megalite.base.errors import UserError
-from megalite.checkpoint import folder, writer
+from megalite.checkpoint import writer
+from megalite.checkpoint.commit import clean_up, commit
 from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.save import Checkpointer, SaveError
@@ -121,13 +122,13 @@ def test_cleaning_up_while_a_writer_without_its_rank_commits(
 
     def rename_last(source: Path, target: Path) -> None:
         monkeypatch.undo()
-        folder.commit(tmp_path, temporary, "step_00000002", manifest, [])
+        commit(tmp_path, temporary, "step_00000002", manifest, [])
         rename(source, target)
 
     def delete_last(path: Path) -> None:
         monkeypatch.undo()
         with pytest.raises(FileNotFoundError):
-            folder.commit(tmp_path, temporary, "step_00000002", manifest, [])
+            commit(tmp_path, temporary, "step_00000002", manifest, [])
         # Such a writer may also be deleting, in a folder that it prunes.
         rmtree(path)
         raise FileNotFoundError
@@ -136,7 +137,7 @@ def test_cleaning_up_while_a_writer_without_its_rank_commits(
         monkeypatch.setattr(os, "rename", rename_last)
     else:
         monkeypatch.setattr(shutil, "rmtree", delete_last)
-    assert folder.clean_up(tmp_path) == ([] if writer_first else [temporary.name])
+    assert clean_up(tmp_path) == ([] if writer_first else [temporary.name])
     steps = ["step_00000001", "step_00000002"] if writer_first else ["step_00000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", *steps]
     good = find_good(tmp_path, CTX)

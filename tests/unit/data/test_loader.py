@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megalite.base.errors import UserError
 from megalite.data.blend import BlendedDataset
 from megalite.data.loader import BatchLoader
-from megalite.data.order import permuted
 from megalite.data.rows import Rows
 from megalite.data.samples import Dataset, GPTDataset, MockDataset
+from megalite.data.shuffle import permuted
 from megalite.data.tokens import IndexedDataset
 
 Make = Callable[..., IndexedDataset]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.base.errors import UserError
-from megalite.data.order import epoch_order
 from megalite.data.samples import GPTDataset, MockDataset, split_documents
+from megalite.data.shuffle import epoch_order
 from megalite.data.tokens import IndexedDataset
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
 

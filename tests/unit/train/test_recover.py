@@ -18,7 +18,7 @@ from megalite.base.errors import UserError
 from megalite.train.recover import guard as guard_module
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.hub import Hub
-from megalite.train.recover.loop import EventLoop, Link, Packets
+from megalite.train.recover.messages import EventLoop, Link, Packets
 from megalite.train.recover.restore import check_unchanged
 
 
@@ -158,7 +158,7 @@ def test_a_run_that_ends_while_it_is_broken_starts_nothing(make: Callable[..., R
     rank = make()
     rank.guard._broken = True
     rank.told(end=2, kill=False, why="")
-    with pytest.raises(Left, match=str(128 + signal.SIGTERM)):
+    with pytest.raises(Left, match="^2"):
         rank.until(lambda: len(rank.sleepers) > 1)
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from megalite.train.routing import ExpertWatch, RoutingFigures
+from megalite.train.routing_figures import ExpertWatch, RoutingFigures
 from tests.parity.jobs import llama
 
 

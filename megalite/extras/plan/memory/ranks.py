@@ -28,7 +28,7 @@ from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, 
 from megalite.extras.plan.memory.states import sides_of, states_of, units_of
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.ffn.moe import rows_sent
+from megalite.model.ffn.routed import rows_sent
 from megalite.model.partition import blocks_by_kind
 from megalite.model.saved import element_size, residual_bytes, tokens
 from megalite.pipeline.choose import name_of

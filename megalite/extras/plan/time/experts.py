@@ -1,14 +1,14 @@
 """Time of a layer of experts for one micro-batch, beside what every block takes: their products, and the tokens' way.
 
 Tokens go to their experts and their outputs come back, forward and backward: a rank sends 4 e k x h (ep - 1) / ep bytes
-for its x tokens, each sent to k experts. The busiest rank sets the pace (`model.ffn.moe.imbalance`).
+for its x tokens, each sent to k experts. The busiest rank sets the pace (`model.ffn.routed.imbalance`).
 """
 
 from __future__ import annotations
 
 from megalite.config.run import Config
 from megalite.extras.plan.time.block import Block, Workload
-from megalite.model.ffn.moe import experts_tp, rows_received
+from megalite.model.ffn.routed import experts_tp, rows_received
 
 
 def experts_time(cfg: Config, load: Workload) -> Block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.model.ffn.moe import experts_tp, imbalance
+from megalite.model.ffn.routed import experts_tp, imbalance
 
 
 def imbalance_text(cfg: Config) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
-from megalite.model.ffn.mlp import mlp_specs
+from megalite.model.ffn.dense import mlp_specs
 from megalite.model.kinds import FeedForward
 from megalite.model.saved import SavedTensor, element_size, inside, residual_rows, tokens
 from megalite.model.specs import out_std
