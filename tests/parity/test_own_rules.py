@@ -137,6 +137,7 @@ def run(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
 
 
 @pytest.mark.parametrize("rule", [pytest.param("signum", marks=pytest.mark.full), "orthogonal"])
+@pytest.mark.full
 def test_states_are_saved_and_resumed(pool: WorkerPool, tmp_path: Any, rule: str) -> None:
     flags = [*test_resume.MODEL, "--hidden-dropout", "0", "--optimizer", rule]
     layout, other = ["--tp", "2", "--zero-whole-below", "500", "--zero", "3"], ["--pp", "2"]

@@ -75,6 +75,7 @@ def test_an_unknown_command_is_one_line(installed: Installed, word: str, remedy:
     assert (done.returncode, done.stderr) == (2, f"error: megalite {word}: unknown command; {remedy}\n")
 
 
+@pytest.mark.full
 def test_the_commands_of_a_wheel_work_without_the_checkout(installed: Installed) -> None:
     installed("python", "-c", "open('text.txt', 'w').write('def f(x):\\n    return x + 1\\n' * 300)")
     for words, said in USES:

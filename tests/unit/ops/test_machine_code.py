@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.rows import always_run
+
 pytest.importorskip("triton", reason="triton is not installed (its cuobjdump reads the machine code)")
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", always_run([80, 90, 100], 90))
 def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int) -> None:
     cases = [case for case in aot.triton_cases() if arch in case.archs]
     assert len(cases) >= 20

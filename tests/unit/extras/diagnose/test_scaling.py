@@ -30,6 +30,7 @@ def test_efficiency_is_relative_to_the_fewest_ranks() -> None:
     ]
 
 
+@pytest.mark.full
 def test_weak_and_strong_runs(tmp_path: Path) -> None:
     tool = [sys.executable, str(ROOT / "tools/scaling.py"), "--ranks", "2,1", "--steps", "6", "--warmup", "1"]
     done = subprocess.run([*tool, "--out", str(tmp_path), "--", *TINY], capture_output=True, text=True, timeout=600)
