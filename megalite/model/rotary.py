@@ -7,7 +7,7 @@ import math
 import torch
 
 from megalite.batch import Positions
-from megalite.config.model import RopeScaling
+from megalite.config.rope import RopeScaling
 
 
 class Rotary:

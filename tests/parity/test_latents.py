@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megalite.base.errors import UserError
-from megalite.config.model import RopeScaling
+from megalite.config.rope import RopeScaling
 from megalite.config.run import Config
 from tests.parity import jobs
 from tests.parity.test_experts import Row, Shape, ranks_of

@@ -12,7 +12,8 @@ from typing import Any, get_type_hints
 from megalite.base.errors import UserError
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.layer_types import FULL, SLIDING
-from megalite.config.model import BALANCING, SCALING_FIELDS, ModelConfig, RopeScaling
+from megalite.config.model import BALANCING, ModelConfig
+from megalite.config.rope import SCALING_FIELDS, RopeScaling
 from megalite.config.values import choices_of, fits, rule_of
 from megalite.families import FAMILIES
 from megalite.families.common import Family

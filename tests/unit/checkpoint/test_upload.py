@@ -257,15 +257,20 @@ def test_a_download_that_was_broken_on_its_way_is_repeated(
     assert proxy.faults[0].happened == 2
 
 
-def test_damage_in_the_store_is_an_error(url: str, tmp_path: Path) -> None:
-    assert upload_parts(url, make_part(tmp_path, url, 1))[0]["error"] == ""
+def damaged_copy(url: str, tmp_path: Path) -> tuple[Path, Any]:
+    """A copy of the store's checkpoint, whose first shard has changed there by a bit, and that shard's entry."""
     store = Store(url)
     name = remote.committed(store)[0]
     data = bytearray(store.read(f"{name}/rank_00000.safetensors"))
     data[-1] ^= 1
     store.write(f"{name}/rank_00000.safetensors", bytes(data))
     copy = remote.fetch(store, name, tmp_path / "fetched")
-    entry = remote_manifest(copy).files[0]
+    return copy, remote_manifest(copy).files[0]
+
+
+def test_damage_in_the_store_is_an_error(url: str, tmp_path: Path) -> None:
+    assert upload_parts(url, make_part(tmp_path, url, 1))[0]["error"] == ""
+    copy, entry = damaged_copy(url, tmp_path)
     with pytest.raises(StoreError, match="differs from its checksum"):
         remote.bring(copy, entry.name, entry.size, entry.crc32)
     assert not (copy / entry.name).exists()
@@ -442,13 +447,7 @@ def folder_url(tmp_path: Path) -> str:
 def test_a_copy_knows_the_checksums(folder_url: str, tmp_path: Path) -> None:
     """Also for a rank that has dropped them after it had verified its share."""
     assert upload_parts(folder_url, make_part(tmp_path, folder_url, 1))[0]["error"] == ""
-    store = Store(folder_url)
-    name = remote.committed(store)[0]
-    data = bytearray(store.read(f"{name}/rank_00000.safetensors"))
-    data[-1] ^= 1
-    store.write(f"{name}/rank_00000.safetensors", bytes(data))
-    copy = remote.fetch(store, name, tmp_path / "fetched")
-    entry = remote_manifest(copy).files[0]
+    copy, entry = damaged_copy(folder_url, tmp_path)
     with pytest.raises(StoreError, match="differs from its checksum"):
         remote.bring(copy, entry.name, entry.size, ())
 

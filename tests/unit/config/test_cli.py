@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megalite.base.errors import UserError
 from megalite.config.cli import parse, to_yaml
 from megalite.config.dialect import PLAIN, Dialect
-from megalite.config.model import RopeScaling
+from megalite.config.rope import RopeScaling
 from megalite.config.run import Config
 from megalite.extras.compat.dialect import DIALECT
 from megalite.families import FAMILIES, PRESETS

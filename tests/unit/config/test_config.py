@@ -13,10 +13,11 @@ import pytest
 from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.data import DataConfig
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
 from megalite.config.parallel import ParallelConfig
+from megalite.config.rope import RopeScaling
 from megalite.config.run import Config, RunConfig
 from megalite.config.train import TrainConfig
 from megalite.families import FAMILIES

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from megalite.base.errors import UserError
-from megalite.config.model import RopeScaling
 from megalite.config.names import Choices
+from megalite.config.rope import RopeScaling
 from megalite.config.values import fits, read_value
 
 NAME = Annotated[str, Choices({"a": 1, "b": 2})]

@@ -10,7 +10,8 @@ import torch
 
 from megalite import ops as kernels
 from megalite.batch import ForwardPass, Positions
-from megalite.config.model import SCALING_FIELDS, ModelConfig, RopeScaling
+from megalite.config.model import ModelConfig
+from megalite.config.rope import SCALING_FIELDS, RopeScaling
 from megalite.dist.context import Axis
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import RngStreams

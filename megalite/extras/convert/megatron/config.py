@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.checkpoint.safetensors_io import BadCheckpoint
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.model import ModelConfig
+from megalite.config.rope import RopeScaling
 
 # Arguments that change the model and for which megalite has no option -> the only value that it supports.
 _REQUIRED: dict[str, Any] = {

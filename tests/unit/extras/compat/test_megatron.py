@@ -13,9 +13,9 @@ import pytest
 
 from megalite.base.errors import UserError
 from megalite.config import cli
-from megalite.config.model import RopeScaling
 from megalite.config.options import GROUP_OF, TYPES
 from megalite.config.rates import rates_at
+from megalite.config.rope import RopeScaling
 from megalite.config.run import Config
 from megalite.extras.compat import megatron as aliases
 from megalite.extras.compat import refusals

@@ -26,6 +26,7 @@ from tests.unit.extras.plan.test_memory import (
     TRAINING,
     _state_bytes,
     config,
+    kept_until_w,
     net_bytes,
     rank_context,
     stages_of,
@@ -87,24 +88,8 @@ def test_a_rank_that_alone_holds_experts_does_not_gather_them() -> None:
 def test_a_split_backward_keeps_what_the_closed_form_says(options: dict[str, Any]) -> None:
     options = {**options, "num_layers": 1, "moe_dense_layers": ()}
     cfg = moe(options, recompute="full", precision="bf16", micro_batch_size=2)
-    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
-    stage.first = stage.last = False
-    jobs.init_parameters(stage, 1)
-    for param in stage.parameters():
-        param.requires_grad_(param.dim() > 1)
-    x = torch.randn(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
-    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
-
-    def until_w() -> object:
-        y = stage(x, batch, TRAINING)
-        with stage.queue.defer(0):
-            torch.autograd.backward(y, torch.ones_like(y))
-        x.grad = None
-        return stage.queue._kept.pop(0)
-
-    until_w()
     # The router's gradients are fp32.
-    assert net_bytes(until_w) == pytest.approx(deferred_bytes(cfg, cfg.model.block_kind(0)), rel=0.02)
+    assert kept_until_w(cfg) == pytest.approx(deferred_bytes(cfg, cfg.model.block_kind(0)), rel=0.02)
 
 
 def experts_context(grid: Grid, rank: int) -> ParallelContext:

@@ -30,7 +30,15 @@ from megalite.pipeline.schedule import Placement
 from megalite.train.build import build_engine
 from tests.parity import jobs
 from tests.unit.extras.plan.test_experts import EXPERTS, experts_context
-from tests.unit.extras.plan.test_memory import DTYPES, TRAINING, _state_bytes, config, net_bytes, stages_of
+from tests.unit.extras.plan.test_memory import (
+    DTYPES,
+    TRAINING,
+    _state_bytes,
+    config,
+    kept_until_w,
+    net_bytes,
+    stages_of,
+)
 
 LATENT = {"num_kv_heads": None, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LOW_RANK = {**LATENT, "q_lora_rank": 20}
@@ -60,23 +68,7 @@ def test_latent_attention_keeps_what_the_closed_form_says(
 @pytest.mark.parametrize("options", [LATENT, {**LOW_RANK, "q_lora_rank": 24}], ids=["direct", "equal ranks"])
 def test_a_split_backward_keeps_what_the_closed_form_says(options: dict[str, Any]) -> None:
     cfg = mla(options, recompute="full", precision="bf16", micro_batch_size=2)
-    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
-    stage.first = stage.last = False
-    jobs.init_parameters(stage, 1)
-    for param in stage.parameters():
-        param.requires_grad_(param.dim() > 1)
-    x = torch.randn(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
-    batch = MicroBatch.of_samples(torch.zeros(32, 2, dtype=torch.long), None)
-
-    def until_w() -> object:
-        y = stage(x, batch, TRAINING)
-        with stage.queue.defer(0):
-            torch.autograd.backward(y, torch.ones_like(y))
-        x.grad = None
-        return stage.queue._kept.pop(0)
-
-    until_w()
-    assert net_bytes(until_w) == pytest.approx(deferred_bytes(cfg, cfg.model.block_kind(0)), rel=0.02)
+    assert kept_until_w(cfg) == pytest.approx(deferred_bytes(cfg, cfg.model.block_kind(0)), rel=0.02)
 
 
 def test_work_by_hand() -> None:
