@@ -103,9 +103,11 @@ class Fault:
         kind: "503", "403" or "507" (answered so, nothing passes), "hang" (never answered), "cut" (half of the answer),
             "cut-request" (the connection is closed in the middle of what is sent), "short" (an answer without its last
             byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and again),
+            "drip" (an answer in drops), "slow" (passed on after `seconds`),
             "call-before" and "call-after" (`action` is called with it after half of the request, or when the server has
             answered it, and nothing is answered).
         times: how often.
+        seconds: see "slow".
         skip: how many matching requests pass before the first that is broken.
         action: see "call-before".
         happened: how often it has.
@@ -115,6 +117,7 @@ class Fault:
     kind: str
     times: int = 1 << 30
     skip: int = 0
+    seconds: float = 0.0
     action: Callable[[str], None] = lambda line: None
     happened: int = 0
     first: tuple[int, list[tuple[str, str]], bytes] | None = None
@@ -163,6 +166,8 @@ class BreakingProxy:
         if kind == "hang":
             self.closing.wait()
             return
+        if kind == "slow" and fault is not None:
+            self.closing.wait(fault.seconds)
         if kind in ("cut-request", "call-before"):
             request.rfile.read(size // 2)
             if fault is not None:
@@ -198,7 +203,15 @@ class BreakingProxy:
             data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         if kind in ("short", "corrupt"):
             headers = [(k, v) for k, v in headers if "checksum" not in k.lower()]
-        self.send(request, response.status, headers, data[: len(data) // 2] if kind == "cut" else data, length)
+        now = {"cut": len(data) // 2, "drip": 0}.get(kind, len(data))
+        self.send(request, response.status, headers, data[:now], length)
+        if kind == "drip":
+            with contextlib.suppress(OSError):  # the other side has given up
+                for at in range(len(data)):
+                    request.wfile.write(data[at : at + 1])
+                    if self.closing.wait(0.05):
+                        break
+            request.close_connection = True
         if kind == "cut":
             self.hang_up(request)
 

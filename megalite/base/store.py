@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megalite.base.errors import UserError, printable, require
+from megalite.base.errors import UserError, require
 from megalite.base.log import logger
+from megalite.base.redact import describe
 
 T = TypeVar("T")
 
@@ -32,15 +33,10 @@ _AT_ACCOUNT = ("abfs", "abfss", "wasb", "wasbs")
 ATTEMPTS, _FIRST_PAUSE_S = 7, 0.2
 # Bytes of a part of a large object, and of those that are on their way at once.
 _CHUNK, _IN_FLIGHT = 50 << 20, 500 << 20
-# An upload of which no part arrives for this long, and at this many bytes per second, has failed.
+# An attempt fails that takes longer than this and what its bytes take at this many per second.
 _STALL_S, _SLOWEST = 60.0, 1e6
-# Where an error of a store's library quotes a request, this is what must not be shown.
-_SECRET = re.compile(
-    r"(?i)((?:credential|signature|\bsig|(?:access|account|api)_?key(?:_?id)?|secret|token|passwo?r?d|authorization)"
-    r"\W{1,5}(?:(?:bearer|basic)\s+)?)[^\s&,;<]+"
-)
-_USER = re.compile(r"://[^/\s@]+@")
-_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{12,}")
+# Called at least once a second while this process waits for a store, which is bounded.
+on_wait: list[Callable[[], None]] = []
 # Errors of botocore that say nothing about the connection.
 _FINAL = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "InvalidRegionError")
 # Names that file systems give to an object's version, the surest first.
@@ -131,7 +127,8 @@ class Store:
         """
 
         def get() -> bytes:
-            data = self.fs.cat_file(self._path(name), start=begin, end=end)
+            size = _IN_FLIGHT if begin is None or end is None else end - begin
+            data = _call(self.fs, "cat_file", size, self._path(name), start=begin, end=end)
             if begin is not None and end is not None and len(data) != end - begin:
                 raise OSError(f"{len(data)} bytes came instead of {end - begin}")
             return data
@@ -140,7 +137,7 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object; it appears as a whole."""
-        self._try(name, lambda: self.fs.pipe_file(self._path(name), data))
+        self._try(name, lambda: _call(self.fs, "pipe_file", len(data), self._path(name), data))
 
     def upload(self, name: str, path: str, size: int) -> None:
         """Write a file, in parts if it is large; it appears as a whole, and is there with its size when this returns.
@@ -156,8 +153,8 @@ class Store:
         options = {"chunksize": _CHUNK} if scheme == "s3" else {}
 
         def put() -> None:
-            _put(fs, path, self._path(name), _STALL_S + min(size, _IN_FLIGHT) / _SLOWEST, options)
-            if (there := self.fs.info(self._path(name))["size"]) != size:
+            _call(fs, "put_file", min(size, _IN_FLIGHT), path, self._path(name), **options)
+            if (there := _call(self.fs, "info", 0, self._path(name))["size"]) != size:
                 raise OSError(f"{there} of {size} bytes arrived")
 
         self._try(name, put, 2 if is_large else ATTEMPTS)
@@ -169,7 +166,7 @@ class Store:
             if size > _CHUNK:
                 self._get_parts(name, path, size)
             else:
-                self.fs.get_file(self._path(name), str(path))
+                _call(self.fs, "get_file", size, self._path(name), str(path))
             if (there := path.stat().st_size) != size:
                 raise OSError(f"{there} of {size} bytes arrived")
             if wrong := check(path):
@@ -192,7 +189,7 @@ class Store:
 
         def get() -> dict[str, int]:
             try:
-                entries = self.fs.ls(self._path(folder), detail=True, refresh=True)
+                entries = _call(self.fs, "ls", 0, self._path(folder), detail=True, refresh=True)
             except FileNotFoundError:
                 return {}
             kinds = {e["name"].rstrip("/").rpartition("/")[2]: e for e in entries}
@@ -203,11 +200,11 @@ class Store:
 
     def size(self, name: str) -> int:
         """Return the bytes of an object."""
-        return self._try(name, lambda: int(self.fs.info(self._path(name))["size"]))
+        return self._try(name, lambda: int(_call(self.fs, "info", 0, self._path(name))["size"]))
 
     def stamp(self, name: str) -> tuple[int, str]:
         """Return the bytes of an object, and what changes when it is written again."""
-        entry = self._try(name, lambda: self.fs.info(self._path(name)))
+        entry = self._try(name, lambda: _call(self.fs, "info", 0, self._path(name)))
         return int(entry["size"]), str(next((entry[key] for key in _STAMPS if entry.get(key)), ""))
 
     def delete(self, names: Iterable[str]) -> None:
@@ -216,7 +213,7 @@ class Store:
 
             def remove(path: str = self._path(name)) -> None:
                 try:
-                    self.fs.rm_file(path)
+                    _call(self.fs, "rm_file", 0, path)
                 except FileNotFoundError:
                     return
 
@@ -231,16 +228,16 @@ class Store:
             try:
                 return call()
             except FileNotFoundError as e:
-                raise MissingObject(where, f"does not exist ({_describe(e)})") from None
+                raise MissingObject(where, f"does not exist ({describe(e)})") from None
             except UserError:
                 raise
             except Exception as e:
                 final = isinstance(e, PermissionError) or type(e).__name__ in _FINAL
                 if final or attempt == attempts:
                     tried = "" if final else f", tried {attempts} times"
-                    raise StoreError(where, f"{_describe(e)}{tried}") from None
-                self._say(f"{where}: {_describe(e)}; attempt {attempt} of {attempts}, trying again")
-                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                    raise StoreError(where, f"{describe(e)}{tried}") from None
+                self._say(f"{where}: {describe(e)}; attempt {attempt} of {attempts}, trying again")
+                _pause(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError
 
 
@@ -263,26 +260,41 @@ def _open(scheme: str, pid: int, in_parts: bool = False) -> Any:
     return fs
 
 
-def _put(fs: Any, path: str, to: str, patience: float, options: dict[str, Any]) -> None:
-    """Upload a file; give up if no part arrives for that many seconds: a body that is not taken has no time-out."""
+def tell() -> None:
+    """Call those who want to know that a store is at work."""
+    for listener in on_wait:
+        listener()
+
+
+def _pause(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        tell()
+        time.sleep(min(left, 1.0))
+
+
+def _call(fs: Any, method: str, size: int, *args: object, **options: object) -> Any:
+    """Call a method of a file system, and give up if nothing of `size` bytes arrives for too long.
+
+    Libraries have no time-out for a body that is not taken, or that comes in drops.
+    """
     from fsspec.callbacks import Callback
 
-    if not fs.async_impl:
-        fs.put_file(path, to)
-        return
-    progress = Callback()
-    upload = asyncio.run_coroutine_threadsafe(fs._put_file(path, to, callback=progress, **options), fs.loop)
-    arrived, since = progress.value, time.monotonic()
-    while not wait([upload], 1.0).done:
-        if progress.value != arrived:
-            arrived, since = progress.value, time.monotonic()
-        elif time.monotonic() - since > patience:
-            upload.cancel()
-            raise OSError(f"nothing arrived for {patience:.0f} s")
-    upload.result()
-
-
-def _describe(e: BaseException) -> str:
-    """Describe an error of a store's library in a short line without credentials."""
-    text = _KEY_ID.sub("...", _SECRET.sub(r"\1...", _USER.sub("://...@", f"{type(e).__name__}: {e}")))
-    return printable(" ".join(text.split()))[:300]
+    try:
+        if not fs.async_impl:
+            return getattr(fs, method)(*args, **options)
+        progress, patience = Callback(), _STALL_S + size / _SLOWEST
+        if method == "put_file":
+            options["callback"] = progress
+        call = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{method}")(*args, **options), fs.loop)
+        arrived, since = progress.value, time.monotonic()
+        while not wait([call], 1.0).done:
+            tell()
+            if progress.value != arrived:
+                arrived, since = progress.value, time.monotonic()
+            elif time.monotonic() - since > patience:
+                call.cancel()
+                raise OSError(f"nothing arrived for {patience:.0f} s")
+        return call.result()
+    finally:
+        tell()

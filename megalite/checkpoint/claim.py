@@ -45,7 +45,8 @@ class Claim:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            remains = clean_up(self.root)
+            # With a place in a store, what is left may be all that there is of a checkpoint: `Mirror.meet` knows.
+            remains = clean_up(self.root) if self._mirror is None else []
             if self._mirror is not None:
                 self._mirror.introduce(self._lock.text)
         except UserError:

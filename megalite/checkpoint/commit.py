@@ -109,14 +109,16 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def clean_up(root: Path) -> list[str]:
-    """Delete the remains of interrupted saves; return their names.
+def clean_up(root: Path, keep: Callable[[str], bool] = lambda save: False) -> list[str]:
+    """Delete the remains of interrupted saves, but those to `keep` (NAME_ID); return their names.
 
     A writer briefly outlives its killed rank, and may be about to commit or prune: a rename decides which of the two is
     first. If this process is, the writer finds nothing under the names it knows; else nothing is left to delete.
     """
     removed = []
     for path in sorted(p for p in root.iterdir() if p.name.startswith(TEMPORARY)):
+        if keep(path.name.removeprefix(TEMPORARY)):
+            continue
         dead = root / f"{TEMPORARY}dead_{secrets.token_hex(8)}"
         try:
             os.rename(path, dead)

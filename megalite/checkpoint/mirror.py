@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
 
 from megalite.base.log import logger
-from megalite.base.store import Store, StoreError, is_url, join
+from megalite.base.store import Store, StoreError, is_url, join, tell
 from megalite.checkpoint import remote
 from megalite.checkpoint.commit import clean_up
 from megalite.checkpoint.snapshot import WriterProcess
 from megalite.checkpoint.upload import METRICS
+from megalite.checkpoint.waiting import upload_waiting
 from megalite.dist.agree import agree, check_equal
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
@@ -73,10 +75,12 @@ class Mirror:
         """
         store, path = Store(self.url), self._run_dir / METRICS
         store.write(remote.OWNER, self._owner.encode())
-        # They only grow, so an old disk has come back.
-        if store.parent.names().get(METRICS, 0) > (path.stat().st_size if path.exists() else 0):
-            content = store.parent.read(METRICS)
-            if path.exists():
+        if METRICS not in store.parent.names():
+            return
+        content, here = store.parent.read(METRICS), path.read_bytes() if path.exists() else b""
+        # They only grow: else an old disk has come back.
+        if not here.startswith(content):
+            if here:
                 path.replace(path.with_name(f"older_{METRICS}"))
             path.write_bytes(content)
 
@@ -89,15 +93,33 @@ class Mirror:
         return remote.fetch(Store(self.url), name, self.copies, alone=True)
 
     def meet(self, lock: Path, ctx: ParallelContext) -> None:
-        """Find out whether all ranks see the same local folder; every rank calls this."""
+        """Find out whether all ranks see the same local folder, and upload or delete what an interrupted save left.
+
+        Every rank calls this.
+
+        Raises:
+            StoreError: the store is away, and parts wait for it.
+        """
         lock.parent.mkdir(parents=True, exist_ok=True)
         owner = gather_texts(self._owner, ctx.world, ctx.device)[0]
         sees = lock.exists() and lock.read_text(errors="replace") == owner
         self.shared = all(gather_texts("yes" if sees else "", ctx.world, ctx.device))
         if not self.shared:
-            clean_up(lock.parent)
-            if ctx.rank == 0:
-                logger.info("the hosts share no folder: a checkpoint exists once all its parts are uploaded")
+            logger.info("the hosts share no folder: a checkpoint exists once all its parts are uploaded")
+        upload_waiting(lock.parent, self.url, ctx)
+        if (ctx.rank == 0 or not self.shared) and (remains := clean_up(lock.parent)):
+            logger.info(f"deleted the remains of an interrupted save: {', '.join(remains)}")
+
+    def tidy(self, root: Path) -> None:
+        """Delete this host's parts once the last checkpoint is in the store, but those of weights that are not."""
+        store = Store(self.url)
+
+        def waits(save: str) -> bool:
+            name = "-".join(save.rsplit("_", 1))
+            return remote.step_of(name) < 0 and not remote.exists(store, f"{name}/COMMIT")
+
+        with contextlib.suppress(StoreError):
+            clean_up(root, keep=waits)
 
     def continues(self, step: int, name: str) -> None:
         """Note the step that the run continues from, and the checkpoint if it is one of this place."""
@@ -148,7 +170,8 @@ class Mirror:
         """Log what the writer reports of uploads, and count failures."""
         for report in reports:
             if "note" in report:
-                logger.warning(report["note"])
+                if report["note"]:
+                    logger.warning(report["note"])
                 continue
             if report["upload"] in ("", self._in_progress):
                 self._in_progress = ""
@@ -192,6 +215,7 @@ class Mirror:
         while self._in_progress or self.held:
             self._release(writer)
             self.note(writer.uploads(None))
+            tell()
         if (seconds := time.monotonic() - started) > 1:
             logger.info(f"waited {seconds:.1f} s for the last uploads")
         self.note(writer.uploads())

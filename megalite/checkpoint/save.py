@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megalite.base.log import logger
 from megalite.checkpoint.claim import Claim
-from megalite.checkpoint.commit import TEMPORARY, clean_up
+from megalite.checkpoint.commit import TEMPORARY
 from megalite.checkpoint.mirror import Mirror, SaveError
 from megalite.checkpoint.names import model_name, step_name
 from megalite.checkpoint.snapshot import Source, WriterProcess, boxes_of
@@ -294,8 +294,7 @@ class Checkpointer:
             self._fail(f"{problem}{whole}", "the last checkpoint is not uploaded")
             return False
         if not self.mirror.shared:
-            # All parts are in the store.
-            clean_up(self.root)
+            self.mirror.tidy(self.root)
         return saved
 
     def _gather_errors(self) -> list[str]:

@@ -78,7 +78,7 @@ class Uploader:
         self._report, self._url = report, url
         self._parts: queue.Queue[Part] = queue.Queue()
         self._held: Part | None = None
-        # What is not known to be committed, oldest first; only the last one is open.
+        # What is not known to be committed, oldest first.
         self._left = list[Part]()
         self._store: Store | None = None
         threading.Thread(target=self._serve, name="upload", daemon=True).start()
@@ -106,16 +106,15 @@ class Uploader:
             try:
                 part = self._parts.get(timeout=_IDLE_S if self._left else None)
             except queue.Empty:
-                self._retry(self._left[-1])
+                self._retry()
                 continue
-            if self._left:
-                self._left[-1].close()
             self._left.append(part)
             self._report(self._attempt(part))
 
-    def _retry(self, part: Part) -> None:
+    def _retry(self) -> None:
         """While there is nothing else to upload, repeat what failed last, or look whether rank 0 has committed."""
-        if not part.failed:
+        part = next((part for part in reversed(self._left) if part.failed), None)
+        if part is None:
             self._forget_committed()
         elif (answer := self._attempt(part))["error"] and not answer["taken"]:
             # It has been counted as a failure already.
@@ -128,7 +127,7 @@ class Uploader:
         answer: dict[str, Any] = {"upload": part.name, "error": "", "taken": False, "problems": []}
         try:
             self._store = self._store or Store(self._url, lambda text: self._report({"note": text}))
-            answer["problems"] = self._upload(self._store, part)
+            answer["problems"] = _upload(self._store, part)
             # The parts of other hosts may still fail.
             if part.job["rank"] == 0 or part.job["remote"]["shared"]:
                 self._forget(part)
@@ -141,31 +140,41 @@ class Uploader:
         return answer | {"seconds": time.monotonic() - started}
 
     def _forget_committed(self) -> None:
-        """Forget the parts up to the newest that is committed, and the oldest if there are too many."""
+        """Forget the parts up to the newest that is committed, and the oldest if there are too many of a kind."""
         with contextlib.suppress(StoreError):
             store = self._store or Store(self._url)
-            for part in reversed(self._left):
-                if not part.failed and remote.exists(store, f"{part.name}/COMMIT"):
+            for part in self._left[::-1]:
+                if part in self._left and not part.failed and remote.exists(store, f"{part.name}/COMMIT"):
                     self._forget(part)
-                    break
-        if self._left and (old := self._left[: -self._left[-1].job["remote"]["keep_last"]]):
-            self._forget(old[-1])
+        for is_full in (True, False):
+            kind = [part for part in self._left if part.job["full"] == is_full]
+            if old := kind[: -kind[-1].job["remote"]["keep_last"]] if kind else []:
+                self._forget(old[-1])
 
     def _forget(self, last: Part) -> None:
-        """Forget a part and older ones. Until now they were all that there was of them without a shared folder."""
-        while self._left and self._left[0] is not last:
-            _remove_unshared(self._left.pop(0))
-        last.close()
-        _remove_unshared(self._left.pop(0))
+        """Forget a part, and older full ones if it is full. Without a shared folder they were all that there was."""
+        older = self._left[: self._left.index(last)]
+        for part in [*(p for p in older if last.job["full"] and p.job["full"]), last]:
+            part.close()
+            _remove_unshared(part)
+            self._left.remove(part)
 
-    def _upload(self, store: Store, part: Part) -> list[str]:
-        if not part.fragment:
-            return _upload_whole(store, part)
-        file, rank, started = part.fragment["file"], part.job["rank"], time.monotonic()
-        # By its descriptor: the name may be another by now.
-        store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
-        store.write(f"{part.name}/rank_{rank:05d}.json", json.dumps(part.fragment).encode())
-        return _commit(store, part, _PATIENCE_S + 3 * (time.monotonic() - started)) if rank == 0 else []
+
+def _upload(store: Store, part: Part) -> list[str]:
+    if not part.fragment:
+        return _upload_whole(store, part)
+    started = time.monotonic()
+    send_part(store, part)
+    patience = _PATIENCE_S + 3 * (time.monotonic() - started)
+    return commit_part(store, part, patience) if part.job["rank"] == 0 else []
+
+
+def send_part(store: Store, part: Part) -> None:
+    """Upload a rank's shard, then its fragment of the manifest."""
+    file = part.fragment["file"]
+    # By its descriptor: the name may be another by now.
+    store.upload(f"{part.name}/{file['name']}", f"/dev/fd/{part.descriptor}", file["size"])
+    store.write(f"{part.name}/rank_{part.job['rank']:05d}.json", json.dumps(part.fragment).encode())
 
 
 def _remove_unshared(part: Part) -> None:
@@ -179,8 +188,13 @@ def _remove_unshared(part: Part) -> None:
         folder.rmdir()
 
 
-def _commit(store: Store, part: Part, patience: float) -> list[str]:
-    """Wait for all parts, and commit."""
+def commit_part(store: Store, part: Part, patience: float) -> list[str]:
+    """Wait for the parts of all ranks, and commit; `part` is rank 0's. Return what of the rest failed.
+
+    Raises:
+        StoreError: a part did not come in `patience` seconds, or the store does not take the commit.
+        TakenError: the place is another run's.
+    """
     job = part.job
     deadline = time.monotonic() + patience
     names = [f"{part.name}/rank_{rank:05d}.json" for rank in range(job["world"])]

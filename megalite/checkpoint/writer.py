@@ -23,6 +23,7 @@ from typing import Any
 
 from megalite.base.child import readable
 from megalite.base.collector import without_collector
+from megalite.base.store import on_wait
 from megalite.checkpoint.commit import commit, read_fragment, tidy
 from megalite.checkpoint.fragments import SavedBox, assemble
 from megalite.checkpoint.lock import taken_by
@@ -30,6 +31,8 @@ from megalite.checkpoint.manifest import box_key
 from megalite.checkpoint.safetensors_io import make_header, sync_folder, write_file
 from megalite.checkpoint.upload import Part, Uploader
 
+# Who waits for uploads hears this often that they go on: attempts are bounded, but may outlast a watchdog's patience.
+_SIGN_S = 5.0
 # The answer of a writer that was asked to abandon its job.
 ABANDONED = "another rank's write failed"
 
@@ -74,12 +77,19 @@ def main(descriptor: int) -> None:
     channel = socket.socket(fileno=descriptor)
     buffer: mmap.mmap | None = None
     uploader: Uploader | None = None
-    talking = threading.Lock()
+    talking, signed = threading.Lock(), 0.0
 
     def answer(message: dict[str, Any]) -> None:
         with talking, contextlib.suppress(OSError):
             send(channel, message)
 
+    def sign() -> None:
+        nonlocal signed
+        if time.monotonic() > signed + _SIGN_S:
+            signed = time.monotonic()
+            answer({"note": ""})
+
+    on_wait.append(sign)
     while (message := receive(channel)) is not None:
         job, descriptors = message
         if "abandon" in job:
@@ -162,6 +172,10 @@ def _write_shard(job: dict[str, Any], buffer: mmap.mmap | None, channel: socket.
         "file": {"name": path.name, "size": size, "header": len(header), "crc32": crcs},
         "boxes": [b._replace(box=replace(b.box, at=begins[key])).to_json() for key, b in zip(keys, boxes)],
     }
+    if not _has_all_parts(job):
+        # All that a later process needs to upload it, if this one cannot.
+        keys_of_job = ("name", "full", "save_id", "rank", "world", "manifest", "remote")
+        fragment["job"] = {key: job[key] for key in keys_of_job if key in job}
     write_file(temporary / f"{stem}.json.part", [json.dumps(fragment).encode()])
     sync_folder(temporary)
     part = Part(job, os.open(path, os.O_RDONLY), fragment)

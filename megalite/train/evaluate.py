@@ -9,6 +9,7 @@ from megalite.base.log import logger
 from megalite.train.exit import raise_together
 from megalite.train.run import Run
 from megalite.train.step import eval_step
+from megalite.train.watch.heartbeat import READING
 from megalite.train.watch.watchdog import IDLE
 
 
@@ -25,8 +26,9 @@ def evaluate(run: Run) -> float | None:
     with run.engine.loader(run.datasets.valid, cfg.train.global_batch_size) as loader:
         total = targets = 0.0
         for _ in range(cfg.run.eval_steps):
-            run.heartbeat.beat("evaluation", run.step)
+            run.heartbeat.beat(READING, run.step)
             batch, failure = loader.next()
+            run.heartbeat.beat("evaluation", run.step)
             mean, weight, failed = eval_step(run.engine, batch, failed=failure is not None)
             if failed:
                 raise_together(ctx, failure)

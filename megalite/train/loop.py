@@ -23,6 +23,7 @@ from megalite.train.run import Run, keep_copy, save
 from megalite.train.signals import stop_on_signals
 from megalite.train.step import StepResult, train_step
 from megalite.train.step_record import step_record
+from megalite.train.watch.heartbeat import READING
 from megalite.train.watch.straggler import StragglerReport
 from megalite.train.watch.watchdog import CHILDREN, IDLE, OWN, STRICT
 
@@ -154,7 +155,7 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     patience = OWN if run.step == progress.begun else STRICT
     started = time.perf_counter()
     progress.stragglers.start()
-    run.heartbeat.beat("reading data", step, patience)
+    run.heartbeat.beat(READING, step, patience)
     batch, failure = run.loader.next()
     waited = time.perf_counter() - started
     failure = failure or progress.failure

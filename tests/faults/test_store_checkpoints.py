@@ -163,3 +163,22 @@ def test_a_run_that_does_not_start_takes_no_place(s3: S3, zygote: Zygote, tmp_pa
     (left,) = zygote.start([*MODEL, *flags, "--hidden-size", "64"], 1, tmp_path, env=env).end(300)
     assert left.code == 2, left
     assert store.read(remote.OWNER) == owner
+
+
+@pytest.mark.full
+def test_a_slow_store_is_no_hang(s3: S3, proxy: BreakingProxy, zygote: Zygote, tmp_path: Path) -> None:
+    """Reads and the last upload take longer than the watchdog waits for a rank: bounded, so it lets them."""
+    with IndexedDatasetWriter(tmp_path / "text", np.dtype("<u2")) as writer:
+        writer.add_documents(np.random.default_rng(0).integers(0, 90, 300_000), [1000] * 300)
+        writer.finalize({"tokenizer_sha256": "0" * 64, "vocab_size": 90})
+    for path in tmp_path.glob("text.*"):
+        Store(s3.url("slow")).write(path.name, path.read_bytes())
+    proxy.faults = [
+        Fault(f"GET .*{name}", "slow", 1, seconds=14) for name in (r"slow/text\.idx", r"slow/text\.bin")
+    ] + [Fault("PUT .*COMMIT", "slow", 1, seconds=14)]
+    flags = ["--data", s3.url("slow/text"), "--run-dir", s3.url("runs/slow"), "--cache-dir", str(tmp_path / "cache")]
+    model = [word for word in MODEL if word != "--mock-data"]
+    arguments = [*model, *flags, "--train-steps", "2", "--watchdog-timeout", "8"]
+    (left,) = zygote.start(arguments, 1, tmp_path, env=environment(proxy.port)).end(300)
+    assert (left.code, "watchdog" in left.err) == (0, False), left
+    assert [fault.happened for fault in proxy.faults] == [1, 1, 1]

@@ -8,11 +8,13 @@ import mmap
 import os
 import secrets
 import subprocess
+import threading
 from functools import cache
 from pathlib import Path
 
 from megalite.base.child import shared_memory, start_child
 from megalite.base.log import logger
+from megalite.base.store import on_wait
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.pipeline.observe import Observer
@@ -20,6 +22,8 @@ from megalite.pipeline.schedule import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
 
+# The phase in which a rank waits for the thread that reads ahead.
+READING = "reading data"
 # A host that kills it this often has no memory for it.
 _MAX_STARTS = 10
 # This process's ends of the pipes to its watchdogs.
@@ -51,7 +55,8 @@ class Heartbeat(Observer):
         self._memory = mmap.mmap(self._files[0] if timeout else -1, LAYOUT.size)
         self._count, self._now = 0, (0, STRICT, b"")
         self._process: subprocess.Popen[bytes] | None = None
-        self._starts = 0
+        self._starts, self._thread = 0, threading.get_ident()
+        on_wait.append(self.alive)
         self.beat("set-up", patience=watchdog.OWN)
         if timeout:
             settings = {
@@ -90,6 +95,11 @@ class Heartbeat(Observer):
         self._now = step, patience, phase.encode()
         self._write(b"")
 
+    def alive(self) -> None:
+        """Report that this rank waits for a store, which is bounded, and for nothing else."""
+        if threading.get_ident() == self._thread or self._now[2] == READING.encode():
+            self._write(b"a store is at work")
+
     def _restart_if_gone(self) -> None:
         """Start another watchdog if this one was killed: unwatched, a rank that hangs would never be named."""
         if self._process is None or self._process.poll() is None:
@@ -121,6 +131,8 @@ class Heartbeat(Observer):
 
     def close(self) -> None:
         """End the watchdog. May be called more than once."""
+        if self.alive in on_wait:
+            on_wait.remove(self.alive)
         if self._process is None:
             return
         say_goodbye()

@@ -20,6 +20,7 @@ import torch
 from megalite.base import store as store_module
 from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError
+from megalite.base.redact import describe
 from megalite.base.slices import Slice
 from megalite.base.store import MissingObject, Store, StoreError, cached_at, check_url
 from megalite.checkpoint import remote, upload
@@ -410,7 +411,7 @@ def test_urls() -> None:
     ],
 )
 def test_no_error_shows_a_credential(text: str) -> None:
-    assert "hidden" not in store_module._describe(OSError(text))
+    assert "hidden" not in describe(OSError(text))
 
 
 @pytest.mark.parametrize("secret", [KEY_ID, SECRET])
@@ -560,20 +561,21 @@ def test_a_missing_package_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "checkpoints/lock").exists()
 
 
-def test_a_place_is_taken_when_the_run_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("old", ["1\n2\n", "1\n2\n3 of another host\n4\n"], ids=["shorter", "longer"])
+def test_a_place_is_taken_when_the_run_starts(tmp_path: Path, old: str) -> None:
     """Not when it is opened: a run that fails to start ends no other. Metrics of an old disk do not replace newer."""
     store = Store(f"file://{tmp_path}/store")
     store.write("checkpoints/owner", b"other")
     store.write("metrics.jsonl", b"1\n2\n3\n")
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    (run_dir / "metrics.jsonl").write_text("1\n2\n")
+    (run_dir / "metrics.jsonl").write_text(old)
     checkpointer = Checkpointer(run_dir / "checkpoints", ParallelContext.single(), mirror=Mirror(store.url, run_dir))
     assert store.read("checkpoints/owner") == b"other"
     checkpointer.take()
     assert json.loads(store.read("checkpoints/owner"))["run_id"] == checkpointer.run_id
     assert (run_dir / "metrics.jsonl").read_text() == "1\n2\n3\n"
-    assert (run_dir / "older_metrics.jsonl").read_text() == "1\n2\n"
+    assert (run_dir / "older_metrics.jsonl").read_text() == old
     checkpointer.close()
 
 

@@ -114,13 +114,14 @@ def test_the_cache_stays_below_its_limit(local: str, s3: S3, tmp_path: Path) -> 
     assert 1 <= len(units(cache)) <= 3
 
 
-BROKEN = ("503", "cut", "short", "corrupt", "hang")
+BROKEN = ("503", "cut", "short", "corrupt", "hang", "drip")
 
 
 def test_reads_that_break_on_their_way_are_repeated(
     local: str, s3: S3, proxy: BreakingProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Throttled, cut in the middle, a byte too short, with another byte, never answered."""
+    """Throttled, cut in the middle, a byte too short, with another byte, never answered, in drops."""
+    monkeypatch.setattr(store_module, "_STALL_S", 3.0)
     options = store_module._OPTIONS["s3"]["config_kwargs"]
     monkeypatch.setitem(store_module._OPTIONS, "s3", {"config_kwargs": {**options, "read_timeout": 3}})
     store_module._open.cache_clear()
