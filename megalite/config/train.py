@@ -39,7 +39,7 @@ class TrainConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """What to recompute in the backward pass: nothing, the attention core (selective), or whole blocks (full)."""
     ops: str = "auto"
-    """Kernels: one backend for all ops (auto, torch, triton, cuda, cpp, apex), or OP=BACKEND pairs separated by
+    """Kernels: one backend for all ops (auto, torch, triton, cuda, cpp, onednn, apex), or OP=BACKEND pairs separated by
     commas."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """Kernel of torch's attention; auto: the first in torch's order of preference that can run."""

@@ -31,7 +31,7 @@ from megalite.ops import (
 )
 from megalite.ops.op import Backend, Missing, Op
 
-BACKEND_NAMES = ("auto", "torch", "triton", "cuda", "cpp", "apex")
+BACKEND_NAMES = ("auto", "torch", "triton", "cuda", "cpp", "onednn", "apex")
 _MODULES = (
     rmsnorm,
     layernorm,

@@ -14,7 +14,8 @@ grouped_wgrad(main_grad, dy, x, sizes, accumulate=True) -> None
     main_grad [E, O, I], of the dtypes of `linear_wgrad`.
 
 These functions are not differentiable: `tensor_parallel.grouped_linear` defines their backward. On CUDA in bf16,
-torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8.
+torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8. On CPU groups are
+multiplied one after another, in fp32 by oneDNN where that is faster (ops/onednn.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ import torch
 from torch import Tensor
 
 from megalite.ops.matmul import linear_wgrad
+from megalite.ops.onednn import product, why_not, window
 from megalite.ops.op import TORCH, Backend, Op
+
+# oneDNN's product needs a transposed copy, and its result another addition: worth it for as many rows.
+_MANY_ROWS = 128
 
 
 def groups(sizes: Sequence[int]) -> list[slice]:
@@ -58,6 +63,34 @@ def grouped_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]
         linear_wgrad(grad, dy[rows], x[rows], accumulate)
 
 
+def _onednn_linear(x: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
+    y = x.new_empty(len(x), w.shape[1])
+    for matrix, rows in zip(w, groups(sizes), strict=True):
+        if rows.start < rows.stop:
+            near = window(rows, len(x))
+            y[rows] = product(x[near], matrix)[rows.start - near.start : rows.stop - near.start]
+    return y
+
+
+def _onednn_dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
+    return _onednn_linear(dy, w.transpose(1, 2), sizes)
+
+
+def _onednn_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulate: bool = True) -> None:
+    for grad, rows in zip(main_grad, groups(sizes), strict=True):
+        if rows.stop - rows.start < _MANY_ROWS:
+            linear_wgrad(grad, dy[rows], x[rows], accumulate)
+            continue
+        near = window(rows, len(x))
+        dy_t = dy.new_zeros(dy.shape[1], near.stop - near.start)  # neighbors count as zeros
+        dy_t[:, rows.start - near.start : rows.stop - near.start] = dy[rows].t()
+        (grad.add_ if accumulate else grad.copy_)(product(dy_t, x[near].t()))
+
+
+def _load_onednn(op: Op) -> Mapping[str, Callable[..., Any]]:
+    return {"grouped_linear": _onednn_linear, "grouped_dgrad": _onednn_dgrad, "grouped_wgrad": _onednn_wgrad}
+
+
 def _ends(x: Tensor, sizes: Sequence[int]) -> Tensor:
     ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
     return (ends.pin_memory() if x.is_cuda else ends).to(x.device, non_blocking=True)
@@ -85,4 +118,8 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if dtype == torch.bfloat16 else f"torch's grouped GEMM is for bf16, not {dtype}"
 
 
-OP = Op("grouped", (grouped_linear, grouped_dgrad, grouped_wgrad), (Backend("cuda", _load, _why_not), TORCH))
+OP = Op(
+    "grouped",
+    (grouped_linear, grouped_dgrad, grouped_wgrad),
+    (Backend("cuda", _load, _why_not), Backend("onednn", _load_onednn, why_not), TORCH),
+)
