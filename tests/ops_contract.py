@@ -85,6 +85,12 @@ def _halves(packed: Tensor, activation: Callable[[Tensor], Tensor]) -> tuple[Ten
     return (activation(packed[..., :width]) * packed[..., width:],)
 
 
+def _clamped_swiglu(packed: Tensor) -> Tensor:
+    width = packed.shape[-1] // 2
+    gate, up = packed[..., :width].clamp(max=7), packed[..., width:].clamp(-7, 7)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
 def _randn(g: torch.Generator, *shape: int, strided: bool = False) -> Tensor:
     """Normal numbers; `strided`: every second element of the last but one dim of something larger."""
     if not strided:
@@ -167,6 +173,12 @@ def _activation_cases() -> Iterator[Case]:
             inputs,
             lambda o, x: (o.swiglu(x),),
             lambda x: _halves(x, lambda g: g * g.sigmoid()),
+        )
+        yield Case(
+            f"clamped_swiglu {label}",
+            inputs,
+            lambda o, x: (o.clamped_swiglu(x * 3),),
+            lambda x: (_clamped_swiglu(x * 3),),
         )
         for kind in ("none", "tanh"):
             yield Case(

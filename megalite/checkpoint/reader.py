@@ -27,6 +27,7 @@ from megalite.checkpoint.safetensors_io import (
     read_exactly,
 )
 
+_TYPES = {**STORED, "U8": torch.uint8}
 # Reads go through a buffer of at most this many bytes.
 _STAGE = 16 << 20
 # A checkpoint has a shard for each rank that wrote it, and a process may usually open 1,024 files.
@@ -77,7 +78,7 @@ def read_rows(
         starts, run = contiguous_runs(stored.shape, (offset[0] + row, *offset[1:]), (rows, *shape[1:]))
         for at, start in zip(range(0, len(view), run * item), starts):
             read_exactly(fd, view[at : at + run * item], stored.at + start * item, path)
-        yield row, stage.view(STORED[stored.dtype]).view(rows, *shape[1:])
+        yield row, stage.view(_TYPES[stored.dtype]).view(rows, *shape[1:])
 
 
 @dataclass

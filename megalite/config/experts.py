@@ -46,7 +46,12 @@ def check_expert_options(m: Any) -> None:
         "there is no balance loss to weigh",
         "drop one of the two",
     )
-    require(not m.mlp_bias, "--mlp-bias with --num-experts", "experts have no biases", "drop one of the two")
+    require(
+        not (m.mlp_bias and m.moe_router_enable_expert_bias),
+        "--mlp-bias with --moe-router-enable-expert-bias",
+        "a router has one bias: in its logits, or in its choice",
+        "drop one of the two",
+    )
     layers, dense = range(m.num_layers), m.moe_dense_layers
     require(
         len(set(dense)) == len(dense) < m.num_layers and all(layer in layers for layer in dense),

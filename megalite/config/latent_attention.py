@@ -46,6 +46,7 @@ def check_latent_options(m: Any) -> None:
         (f"--num-kv-heads {m.num_kv_heads}", m.num_kv_heads != m.num_heads, "every head has keys of its own"),
         (f"--rope-fraction {m.rope_fraction:g}", m.rope_fraction != 1, "--qk-rope-head-dim says what is rotated"),
         (f"--position {m.position}", m.position != "rope", "its keys have a rotated part"),
+        ("--attention-sinks", m.attention_sinks, "its heads have no sinks here"),
         (f"--qk-norm {m.qk_norm}", m.qk_norm != "none", "its latents are normalized instead"),
         (f"--mup-base-width {m.mup_base_width}", m.mup_base_width is not None, "muP has no rule for latents here"),
     ):

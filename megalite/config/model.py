@@ -98,6 +98,8 @@ class ModelConfig:
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
     """Soft-cap attention scores to c * tanh(score / c) (Gemma 2: 50)."""
+    attention_sinks: bool = False
+    """Learn a score for each head that takes part in the softmax and has no value (gpt-oss)."""
     logit_softcap: float | None = None
     """Soft-cap logits to c * tanh(logit / c) (Gemma 2: 30)."""
     scale_embeddings: bool = False

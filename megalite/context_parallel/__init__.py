@@ -10,22 +10,28 @@ from megalite.context_parallel.blocks import BlockAttention
 from megalite.context_parallel.gather import Gather
 from megalite.context_parallel.heads import HeadExchange
 from megalite.context_parallel.ring import Ring
-from megalite.dist.context import ParallelContext
+from megalite.dist.context import Axis, ParallelContext
 from megalite.ops import Ops
 
 
-def share_attention(comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops) -> Callable[..., Tensor]:
+def share_attention(
+    comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops, sinks: bool = False
+) -> Callable[..., Tensor]:
     """Return `ops.attention` for tokens that the ranks of cp share as `batch.runs_of` says.
+
+    No kernel of torch has sinks. They are merged by the log-sum-exp, as blocks of keys are: a ring of one rank.
 
     Args:
         comm: how attention reaches the tokens of other ranks, a value of `--cp-comm`.
         head_ranks: number of neighbors that can exchange tokens for heads.
         ctx: this rank's axes.
         ops: the kernels in use.
+        sinks: whether calls have `sinks`, see `BlockAttention`.
     """
-    cp = ctx.axis("cp")
+    cp, alone = ctx.axis("cp"), Axis("own")
     if cp.size == 1 or comm == "a2a":
-        return HeadExchange(cp, ops.attention) if cp.size > 1 else ops.attention
+        attention = BlockAttention(Ring(alone), alone, ops) if sinks else ops.attention
+        return HeadExchange(cp, attention) if cp.size > 1 else attention
     neighbors, others = ctx.split("cp", size=head_ranks) if "a2a" in comm else (None, cp)
-    attention = BlockAttention((Ring if "ring" in comm else Gather)(others), others, ops)
-    return attention if neighbors is None else HeadExchange(neighbors, attention)
+    shared = BlockAttention((Ring if "ring" in comm else Gather)(others), others, ops)
+    return shared if neighbors is None else HeadExchange(neighbors, shared)

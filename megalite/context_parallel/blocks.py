@@ -169,6 +169,12 @@ class Total:
         self.out[:, :, rows].mul_(kept).add_(out * added)
         self.lse[:, :, rows] = merged
 
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Merge a score for each head [N] that has no value: it takes its share of every query's weights."""
+        before, scores = self.lse, sinks.to(self.lse.dtype)[:, None]
+        self.lse = torch.logaddexp(before, scores)
+        self.out.mul_((before - self.lse).exp_().unsqueeze(-1))
+
 
 class Exchange(Protocol):
     """How keys and values reach the queries of other ranks, and gradients the way back; see gather.py and ring.py."""
@@ -184,22 +190,31 @@ class _BlockAttention(torch.autograd.Function):
     """Saves what one process would, for this rank's tokens: keys of other ranks come again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, case: Case) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, exchange: Exchange, case: Case
+    ) -> Tensor:
         total = Total(q)
         exchange.attend(case, total, q, pack(k, v))
+        if sinks is not None:
+            total.add_sinks(sinks)
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total.lse)
+        ctx.save_for_backward(q, k, v, out, total.lse, sinks)
         ctx.exchange, ctx.case = exchange, case
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dkv = ctx.exchange.gradients(ctx.case, dq, dout, q, pack(k, v), out, lse)
         dk, dv = unpack(dkv.to(k.dtype))
-        return dq.to(q.dtype), dk, dv, None, None
+        dsinks = None
+        if sinks is not None:
+            # Its gradient is that of any score, p (dp - delta), and dp is 0: it has no value.
+            p = (sinks.to(lse.dtype)[:, None] - lse).exp_()
+            dsinks = -(p * (dout.to(lse.dtype) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return dq.to(q.dtype), dk, dv, dsinks, None, None
 
 
 @dataclass(frozen=True)
@@ -221,9 +236,12 @@ class BlockAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask, documents: Documents | None = None, *,
         dropout: float = 0.0, scale: float | None = None, softcap: float | None = None,
-        expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attend; q, k and v are of this rank's tokens, documents of whole samples."""
+        """Attend; q, k and v are of this rank's tokens, documents of whole samples.
+
+        sinks [N] are scores of each query head, one more column of the softmax, for which out has nothing.
+        """
         tokens = q.shape[2] * self.cp.size
         runs = runs_of(tokens, self.cp.size, self.cp.rank)
         case = Case(self.ops, runs, mask, documents, {"scale": scale, "softcap": softcap})
@@ -237,4 +255,4 @@ class BlockAttention:
             own = torch.cat([torch.arange(run.start, run.stop, device=q.device) for run in runs])
             visible = case.visible(own, torch.arange(tokens, device=q.device), mask.window or tokens)
             return masked(q, k, v, visible, dropout, scale, softcap)
-        return _BlockAttention.apply(q, k, v, self.exchange, case)
+        return _BlockAttention.apply(q, k, v, sinks, self.exchange, case)

@@ -35,8 +35,10 @@ class HeadExchange:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, documents: Documents | None = None, **options: Any
     ) -> Tensor:
-        """Attend; q, k and v are of this rank's tokens, documents of whole samples."""
+        """Attend; q, k and v are of this rank's tokens, documents of whole samples, sinks of all heads."""
         ranks, each = self.axis.size, [1] * self.axis.size
+        if "sinks" in options:
+            options["sinks"] = options["sinks"].chunk(ranks)[self.axis.rank]
         copies = max(1, ranks // k.shape[1])
         k, v = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k, v))
         heads = [x.shape[1] // ranks for x in (q, k, v)]

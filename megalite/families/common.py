@@ -16,14 +16,17 @@ class Packing:
     """The Hugging Face tensors that make up one tensor of megalite.
 
     Attributes:
-        names: names of the tensors, with {} for the layer, and {{}} for the expert where megalite stacks them; several
-            (q, k, v or gate, up) are packed in this order.
-        how: "rows" (one below the other), "transposed" (GPT-2's Conv1D keeps [in, out]) or "heads"
-            (GPT-NeoX: rows [heads, 3, head_dim]).
+        names: names of the tensors, with {} for the layer; several (q, k, v or gate, up) are packed in this order.
+            Experts are stacked in megalite: with {{}} for the expert they have tensors of their own, without it they
+            are stacked in the file too.
+        how: "rows" (one below the other), "heads" (GPT-NeoX: rows [heads, 3, head_dim]) or "alternating" (gpt-oss: a
+            row of the first part, one of the second, and so on).
+        transposed: whether matrices are [in, out] (GPT-2's Conv1D).
     """
 
     names: tuple[str, ...]
-    how: Literal["rows", "transposed", "heads"] = "rows"
+    how: Literal["rows", "heads", "alternating"] = "rows"
+    transposed: bool = False
 
 
 def rows(*names: str) -> Packing:
@@ -33,7 +36,7 @@ def rows(*names: str) -> Packing:
 
 def transposed(name: str) -> Packing:
     """Describe a Conv1D weight."""
-    return Packing((name,), "transposed")
+    return Packing((name,), transposed=True)
 
 
 @dataclass(frozen=True)

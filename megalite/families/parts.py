@@ -30,6 +30,7 @@ class Activation:
 
 ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Activation(lambda ops: ops.swiglu, gated=True, hf="silu"),
+    "clamped_swiglu": Activation(lambda ops: ops.clamped_swiglu, gated=True, hf="silu"),
     "geglu": Activation(lambda ops: ops.geglu, gated=True, hf="gelu"),
     "geglu_tanh": Activation(lambda ops: partial(ops.geglu, approximate="tanh"), gated=True, hf="gelu_pytorch_tanh"),
     "gelu": Activation(lambda ops: ops.gelu, hf="gelu"),

@@ -6,6 +6,7 @@ Shapes: S sequence, B micro-batch, H hidden, N local query heads, G local key/va
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class Attention(nn.Module):
         self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
         self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
         self.dropout = layers.dropout("attention", index)
+        self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
         self.o_proj = layers.row(f"{name}.o_proj")
         self.qk_norm = cfg.qk_norm != "none"
@@ -74,8 +76,11 @@ class Attention(nn.Module):
             parts = self.rope_qkv(packed.view(len(rope[0]), -1, n + 2 * g, d), *rope, n, g)
         q, k, v = (t.view(seq, batch, -1, d).permute(1, 2, 0, 3) for t in parts)
         rate = self.dropout.rate_in(fwd)
+        options: dict[str, Any] = {"dropout": rate, "scale": self.scale, "softcap": self.softcap}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks
         with self.dropout.masks(fwd, qkv.device) if rate else nullcontext():
-            out = self.attention(q, k, v, self.mask, documents, dropout=rate, scale=self.scale, softcap=self.softcap)
+            out = self.attention(q, k, v, self.mask, documents, **options)
         return out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
 
 

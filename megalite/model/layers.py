@@ -114,7 +114,7 @@ class Layers:
         """Make the arguments of a declared parallel linear layer."""
         return {
             "weight": self.param(f"{name}.weight", True),
-            "bias": self.param(f"{name}.bias", True) if f"{name}.bias" in self.specs else None,
+            "bias": self._bias(name),
             "tp": self.tp,
             "sequence_parallel": self.sequence_parallel,
             "queue": self.queue,
@@ -125,8 +125,12 @@ class Layers:
 
     def wide(self, name: str) -> dict[str, Any]:
         """Make the arguments of a declared linear layer in fp32, of which every rank holds all: a `WideLinear`."""
+        weight, bias = self.param(f"{name}.weight", True), self._bias(name) if self.cfg.mlp_bias else None
         scale = 1 / self.cfg.width_multiplier
-        return {"weight": self.param(f"{name}.weight", True), "queue": self.queue, "ops": self.ops, "scale": scale}
+        return {"weight": weight, "bias": bias, "queue": self.queue, "ops": self.ops, "scale": scale}
+
+    def _bias(self, name: str) -> ShardedParameter | None:
+        return self.param(f"{name}.bias", True) if f"{name}.bias" in self.specs else None
 
     def products(self, spec: ParamSpec) -> Products:
         """Make the products of a declared matrix: in FP8 those of the blocks that it applies to."""
@@ -134,10 +138,13 @@ class Layers:
 
     def experts(self, name: str) -> GroupedLinear:
         """Make the linear layers of this rank's experts with the declared weights."""
-        spec, weight = self.specs[f"{name}.weight"], self.param(f"{name}.weight", True)
-        if self.fp8 is None or not self._in_fp8(spec):
-            return GroupedLinear(weight, self.queue, GroupedProducts(self.ops))
-        return GroupedLinear(weight, self.queue, Fp8GroupedProducts(self._fp8_products(spec, self.fp8)))
+        spec, weight, bias = self.specs[f"{name}.weight"], self.param(f"{name}.weight", True), self._bias(name)
+        products = GroupedProducts(self.ops)
+        if self.fp8 is not None and self._in_fp8(spec):
+            products = Fp8GroupedProducts(self._fp8_products(spec, self.fp8))
+        # Outputs of experts that are cut along their input are summed over tp.
+        summed = weight.shard.layout.grid["tp"] > 1 and ("tp", 2) in spec.sharded_dims
+        return GroupedLinear(weight, bias, self.queue, products, adds_bias=not summed or self.tp.rank == 0)
 
     def _in_fp8(self, spec: ParamSpec) -> bool:
         return self.fp8 is not None and spec.matrix and int(spec.name.split(".")[1]) in self.fp8.layers

@@ -70,10 +70,10 @@ class Router(WideLinear):
         self.renormalize, self.z_coeff = cfg.moe_renormalize, cfg.moe_z_loss_coeff
         self.sigmoid, self.factor = cfg.moe_router_score_function == "sigmoid", cfg.moe_router_topk_scaling_factor
         self.groups, self.best_groups = cfg.moe_router_num_groups, cfg.moe_router_group_topk
-        self.bias = None
+        self.choice_bias = None
         if cfg.moe_router_enable_expert_bias:
             state = layers.routing.biases[index] = layers.buffer(f"layers.{index}.mlp.router.bias")
-            self.bias = state.flat
+            self.choice_bias = state.flat
         self.by_sequence = cfg.moe_router_load_balancing_type == "seq_aux_loss"
         self.aux_coeff = 0.0 if cfg.moe_router_load_balancing_type == "none" else cfg.moe_aux_loss_coeff
         # Axes whose ranks hold other tokens of the same samples.
@@ -94,7 +94,7 @@ class Router(WideLinear):
         # Sigmoids may all be 0.
         least = torch.finfo(scores_TE.dtype).tiny
         p_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=least) if self.sigmoid else scores_TE
-        plain = self.bias is None and self.groups == 1
+        plain = self.choice_bias is None and self.groups == 1
         largest_TK = ids_TK if plain else scores_TE.detach().topk(self.k).indices
         balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), largest_TK)
         counts = counts if plain else count(ids_TK.flatten(), self.num_experts)
@@ -106,7 +106,7 @@ class Router(WideLinear):
 
     def _choose(self, scores_TE: torch.Tensor) -> torch.Tensor:
         """Return the experts of each token, int64 [T, K], in falling order of their scores (with the bias)."""
-        choice_TE = scores_TE if self.bias is None else scores_TE + self.bias
+        choice_TE = scores_TE if self.choice_bias is None else scores_TE + self.choice_bias
         if self.groups > 1:
             by_group = choice_TE.unflatten(-1, (self.groups, -1))
             of_groups = by_group.topk(2).values.sum(-1) if self.sigmoid else by_group.max(-1).values

@@ -18,6 +18,7 @@ from megalite.ops import (
     adamw,
     attend,
     attention,
+    clamped_glu,
     cross_entropy,
     gelu,
     glu,
@@ -39,6 +40,7 @@ _MODULES = (
     attention,
     attend,
     glu,
+    clamped_glu,
     gelu,
     cross_entropy,
     adamw,
@@ -76,6 +78,7 @@ class Ops:
     attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     swiglu: Callable[..., Tensor]
     geglu: Callable[..., Tensor]
+    clamped_swiglu: Callable[..., Tensor]
     gelu: Callable[..., Tensor]
     cross_entropy_stats: Callable[..., Tensor]
     cross_entropy_grad_: Callable[..., Tensor]

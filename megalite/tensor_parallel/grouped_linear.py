@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megalite.ops import Ops
+from megalite.ops.grouped import groups
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 from megalite.tensor_parallel.products import GroupedProducts
@@ -21,7 +22,11 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer, ctx.sizes = layer, sizes
-        return layer.products.forward(x, weight, sizes)
+        y = layer.products.forward(x, weight, sizes)
+        if layer.bias is None or not layer.adds_bias:
+            return y
+        counts = torch.tensor(sizes, device=y.device)
+        return y.add_(layer.bias.repeat_interleave(counts, 0, output_size=len(y)))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -31,22 +36,36 @@ class _GroupedLinear(torch.autograd.Function):
         def add(weight: ShardedParameter) -> None:
             layer.products.wgrad(dy, x, weight, sizes)
 
-        put_grad(layer, add)
+        def sums() -> torch.Tensor:
+            return torch.stack([dy[rows].sum(0, dtype=torch.float32) for rows in groups(sizes)])
+
+        put_grad(layer, add, sums)
         return layer.products.dgrad(dy, layer.weight, sizes), None, None, None
 
 
 class GroupedLinear(nn.Module):
-    """y = x_e W_e^T for the rows of each expert e of this rank: [R, I] -> [R, O].
+    """y = x_e W_e^T + b_e for the rows of each expert e of this rank: [R, I] -> [R, O].
 
     Args:
         weight: local weights, [experts, out, in] of this rank.
+        bias: their biases, [experts, out], or None.
         queue: weight-gradient queue of the pipeline stage.
         products: its three products.
+        adds_bias: whether the bias is added here: of ranks whose outputs are summed, one adds it. Its gradient is whole
+            on each of them.
     """
 
-    def __init__(self, weight: ShardedParameter, queue: WgradQueue, products: GroupedProducts) -> None:
+    def __init__(
+        self,
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+        queue: WgradQueue,
+        products: GroupedProducts,
+        adds_bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.weight, self.queue, self.products = weight, queue, products
+        self.weight, self.bias, self.queue, self.products = weight, bias, queue, products
+        self.adds_bias = adds_bias
 
     def forward(self, x_RI: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Multiply; `sizes` holds the number of rows of each expert."""
@@ -58,7 +77,8 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: ShardedParameter, layer: WideLinear) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return (x.float() @ weight.float().t()).mul_(layer.scale)
+        y = (x.float() @ weight.float().t()).mul_(layer.scale)
+        return y if layer.bias is None else y.add_(layer.bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -73,27 +93,35 @@ class _WideLinear(torch.autograd.Function):
             put = weight.main_grad.add_ if weight.has_grad else weight.main_grad.copy_
             put(dy.flatten(0, -2).t() @ x.float().flatten(0, -2))
 
-        put_grad(layer, add)
+        put_grad(layer, add, lambda: dy.flatten(0, -2).sum(0) / layer.scale)
         return (dy @ layer.weight.float()).to(x.dtype), None, None
 
 
 class WideLinear(nn.Module):
-    """y = scale x W^T in fp32 whatever the types of x [..., I] and W [O, I] are, W on every rank: routers and gates."""
+    """y = scale x W^T + b in fp32 whatever the types of x [..., I], W [O, I] and b are, W and b on every rank: routers
+    and gates.
+    """
 
-    def __init__(self, weight: ShardedParameter, queue: WgradQueue, ops: Ops, scale: float) -> None:
+    def __init__(
+        self, weight: ShardedParameter, bias: ShardedParameter | None, queue: WgradQueue, ops: Ops, scale: float
+    ) -> None:
         super().__init__()
-        self.weight, self.queue, self.ops, self.scale = weight, queue, ops, scale
+        self.weight, self.bias, self.queue, self.ops, self.scale = weight, bias, queue, ops, scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; the result is fp32."""
         return _WideLinear.apply(x, self.weight, self)
 
 
-def put_grad(layer: GroupedLinear | WideLinear, add: Callable[[ShardedParameter], None]) -> None:
-    """Queue a contribution to the layer's weight gradient."""
+def put_grad(
+    layer: GroupedLinear | WideLinear, add: Callable[[ShardedParameter], None], of_bias: Callable[[], torch.Tensor]
+) -> None:
+    """Queue a contribution to the layer's weight gradient, and to that of a bias, which `of_bias` computes."""
 
     def finish() -> None:
         add(layer.weight)
         layer.weight.grad_added()
+        if layer.bias is not None:
+            layer.bias.add_grad(of_bias())
 
     layer.queue.put(lambda: finish)

@@ -88,7 +88,7 @@ def one_process(cfg: Config) -> Result:
         return (best[:, -2] - best[:, -1]).min().item()
 
     def noted(self: Router, scores: torch.Tensor) -> torch.Tensor:
-        choice = scores if self.bias is None else scores + self.bias
+        choice = scores if self.choice_bias is None else scores + self.choice_bias
         by_group = choice.unflatten(-1, (self.groups, -1))
         of_groups = by_group.topk(2).values.sum(-1) if self.sigmoid else by_group.max(-1).values
         gaps.append(gap(of_groups, self.best_groups))
@@ -231,7 +231,7 @@ def test_groups_are_closed_whatever_the_bias() -> None:
 
     engine = jobs.start(0, jobs.make_config(BIASED), 1)
     router = next(m for m in engine.stages[0].modules() if isinstance(m, Router))
-    router.bias.copy_(torch.tensor([-5.0, -5.0, -3.0, -3.0, -9.0, -1.0, -9.0, -9.0]))
+    router.choice_bias.copy_(torch.tensor([-5.0, -5.0, -3.0, -3.0, -9.0, -1.0, -9.0, -9.0]))
     ids = router._choose(torch.full((1, 8), 0.5))
     # The groups' two best: -9, -5, -9, -17, each with 1 more.
     assert set(ids[0].tolist()) <= {0, 1, 2, 3, 4, 5}

@@ -101,10 +101,12 @@ def hf_gpt2(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Any:
 def train_plainly(hf: Any, steps: int = jobs.STEPS, **inputs: Any) -> list[tuple[float, float]]:
     """Steps of torch.optim.AdamW on the whole batch at once: (loss, gradient norm before clipping)."""
     cfg = jobs.OPTIM
-    params = list(hf.parameters())
+    # Biases of stacked experts are no matrices.
+    decays = {name: p.dim() > 1 and not name.endswith("bias") for name, p in hf.named_parameters()}
+    params = {kind: [p for name, p in hf.named_parameters() if decays[name] == kind] for kind in (True, False)}
     groups = [
-        {"params": [p for p in params if p.dim() > 1], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+        {"params": params[True], "weight_decay": cfg.weight_decay},
+        {"params": params[False], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps)
     out = []

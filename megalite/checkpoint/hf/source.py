@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megalite.base.dtypes import DTYPES, STORED, torch_name
 from megalite.base.slices import Slice, box_index
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
+from megalite.checkpoint.hf.mxfp4 import BLOCKS, GROUP, SCALES, dequantize
 from megalite.checkpoint.hf.packing import FileTensor, file_tensors
 from megalite.checkpoint.hf.text_part import text_config, text_tensors
 from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
@@ -38,6 +39,14 @@ class _Tensor(StoredTensor):
     """A tensor of the folder, and its file."""
 
     path: Path
+
+
+@dataclass(frozen=True)
+class _PackedTensor(_Tensor):
+    """A tensor whose numbers are in two others."""
+
+    blocks: _Tensor
+    scales: _Tensor
 
 
 class HFSource:
@@ -62,7 +71,9 @@ class HFSource:
         self.special: dict[str, Any] = special_ids(raw)
         self.specs: Mapping[str, ParamSpec] = {**param_map(self.config), **buffer_map(self.config)}
         self._num_predicting = _few(raw.get("num_nextn_predict_layers"))
-        found = self._find_tensors()
+        quantized, found = raw.get("quantization_config"), self._find_tensors()
+        if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
+            found = _unpacked(found)
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
         self._check()
         apart = {name for buffer in buffer_map(self.config) for name in self.family.place(buffer).names}
@@ -73,7 +84,10 @@ class HFSource:
         """Yield the tensors of megalite that the folder holds, without tied copies."""
         for spec in self.specs.values():
             if spec.tied_to is None:
-                yield spec, self.family.place(spec.name)
+                place = self.family.place(spec.name)
+                # Rows of MXFP4 are those of megalite.
+                packed = isinstance(self._tensors.get(place.names[0]), _PackedTensor)
+                yield spec, replace(place, transposed=False) if packed else place
 
     def parts(self, spec: ParamSpec, packing: Packing) -> Iterator[FileTensor]:
         """Yield the tensors of the folder that make up a tensor of megalite."""
@@ -85,9 +99,10 @@ class HFSource:
             for there, box in part.overlaps(Slice(tuple(offset), tuple(out.shape))):
                 target = out[box_index([b - o for b, o in zip(box.offset, offset)], box.shape)]
                 target = target.view(box.shape[-len(there) :])
-                into = target.t() if part.transposed else target
-                for row, rows in self._rows(self._tensors[part.name], there[::-1] if part.transposed else there):
-                    into[row : row + len(rows)].copy_(rows)
+                if part.transposed:
+                    target, there = target.mT, (*there[:-2], there[-1], there[-2])
+                for row, rows in self._rows(self._tensors[part.name], there):
+                    target[row : row + len(rows)].copy_(rows)
 
     def full(self, spec: ParamSpec, packing: Packing, box: Slice | None = None) -> torch.Tensor:
         """Read a full tensor of megalite, or a box of it, fp32."""
@@ -97,7 +112,22 @@ class HFSource:
         return out
 
     def _rows(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Read a box of a tensor, some rows at a time; its slices may have steps."""
+        first, *inner = [s.step or 1 for s in box]
+        for row, rows in self._neighbors(source, [slice(s.start, s.stop) for s in box]):
+            skipped = -row % first
+            picked = (slice(skipped, None, first), *(slice(None, None, n) for n in inner))
+            yield (row + skipped) // first, rows[picked]
+
+    def _neighbors(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
         """Read a box of a tensor, some rows at a time."""
+        if isinstance(source, _PackedTensor):
+            *rows, columns = box
+            groups = [slice(0, n) for n in source.blocks.shape[-2:]]
+            scales = torch.cat([part.clone() for _, part in self._neighbors(source.scales, [*rows, groups[0]])])
+            for row, blocks in self._neighbors(source.blocks, [*rows, *groups]):
+                yield row, dequantize(blocks, scales[row : row + len(blocks)])[..., columns]
+            return
         offset, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
         fd = open_inside(source.path.parent, source.path.name)
         try:
@@ -197,6 +227,20 @@ class HFSource:
 def _few(count: Any) -> int:
     """Return a number of layers from a file that is not trusted."""
     return min(count, 16) if isinstance(count, int) and count > 0 else 0
+
+
+def _unpacked(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
+    """Join what MXFP4 keeps of a tensor in two; its numbers are bf16."""
+    out = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix(BLOCKS)
+        scales = tensors.get(whole + SCALES)
+        if whole == name or scales is None or blocks.shape != (*scales.shape, GROUP // 2):
+            continue
+        del out[name], out[whole + SCALES]
+        shape = (*scales.shape[:-1], scales.shape[-1] * GROUP)
+        out[whole] = _PackedTensor("BF16", shape, blocks.at, blocks.path, blocks, scales)
+    return out
 
 
 def _some(names: list[str]) -> str:

@@ -32,6 +32,9 @@ def upcycled(dense: ModelConfig, num_experts: int, topk: int) -> ModelConfig:
     """
     given = f"--num-experts {num_experts}"
     require(dense.num_experts is None, given, f"the model has {dense.num_experts} experts already", "drop it")
+    require(
+        not dense.mlp_bias, f"--mlp-bias with {given}", "experts made of an MLP have no biases", "drop one of the two"
+    )
     return dataclasses.replace(
         dense,
         arch=_SPARSE.get(dense.arch, dense.arch),

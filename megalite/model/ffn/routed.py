@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megalite.config.model import ModelConfig
@@ -10,7 +11,7 @@ from megalite.config.run import Config
 from megalite.model.ffn.dense import mlp_specs
 from megalite.model.kinds import FeedForward
 from megalite.model.saved import SavedTensor, element_size, inside, residual_rows, tokens
-from megalite.model.specs import out_std
+from megalite.model.specs import out_std, vector
 from megalite.sharding import ParamSpec
 
 if TYPE_CHECKING:
@@ -39,6 +40,13 @@ class MoE(FeedForward):
             f"{name}.experts.down_proj.weight", (experts, hidden, ffn), columns, std=out_std(cfg), matrix=True
         )
         specs = [_router(cfg, f"{name}.router.weight", experts), up, down]
+        if cfg.mlp_bias:
+            leaf = partial(ParamSpec, init="zeros", weight_decay=False)
+            specs += [
+                vector(f"{name}.router.bias", experts, "zeros"),
+                leaf(f"{name}.experts.{first}.bias", up.shape[:2], rows, parts),
+                leaf(f"{name}.experts.down_proj.bias", down.shape[:2], (("ep", 0),)),
+            ]
         specs += mlp_specs(cfg, f"{name}.shared_expert", shared) if shared else []
         return [*specs, _router(cfg, f"{name}.shared_expert_gate.weight", 1)] if cfg.moe_shared_gate else specs
 

@@ -25,6 +25,10 @@ class GroupedQueryAttention(Mixer):
         hidden, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_size, cfg.kv_heads * cfg.head_size
         qkv = linear(f"{name}.qkv_proj", q + 2 * kv, hidden, 0, bias=cfg.qkv_bias, std=cfg.init_std, parts=(q, kv, kv))
         norms = [] if cfg.qk_norm == "none" else _qk_norms(cfg, name, q, kv)
+        if cfg.attention_sinks:
+            norms.append(
+                ParamSpec(f"{name}.sinks", (cfg.num_heads,), (("tp", 0),), std=cfg.init_std, weight_decay=False)
+            )
         return [*qkv, *norms, *linear(f"{name}.o_proj", hidden, q, 1, bias=cfg.o_bias, std=out_std(cfg))]
 
     def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
@@ -60,7 +64,7 @@ class GroupedQueryAttention(Mixer):
         if spread > 1 and m.attention_dropout:  # at once: gathered keys are kept
             rows += [inside(cfg, "gathered keys and values", 2 * (spread - 1) * (4 * q if on_cpu else e * kv))]
             rows += [] if on_cpu else [SavedTensor("summand of the scores", e * tokens(cfg) * m.seq_len)]
-        elif spread > 1:  # block by block: masks and scores are made again
+        elif spread > 1 or m.attention_sinks:  # block by block: masks and scores are made again
             return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]

@@ -131,8 +131,15 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENTS, **GROUPED, "num_hidden_layers": 3, "head_dim": 8, "attention_bias": True, "use_qk_norm": True}
         | {"routed_scaling_factor": 2.5, "pad_token_id": None},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {**GROUPED, "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3}
+        | {"sliding_window": 5, "rope_parameters": {**YARN_ROPE, "truncate": False}, "pad_token_id": None},
+    ),
     "kimi_k2": ("deepseek_v3", {**LATENTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
+# Sizes that are multiples of 32, for MXFP4.
+_WIDE = {"gpt_oss_wide": ("gpt_oss", {**_CASES["gpt_oss"][1], "num_hidden_layers": 1, "intermediate_size": 96})}
 # A family without a case of its own is tested with Llama's keys.
 CASES = _CASES | {name: (name, GROUPED) for name in FAMILIES if name not in {family for family, _ in _CASES.values()}}
 
@@ -142,7 +149,7 @@ def make_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **sa
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, options = CASES[case]
+    model_type, options = (CASES | _WIDE)[case]
     if transformers.__version__.startswith("4."):
         options = _old_keys(options)
     config = AutoConfig.for_model(model_type, **options)
@@ -151,7 +158,7 @@ def make_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **sa
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.dim() == 1:
+            if p.dim() == 1 or name.endswith("_bias"):
                 p.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

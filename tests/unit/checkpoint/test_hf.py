@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 import megalite
 from megalite.base.errors import UserError
+from megalite.base.slices import Slice
 from megalite.checkpoint.hf.config import read_config, write_config
 from megalite.checkpoint.hf.packing import file_tensors
+from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.manifest import read_manifest
 from megalite.data import Rows
@@ -200,6 +202,40 @@ def test_layers_that_predict_further_tokens_are_left_out(models: Any, tmp_path: 
     (more / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
     with pytest.raises(UserError, match="eh_proj.weight is unexpected"):
         import_hf(more, tmp_path / "other")
+
+
+def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_path: Path) -> None:
+    """Every number of 4 bits and many scales; in whole, and slice by slice where a cut is inside of a scale's group."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    folder, _ = models("gpt_oss_wide")
+    weights = {name: t.bfloat16() for name, t in read_all(folder).items()}
+    expected, g = dict(weights), torch.Generator().manual_seed(0)
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, out = weights.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, out, inner // 32, 16), generator=g, dtype=torch.uint8)
+        scales = torch.randint(119, 129, (experts, out, inner // 32), generator=g, dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    save_file(weights, packed / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    import_hf(packed, tmp_path / "ckpt")
+    assert "quantization_config" not in export_hf(tmp_path / "ckpt", tmp_path / "out")
+    out = read_all(tmp_path / "out")
+    assert out.keys() == expected.keys()
+    assert all(torch.equal(out[name], expected[name]) for name in expected)
+    source = HFSource(packed)
+    assert source.dtype == "bfloat16"
+    for spec, packing in source.tensors():
+        if ".experts." in spec.name and len(spec.shape) == 3:
+            whole, (e, o, i) = source.full(spec, packing), spec.shape
+            box = Slice((1, o // 4, i // 4), (e - 1, o // 2, i // 2))
+            assert torch.equal(source.full(spec, packing, box), whole[1:, o // 4 : o // 4 * 3, i // 4 : i // 4 * 3])
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="missing, required by its config.json"):
+        import_hf(packed, tmp_path / "other")
 
 
 def test_other_ways_to_choose_experts_are_refused(models: Any) -> None:

@@ -21,7 +21,6 @@ REFUSED = {
     f"{EXPERTS} --moe-shared-ffn-size 6 --tp 4": "--moe-shared-ffn-size 6: must be divisible by --tp 4",
     f"{EXPERTS} --etp 2": "--etp 2: must be one of 1, tp",
     f"{EXPERTS} --moe-shared-gate": "--moe-shared-gate: needs a shared expert",
-    f"{EXPERTS} --mlp-bias": "--mlp-bias with --num-experts: experts have no biases",
     f"{EXPERTS} --moe-dense-layers 0 4": "--moe-dense-layers 0 4: must be some, not all, of the layers 0 to 3",
     f"{EXPERTS} --moe-dense-layers 0 1 2 3": "must be some, not all",
     "--num-experts 8 --moe-ffn-size 48 --hidden-size 128 --seq-len 128 --fp8 mxfp8 --fp8-emulate --precision bf16": (

@@ -37,6 +37,8 @@ CASES: list[tuple[int, int, int | None, float | None, bool]] = [
     (8, 1, None, 0.7, False),
     (4, 2, 11, 0.7, True),
 ]
+# Scores of heads that have no value, some of which outweigh every key.
+SINKS = torch.tensor([-2.0, 0.5, 3.0, 9.0, 1.0, 0.0, -9.0, 2.0], dtype=torch.float64)
 
 
 def drawn(heads: int, kv_heads: int) -> list[Tensor]:
@@ -46,7 +48,15 @@ def drawn(heads: int, kv_heads: int) -> list[Tensor]:
     return [torch.randn(S, B, n, 16, generator=g, dtype=torch.float64).permute(1, 2, 0, 3) for n in sizes]
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, documents: bool) -> Tensor:
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    softcap: float | None,
+    documents: bool,
+    sinks: Tensor | None = None,
+) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
@@ -54,7 +64,10 @@ def formula(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float 
     seen = (at <= at[:, None]) & (at > at[:, None] - (window or S))
     if documents:
         seen = (seen & (at >= STARTS[..., None])).unsqueeze(1)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(B, -1, S, 1)), -1)
+    return scores.softmax(-1)[..., :S] @ v
 
 
 def part(x: Tensor, size: int, rank: int) -> Tensor:
@@ -63,11 +76,11 @@ def part(x: Tensor, size: int, rank: int) -> Tensor:
 
 
 def attended(
-    rank: int, size: int, variant: str, dtype: torch.dtype, rows: int, dropout: float = 0.0
+    rank: int, size: int, variant: str, dtype: torch.dtype, rows: int, dropout: float = 0.0, sinks: bool = False
 ) -> list[list[Tensor]]:
-    """By case: this rank's out, dq, dk and dv."""
+    """By case: this rank's out, dq, dk and dv, and with sinks what it adds to their gradient."""
     ctx = ParallelContext.create(Grid.of(size, cp=size), torch.device("cpu"))
-    attention = share_attention(variant, min(VARIANTS[variant], size), ctx, resolve("auto", "cpu", dtype))
+    attention = share_attention(variant, min(VARIANTS[variant], size), ctx, resolve("auto", "cpu", dtype), sinks)
     documents = Documents(STARTS.t())
     out = []
     with pytest.MonkeyPatch.context() as patch:
@@ -76,7 +89,11 @@ def attended(
             *leaves, dy = (part(x, size, rank).to(dtype).contiguous() for x in drawn(heads, kv_heads))
             leaves = [x.requires_grad_() for x in leaves]
             q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
-            y = attention(q, k, v, Mask(window), documents if packed else None, softcap=softcap, dropout=dropout)
+            options: dict[str, Any] = {"softcap": softcap, "dropout": dropout}
+            if sinks:
+                leaves.append(SINKS[:heads].to(dtype).requires_grad_())
+                options["sinks"] = leaves[-1]
+            y = attention(q, k, v, Mask(window), documents if packed else None, **options)
             y.backward(dy.permute(1, 2, 0, 3))
             out.append([y.detach().permute(2, 0, 1, 3), *(x.grad for x in leaves)])
     return out
@@ -118,6 +135,28 @@ def test_attention_is_the_formula(pool: WorkerPool, variant: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_in_every_type(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype) -> None:
     check(pool, size, variant, dtype, rows=512)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *(pytest.param(d, marks=pytest.mark.full) for d in (torch.float32,))])
+@pytest.mark.parametrize(
+    ("size", "variant"), [(1, "gather"), *(pytest.param(4, v, marks=pytest.mark.full) for v in VARIANTS)]
+)
+def test_sinks_are_a_column_of_the_softmax(pool: WorkerPool, size: int, variant: str, dtype: torch.dtype) -> None:
+    ranks = pool.run(size, attended, size, variant, dtype, 5, 0.0, True)
+    for i, case in enumerate(CASES):
+        *leaves, dy = drawn(*case[:2])
+        leaves = [x.to(dtype).double().requires_grad_() for x in [*leaves, SINKS[: case[0]]]]
+        y = formula(*leaves[:3], *case[2:], leaves[3])
+        y.backward(dy.to(dtype).double())
+        own = [rank[i] for rank in ranks]
+        pairs = [(torch.stack([got[-1] for got in own]).double().sum(0), leaves[3].grad)]
+        for at, whole in enumerate((y, *(x.grad for x in leaves[:3]))):
+            assert whole is not None
+            want = torch.stack([part(whole.detach(), size, rank) for rank in range(size)])
+            pairs.append((torch.stack([got[at] for got in own]).double(), want))
+        for got, want in pairs:
+            assert want is not None
+            assert (got - want).norm() <= LIMITS[dtype] * want.norm(), case
 
 
 WITH_DROPOUT = ("gather", "a2a", "a2a+gather")

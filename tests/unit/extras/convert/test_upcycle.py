@@ -44,7 +44,7 @@ def test_logits_stay(tmp_path: Path, case: str, arch: str) -> None:
     ("case", "more", "says"),
     [
         ("mixtral", (), "--num-experts 4: the model has 4 experts already"),
-        ("llama3_tied_biased", (), "--mlp-bias with --num-experts: experts have no biases"),
+        ("llama3_tied_biased", (), "--mlp-bias with --num-experts 4: experts made of an MLP have no biases"),
         ("llama", ("--moe-topk", "5"), "--moe-topk 5: is more than the 4 experts"),
         ("llama", ("--iteration", "3"), "--iteration 3: applies to --megatron only"),
     ],

@@ -35,6 +35,9 @@ from tests.unit.extras.plan.test_memory import (
 EXPERTS = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 48, "ffn_hidden_size": 128}
 SHARED = {"moe_shared_ffn_size": 32, "moe_shared_gate": True, "moe_renormalize": False, "moe_dense_layers": (1,)}
 
+# gpt-oss.
+BIASES = {"mlp_bias": True, "activation": "clamped_swiglu"}
+
 
 def moe(options: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
     return config("llama", {**EXPERTS, **(options or {})}, parallel, **train)
@@ -43,7 +46,9 @@ def moe(options: dict[str, Any] | None = None, parallel: dict[str, Any] | None =
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
-    "options", [{}, SHARED, {"moe_z_loss_coeff": 0.001, "moe_aux_loss_coeff": 0.01, "activation": "gelu"}], ids=str
+    "options",
+    [{}, SHARED, BIASES, {"moe_z_loss_coeff": 0.001, "moe_aux_loss_coeff": 0.01, "activation": "gelu"}],
+    ids=str,
 )
 def test_a_layer_of_experts_keeps_what_the_closed_form_says(
     options: dict[str, Any], recompute: str, precision: str
@@ -84,7 +89,7 @@ def test_a_rank_that_alone_holds_experts_does_not_gather_them() -> None:
         assert bucket.sharded.weights == bucket.sharded.grad == (bucket.batch.size > 1)
 
 
-@pytest.mark.parametrize("options", [{}, SHARED], ids=str)
+@pytest.mark.parametrize("options", [{}, SHARED, BIASES], ids=str)
 def test_a_split_backward_keeps_what_the_closed_form_says(options: dict[str, Any]) -> None:
     options = {**options, "num_layers": 1, "moe_dense_layers": ()}
     cfg = moe(options, recompute="full", precision="bf16", micro_batch_size=2)

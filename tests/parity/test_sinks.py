@@ -1,0 +1,126 @@
+"""Sinks, biases of experts and the clamped gate of gpt-oss: loss, gradient norm and every gradient are those of one
+process in every layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.base.errors import UserError
+from megalite.families import FAMILIES
+from tests.parity import jobs
+from tests.parity.test_experts import Row, Shape, check, ranks_of
+from tests.parity.test_zero import scaled, trained
+from tests.workers import WorkerPool
+
+# Large initial weights, so that the gate's limit, biases and sinks are felt.
+OSS = jobs.llama(
+    **FAMILIES["gpt_oss"].options
+    | {"num_experts": 8, "moe_topk": 3, "moe_ffn_size": 24, "init_std": 0.3, "window": 5, "norm_eps": 1e-5}
+)
+
+Grid = dict[Shape, list[Row]]
+STRONG: Grid = {
+    ranks_of(4, ep=2, tp=2): [(OSS, 3, {}, {"recompute": "selective"}), (OSS, 1, {"sequence_parallel": False}, {})],
+    ranks_of(4, cp=2, pp=2): [(OSS, 1, {"schedule": "zb-h1", "cp_comm": "ring"}, {"recompute": "full"})],
+}
+GRID: Grid = {
+    ranks_of(2, tp=2): [(OSS, 1, {}, {"recompute": "full"}), (OSS, 1, {"overlap_tp_reduce": False}, {})],
+    ranks_of(2, tp=2, etp="1"): [(OSS, 1, {}, {})],
+    ranks_of(2, ep=2): [(OSS, 2, {}, {"recompute": "full"}), (OSS, 1, {}, {"offload": "optimizer"})],
+    ranks_of(4, ep=4, tp=2, etp="1"): [(OSS, 3, {}, {})],
+    ranks_of(2, cp=2): [
+        (OSS, 1, {"cp_comm": comm}, {"recompute": recompute})
+        for comm, recompute in (("gather", "none"), ("ring", "selective"), ("a2a", "full"))
+    ],
+    ranks_of(4, cp=4): [(OSS, 3, {"cp_comm": "a2a+ring"}, {}), (OSS, 1, {"cp_comm": "gather"}, {})],
+    ranks_of(4, cp=2, tp=2): [(OSS, 2, {}, {}), (OSS, 1, {"cp_comm": "a2a"}, {"recompute": "selective"})],
+    ranks_of(4, ep=2, pp=2): [
+        (OSS, 1, {"schedule": "zb-v", "vp": 2}, {}),
+        (OSS, 3, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
+    ],
+    ranks_of(8, ep=2, tp=2, pp=2): [(OSS, 1, {"schedule": "1f1b"}, {"micro_batch_size": 2})],
+}
+
+
+@pytest.mark.parametrize("shape", STRONG, ids=str)
+def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, STRONG[shape])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_grid(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, GRID[shape])
+
+
+def with_fault(rank: int, fault: str, cfgs: Any, world: int) -> Any:
+    """`trained`, wrong in one way."""
+    from megalite.context_parallel.blocks import Total
+    from megalite.context_parallel.heads import HeadExchange
+    from megalite.tensor_parallel.grouped_linear import GroupedLinear
+
+    add, make, call = Total.add_sinks, GroupedLinear.__init__, HeadExchange.__call__
+
+    def twice(self: Any, *args: Any, adds_bias: bool) -> None:
+        make(self, *args, adds_bias=True)
+
+    def of_rank_0(self: Any, *args: Any, sinks: Any, **options: Any) -> Any:
+        return call(self, *args, sinks=sinks.roll(len(sinks) // self.axis.size), **options)
+
+    wrong: dict[str, tuple[Any, str, Any]] = {
+        "no sinks": (Total, "add_sinks", lambda *_: None),
+        "sinks on one rank": (Total, "add_sinks", add if rank else lambda *_: None),
+        "biases of every rank of tp": (GroupedLinear, "__init__", twice),
+        "sinks of other heads": (HeadExchange, "__call__", of_rank_0),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*wrong[fault])
+        return trained(rank, cfgs, world)
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "no sinks": {"tp": 2},
+    "sinks on one rank": {"cp": 2, "cp_comm": "ring"},
+    "biases of every rank of tp": {"tp": 2},
+    "sinks of other heads": {"cp": 2, "cp_comm": "a2a"},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
+    from tests.parity.test_experts import one_process
+    from tests.parity.test_zero import assert_close, config
+
+    ranks = pool.run(2, with_fault, fault, [config(OSS, 1, FAULTS[fault])], 2)
+    with pytest.raises(AssertionError):
+        assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(OSS))), fault)
+
+
+@pytest.mark.full
+def test_compiled_blocks() -> None:
+    plain, compiled = (jobs.train(0, jobs.make_config(OSS, compile=on), 1, 2) for on in (False, True))
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=1e-5, atol=0)
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"attention_dropout": 0.1}, {}, "blocks of keys have no dropout"),
+    ({}, {"attention": "math"}, "torch's choice"),
+    ({"kv_lora_rank": 8, "num_kv_heads": 8}, {}, "its heads have no sinks here"),
+    (
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {},
+        "a router has one bias",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "train", "words"), BAD, ids=[words for *_, words in BAD])
+def test_what_does_not_fit_is_refused(model: dict[str, Any], train: dict[str, Any], words: str) -> None:
+    options = {**FAMILIES["gpt_oss"].options, "num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, **model}
+    with pytest.raises(UserError, match=words):
+        jobs.make_config(jobs.llama(**options), **train)
