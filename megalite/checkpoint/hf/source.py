@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from megalite.base.dtypes import DTYPES, STORED, torch_name
 from megalite.base.slices import Slice, box_index
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
-from megalite.checkpoint.hf.mxfp4 import BLOCKS, GROUP, SCALES, dequantize
 from megalite.checkpoint.hf.packing import FileTensor, file_tensors
+from megalite.checkpoint.hf.tensors import FolderTensor, PackedTensor, read_box, unpacked
 from megalite.checkpoint.hf.text_part import text_config, text_tensors
-from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
 from megalite.checkpoint.safetensors_io import BadCheckpoint, open_inside, parse_header
 from megalite.config.model import ModelConfig
 from megalite.families.common import Family, Packing
@@ -32,21 +31,6 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MAX_INDEX, _MAX_CONFIG = 32 << 20, 4 << 20
 # Enough for 70,000 tensors in one file. The library takes 20 times the memory, and forever for very many dimensions.
 _MAX_HEADER, _MAX_DIMS = 8 << 20, 8
-
-
-@dataclass(frozen=True)
-class _Tensor(StoredTensor):
-    """A tensor of the folder, and its file."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class _PackedTensor(_Tensor):
-    """A tensor whose numbers are in two others."""
-
-    blocks: _Tensor
-    scales: _Tensor
 
 
 class HFSource:
@@ -73,7 +57,7 @@ class HFSource:
         self._num_predicting = _few(raw.get("num_nextn_predict_layers"))
         quantized, found = raw.get("quantization_config"), self._find_tensors()
         if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
-            found = _unpacked(found)
+            found = unpacked(found)
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
         self._check()
         apart = {name for buffer in buffer_map(self.config) for name in self.family.place(buffer).names}
@@ -86,7 +70,7 @@ class HFSource:
             if spec.tied_to is None:
                 place = self.family.place(spec.name)
                 # Rows of MXFP4 are those of megalite.
-                packed = isinstance(self._tensors.get(place.names[0]), _PackedTensor)
+                packed = isinstance(self._tensors.get(place.names[0]), PackedTensor)
                 yield spec, replace(place, transposed=False) if packed else place
 
     def parts(self, spec: ParamSpec, packing: Packing) -> Iterator[FileTensor]:
@@ -101,7 +85,7 @@ class HFSource:
                 target = target.view(box.shape[-len(there) :])
                 if part.transposed:
                     target, there = target.mT, (*there[:-2], there[-1], there[-2])
-                for row, rows in self._rows(self._tensors[part.name], there):
+                for row, rows in read_box(self._tensors[part.name], there):
                     target[row : row + len(rows)].copy_(rows)
 
     def full(self, spec: ParamSpec, packing: Packing, box: Slice | None = None) -> torch.Tensor:
@@ -111,31 +95,7 @@ class HFSource:
         self.read(spec, packing, box.offset, out)
         return out
 
-    def _rows(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Read a box of a tensor, some rows at a time; its slices may have steps."""
-        first, *inner = [s.step or 1 for s in box]
-        for row, rows in self._neighbors(source, [slice(s.start, s.stop) for s in box]):
-            skipped = -row % first
-            picked = (slice(skipped, None, first), *(slice(None, None, n) for n in inner))
-            yield (row + skipped) // first, rows[picked]
-
-    def _neighbors(self, source: _Tensor, box: Sequence[slice]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Read a box of a tensor, some rows at a time."""
-        if isinstance(source, _PackedTensor):
-            *rows, columns = box
-            groups = [slice(0, n) for n in source.blocks.shape[-2:]]
-            scales = torch.cat([part.clone() for _, part in self._neighbors(source.scales, [*rows, groups[0]])])
-            for row, blocks in self._neighbors(source.blocks, [*rows, *groups]):
-                yield row, dequantize(blocks, scales[row : row + len(blocks)])[..., columns]
-            return
-        offset, shape = tuple(s.start for s in box), tuple(s.stop - s.start for s in box)
-        fd = open_inside(source.path.parent, source.path.name)
-        try:
-            yield from read_rows(fd, source.path, source, offset, shape, StagingBuffer())
-        finally:
-            os.close(fd)
-
-    def _find_tensors(self) -> dict[str, _Tensor]:
+    def _find_tensors(self) -> dict[str, FolderTensor]:
         """List the tensors of the file, or of the files of the index, which must list exactly these."""
         if not (self.folder / _INDEX).exists():
             if not (self.folder / _SINGLE).exists():
@@ -151,7 +111,7 @@ class HFSource:
         weight_map = _read_json(self.folder, _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise BadCheckpoint(where, "has no weight_map", "complete the download")
-        tensors: dict[str, _Tensor] = {}
+        tensors: dict[str, FolderTensor] = {}
         for file in sorted(set(weight_map.values())):
             stored = self._list(file)
             listed = {name for name, f in weight_map.items() if f == file}
@@ -162,7 +122,7 @@ class HFSource:
             tensors.update(stored)
         return tensors
 
-    def _list(self, name: str) -> dict[str, _Tensor]:
+    def _list(self, name: str) -> dict[str, FolderTensor]:
         """List the tensors of a file, whose header the library checks."""
         path = resolve_inside(self.folder, name)
         start, header = _check_header(path)
@@ -170,11 +130,11 @@ class HFSource:
         with _open(path) as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (not a dict)
             return {
-                t: _Tensor(s.get_dtype(), tuple(s.get_shape()), start + header[t]["data_offsets"][0], path)
+                t: FolderTensor(s.get_dtype(), tuple(s.get_shape()), start + header[t]["data_offsets"][0], path)
                 for t, s in slices.items()
             }
 
-    def _rename(self, tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
+    def _rename(self, tensors: dict[str, FolderTensor]) -> dict[str, FolderTensor]:
         """Drop tensors that are not weights, and add the prefix that hub files of GPT-2 lack."""
         prefix, first = self.family.prefix, self.config.num_layers
         # Layers that predict further tokens come after the last one.
@@ -217,7 +177,7 @@ class HFSource:
             embedding = self.family.place("embed_tokens.weight").names[0]
             one, other = self._tensors[head], self._tensors[embedding]
             boxes = [[slice(0, n) for n in tensor.shape] for tensor in (one, other)]
-            blocks = zip(self._rows(one, boxes[0]), self._rows(other, boxes[1]))
+            blocks = zip(read_box(one, boxes[0]), read_box(other, boxes[1]))
             alike = (one.shape, one.dtype) == (other.shape, other.dtype)
             if not alike or not all(torch.equal(a, b) for (_, a), (_, b) in blocks):
                 rule = f"tie_word_embeddings is true, and {head} differs from {embedding}"
@@ -227,20 +187,6 @@ class HFSource:
 def _few(count: Any) -> int:
     """Return a number of layers from a file that is not trusted."""
     return min(count, 16) if isinstance(count, int) and count > 0 else 0
-
-
-def _unpacked(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
-    """Join what MXFP4 keeps of a tensor in two; its numbers are bf16."""
-    out = dict(tensors)
-    for name, blocks in tensors.items():
-        whole = name.removesuffix(BLOCKS)
-        scales = tensors.get(whole + SCALES)
-        if whole == name or scales is None or blocks.shape != (*scales.shape, GROUP // 2):
-            continue
-        del out[name], out[whole + SCALES]
-        shape = (*scales.shape[:-1], scales.shape[-1] * GROUP)
-        out[whole] = _PackedTensor("BF16", shape, blocks.at, blocks.path, blocks, scales)
-    return out
 
 
 def _some(names: list[str]) -> str:
