@@ -20,6 +20,7 @@ from megalite.dist.context import ParallelContext
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op
 from megalite.train.watch import watchdog
+from megalite.train.watch.flight import answering_thread
 from megalite.train.watch.watchdog import LAYOUT, STACKS_SIGNAL, STRICT
 
 # The phase in which a rank waits for the thread that reads ahead.
@@ -77,9 +78,12 @@ class Heartbeat(Observer):
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         read_end, self._alive = os.pipe()
         _pipes.add(self._alive)
-        settings = self._settings | {"pid": os.getpid(), "beats": beats, "stacks": stacks, "alive": read_end}
-        self._starts += 1
-        self._process = start_child(watchdog.__name__, settings, [beats, stacks, read_end], isolated=True)
+        with answering_thread() as flight:
+            files = {"beats": beats, "stacks": stacks, "alive": read_end, "flight": flight}
+            self._starts += 1
+            self._process = start_child(
+                watchdog.__name__, self._settings | {"pid": os.getpid(), **files}, list(files.values()), isolated=True
+            )
         os.close(read_end)
 
     def beat(self, phase: str, step: int = 0, patience: int = STRICT) -> None:

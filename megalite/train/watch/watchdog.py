@@ -24,6 +24,7 @@ from megalite.base.child import children, is_stopped, process_state, readable, u
 from megalite.base.console import write_or_drop
 from megalite.base.untrusted import BadFile, read_json
 from megalite.train.watch.deaths import Deaths
+from megalite.train.watch.hang_report import STOPPED, WAITING, HangReport, culprit_of
 from megalite.train.watch.stacks import is_complete, is_waiting, main_thread
 
 # Heartbeat: count, step, patience, phase, operation.
@@ -40,6 +41,9 @@ GRACE_S = 5.0
 STACKS_SIGNAL = signal.SIGUSR2
 # A rank that is stuck in the kernel never prints its stacks; one that gets no processor may take long.
 _STACKS_S = 10.0
+# The flight recorder of NCCL asks the GPU for the state of each entry.
+_ANSWER_S = 10.0
+_MAX_ANSWER = 1 << 16
 # A reader that only lags behind.
 _READER_PATIENCE_S = 0.5
 # A working process uses at least this share of a processor, or moves this many bytes, between two checks.
@@ -70,51 +74,16 @@ class Beat:
         return f"{self.phase} (step {self.step}{last})"
 
 
-@dataclass(frozen=True)
-class HangReport:
-    """What a watchdog found out about its hanging rank.
-
-    Attributes:
-        progress: number of the heartbeat, where ranks that run ahead of their GPUs differ in nothing else; otherwise 0.
-        silent: seconds since its last heartbeat.
-        state: `STOPPED`, `WAITING`, `STARVED`, or where it is.
-        stacks: its Python stacks, as far as it could print them.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    step: int
-    place: str
-    silent: float
-    state: str
-    stacks: str
-    progress: int = 0
-
-    @property
-    def suspicion(self) -> tuple[int, int, int, float]:
-        """Order reports by suspicion, most suspicious first: by state, then by how far behind the rank is."""
-        kind = {STOPPED: 0, STARVED: 2, WAITING: 3}.get(self.state, 1)
-        return kind, self.step, self.progress, -self.silent
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid}), {self.state}, in {self.place} for {self.silent:.0f} s"
-
-
-STOPPED, WAITING = "stopped", "waiting for other ranks"
-STARVED = "unable to print its stacks (process state R)"  # like the others, perhaps, but without processor time
-
-
 class Watchdog:
     """Watches one rank until the rank exits or is killed."""
 
     def __init__(
         self, rank: int, world: int, pid: int, timeout: float, folder: str, beats: int, stacks: int, alive: int,
-        cuda: bool = False, recovers: bool = False
+        flight: int, cuda: bool = False, recovers: bool = False
     ) -> None:  # fmt: skip
         self.rank, self.world, self.pid, self.timeout, self.cuda = rank, world, pid, timeout, cuda
         self.recovers = recovers
-        self.folder, self.stacks, self.alive = Path(folder), stacks, alive
+        self.folder, self.stacks, self.alive, self.flight = Path(folder), stacks, alive, flight
         self.memory = mmap.mmap(beats, LAYOUT.size, prot=mmap.PROT_READ)
         self.tick = min(1.0, timeout / 20)
         self.report: HangReport | None = None
@@ -209,8 +178,14 @@ class Watchdog:
             state = WAITING
         else:
             state = f"at {main_thread(stacks)[0]}"
-        where = self.rank, socket.gethostname(), self.pid, beat.step, beat.place
-        return HangReport(*where, silent, state, stacks, progress=beat.count if self.cuda else 0)
+        # The thread that answers needs the interpreter, which a rank in a collective does not hold.
+        waits_in, begun = ask(self.flight) if state == WAITING else ("", True)
+        return HangReport(
+            self.rank, socket.gethostname(), self.pid, beat.step, beat.place, silent, state, stacks,
+            progress=beat.count if self.cuda else 0,
+            waits_in=waits_in,
+            gpu_waits=begun or not self.cuda,
+        )  # fmt: skip
 
     def dump(self) -> str:
         """Get the rank's Python stacks; faulthandler prints them whatever the interpreter is busy with."""
@@ -281,9 +256,18 @@ class Watchdog:
             write_or_drop(2, lines.encode(), _READER_PATIENCE_S)
 
 
-def culprit_of(reports: dict[int, HangReport]) -> HangReport:
-    """Return the most suspicious report."""
-    return min(reports.values(), key=lambda report: report.suspicion)
+def ask(flight: int) -> tuple[str, bool]:
+    """Ask the rank at the other end of a socket for its `flight.oldest_unfinished`; ("", True): it does not answer."""
+    text, deadline = b"", time.monotonic() + _ANSWER_S
+    with contextlib.suppress(OSError, ValueError):
+        os.write(flight, b"?")
+        while not text.endswith(b"\n") and readable(flight, max(0.0, deadline - time.monotonic())):
+            if not (part := os.read(flight, _MAX_ANSWER)):
+                break
+            text += part
+        what, begun = json.loads(text)
+        return str(what), bool(begun)
+    return "", True
 
 
 def works(previous: tuple[int, int] | None, effort: tuple[int, int] | None, seconds: float) -> bool:

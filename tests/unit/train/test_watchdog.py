@@ -24,20 +24,10 @@ from megalite.base.untrusted import read_json
 from megalite.dist.context import ParallelContext
 from megalite.schedules.pipeline import Op
 from megalite.train.watch import watchdog
+from megalite.train.watch.hang_report import STARVED, STOPPED, WAITING, HangReport, culprit_of
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.stacks import is_complete, is_waiting, main_thread
-from megalite.train.watch.watchdog import (
-    IDLE,
-    LAYOUT,
-    STACKS_SIGNAL,
-    STARVED,
-    STOPPED,
-    WAITING,
-    Beat,
-    HangReport,
-    Watchdog,
-    works,
-)
+from megalite.train.watch.watchdog import IDLE, LAYOUT, STACKS_SIGNAL, Beat, Watchdog, works
 from tests.ranks import ROOT
 
 
@@ -119,6 +109,14 @@ def test_of_hosts_that_ran_ahead_the_one_that_launched_least() -> None:
     assert min(ranks, key=lambda r: r.suspicion).rank == 1
 
 
+def test_of_hosts_that_ran_ahead_the_one_whose_gpu_has_not_begun_what_the_others_wait_in() -> None:
+    """Its host may have launched more than theirs."""
+    ranks = [dataclasses.replace(report(rank, WAITING), progress=count) for rank, count in enumerate((70, 68, 90))]
+    ranks[2] = dataclasses.replace(ranks[2], waits_in="all_gather 4 of tp, [[64]], scheduled", gpu_waits=False)
+    assert culprit_of({r.rank: r for r in ranks}).rank == 2
+    assert "waiting for other ranks (all_gather 4 of tp, [[64]], scheduled), in training" in str(ranks[2])
+
+
 def test_one_that_had_no_time_to_print_is_no_more_suspect_than_one_that_works() -> None:
     ranks = [report(0, STARVED, silent=40.0), report(1, "at loop.py, line 1 in f"), report(2, WAITING, silent=50.0)]
     assert min(ranks, key=lambda r: r.suspicion).rank == 1
@@ -138,13 +136,14 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[W
     monkeypatch.setattr(watchdog, "_STACKS_S", 300.0)
     beats, stacks = shared_memory("beats", LAYOUT.size), shared_memory("stacks", 0)
     alive, theirs = os.pipe()
+    flight, other = os.pipe()
     command = [sys.executable, "-c", SLEEPER, str(stacks)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[stacks]) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
-        yield Watchdog(0, 2, rank.pid, 8.0, str(tmp_path), beats, stacks, alive), rank.pid
+        yield Watchdog(0, 2, rank.pid, 8.0, str(tmp_path), beats, stacks, alive, flight), rank.pid
         rank.kill()
-    for file in (beats, stacks, alive, theirs):
+    for file in (beats, stacks, alive, theirs, flight, other):
         os.close(file)
 
 
