@@ -123,6 +123,11 @@ class Grid:
         """Number of ranks that see different tokens of a batch."""
         return math.prod(self[name] for name in self.batch)
 
+    @property
+    def batches(self) -> tuple[tuple[str, ...], ...]:
+        """Batch axes of the parameters, and of the experts where those lie on another grid."""
+        return (self.batch,) if self.experts is None else (self.batch, self.experts.batch)
+
     def as_dict(self) -> dict[str, int]:
         """Number of ranks and size of every axis."""
         return {"world": self.world, **dict(self.axes)}

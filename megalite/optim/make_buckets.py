@@ -45,6 +45,9 @@ def make_buckets(
     Returns:
         Buckets in the order in which their gradients become complete: the last layers first, within each kind.
     """
+    for batch in ctx.grid.batches:
+        # Whatever its stages hold, every rank makes the groups of both: a backend may split the world to make them.
+        ctx.split(*batch, size=sharded.group_of(ctx.axis(*batch).size, ctx.batch.size))
     by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
     for number, unit in enumerate(units):
         for param in unit:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,8 @@ from megalite.dist.rendezvous import backend_of, group_timeout
 from megalite.dist.grid import Grid
 from megalite.base.errors import UserError
 from megalite.extras.estimate.record import Communication, recorded_world
+from megalite.train.build import build_engine
+from tests.parity import jobs
 
 
 def test_neighbors_meet_in_three_rounds() -> None:
@@ -36,15 +42,24 @@ def test_groups_outlast_the_watchdog() -> None:
     assert group_timeout(3600.0) == timedelta(hours=2)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
-def test_every_call_that_makes_groups_partitions_the_world(
-    monkeypatch: pytest.MonkeyPatch, tp: int, pp: int
-) -> None:
-    """Backends that split the world's communicator need every rank in every call (NCCL from torch 2.15 on)."""
-    world, made = 4 * tp * pp, list[tuple[int, ...]]()
-    grid = Grid.of(world, tp=tp, pp=pp)
-    new_group = dist.new_group
+LAYOUTS: list[dict[str, Any]] = [
+    *({"tp": tp, "pp": pp} for tp in (1, 2, 3, 4) for pp in (1, 2, 3, 4)),
+    {"cp": 2},
+    {"cp": 4, "pp": 3},
+    {"cp": 2, "tp": 2, "pp": 4},
+    {"ep": 4},
+    {"ep": 2, "pp": 3},
+    {"ep": 4, "etp": "1", "tp": 2, "pp": 3},
+    {"ep": 8, "etp": "1", "tp": 2, "cp": 2, "pp": 4},
+    {"ep": 2, "cp": 2, "tp": 2, "pp": 3},
+]
+
+
+def groups_made(
+    monkeypatch: pytest.MonkeyPatch, grid: Grid, build: Callable[[ParallelContext], object]
+) -> list[list[tuple[int, ...]]]:
+    """Ranks of the groups that each rank makes, in its order."""
+    made, new_group = list[tuple[int, ...]](), dist.new_group
 
     def recorded(ranks: list[int], **options: object) -> dist.ProcessGroup:
         made.append(tuple(ranks))
@@ -52,18 +67,45 @@ def test_every_call_that_makes_groups_partitions_the_world(
 
     monkeypatch.setattr(dist, "new_group", recorded)
     calls = []
-    for rank in range(world):
+    for rank in range(grid.world):
         with recorded_world(rank, grid):
-            context = ParallelContext.create(grid, torch.device("cpu"))
-            context.split("dp", size=2)
+            build(ParallelContext.create(grid, torch.device("cpu")))
         calls.append(made.copy())
         made.clear()
-        ends = {0, pp - 1} if pp > 1 else set()
-        assert context.axis("ends").size == (2 if context.pp.rank in ends else 1)
+    return calls
+
+
+def assert_partitions(calls: list[list[tuple[int, ...]]]) -> None:
+    """Backends that split the world's communicator need every rank in every call (NCCL from torch 2.15 on)."""
     assert len({len(groups) for groups in calls}) == 1
     for groups in zip(*calls):
         assert all(rank in group for rank, group in enumerate(groups))
-        assert sum(map(len, set(groups))) == world
+        assert sum(map(len, set(groups))) == len(calls)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
+def test_every_call_that_makes_groups_partitions_the_world(
+    monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]
+) -> None:
+    sizes = {name: layout.get(name, 1) for name in ("tp", "pp", "cp")}
+    grid = Grid.of(
+        4 * math.prod(sizes.values()), ep=layout.get("ep", 1), etp=layout.get("etp", "tp"), **sizes
+    )  # fmt: skip
+
+    def build(context: ParallelContext) -> None:
+        context.split("dp", "cp", size=2)
+        assert context.axis("ends").size == (2 if 1 < sizes["pp"] and context.pp.rank in (0, sizes["pp"] - 1) else 1)
+
+    assert_partitions(groups_made(monkeypatch, grid, build))
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2, "zero_group": "2"}, {"ep": 2, "zero_group": "2"}, {"ep": 2, "tp": 2, "etp": "1", "zero_group": "4"}])
+def test_stages_without_experts_make_their_groups_too(monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]) -> None:
+    """Also where a group of hybrid sharding is made with the first bucket that needs it."""
+    model = jobs.llama(3, num_experts=4, moe_topk=2, moe_ffn_size=24, moe_dense_layers=(0,))
+    cfg = jobs.make_config(model, {"pp": 3, "zero": 3, "zero_whole_below": 0, **layout})
+    grid = Grid.from_config(cfg.parallel, 24)
+    assert_partitions(groups_made(monkeypatch, grid, partial(build_engine, cfg)))
 
 
 @pytest.mark.parametrize(
