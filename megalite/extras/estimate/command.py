@@ -25,13 +25,22 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--budget", action="store_true", help="print instead how long its kernels would take on an H200 and an H100"
     )
+    parser.add_argument(
+        "--streams",
+        action="store_true",
+        help="check instead whether two steps and an evaluation use memory in order on all streams; 1: they do not",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--png", type=Path, metavar="F", help="draw memory over the step to F (.png, .svg or .pdf)")
     return parser.parse_known_args(argv)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `megalite estimate`."""
+    """Run `megalite estimate`.
+
+    Raises:
+        SystemExit: with 1, `--streams` found a fault.
+    """
     args, flags = _parse(argv)
     install_guard()
     # What follows imports torch.
@@ -40,8 +49,9 @@ def main(argv: Sequence[str]) -> None:
     from megalite.dist.grid import Grid
     from megalite.extras.compat.dialect import DIALECT
     from megalite.extras.estimate.budget import budget_json, budget_table
-    from megalite.extras.estimate.rank import estimate
-    from megalite.extras.estimate.report import to_json, to_text
+    from megalite.extras.estimate.races import check_rank
+    from megalite.extras.estimate.rank import check_request, estimate
+    from megalite.extras.estimate.report import order_text, to_json, to_text
     from megalite.extras.plan.memory.ranks import memory_per_rank
     from megalite.train.inputs import with_vocab_size
 
@@ -53,6 +63,11 @@ def main(argv: Sequence[str]) -> None:
     if cfg.model.vocab_size is None:
         raise UserError("no vocabulary size", "the estimate requires it", "give --vocab-size, --tokenizer or --data")
     grid = Grid.from_config(cfg.parallel, args.world)
+    if args.streams:
+        check_request(cfg, grid, args.rank, streams=True)
+        order = check_rank(cfg, grid, args.rank)
+        print(json.dumps({"operations": order.operations, "faults": order.faults}) if args.json else order_text(order))
+        raise SystemExit(1 if order.faults else 0)
     result = estimate(cfg, grid, args.rank)
     if args.budget:
         print(json.dumps(budget_json(result, cfg)) if args.json else budget_table(result, cfg))

@@ -109,7 +109,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
     Raises:
         UserError: the run itself would refuse the options, or one of them requires a real GPU.
     """
-    _check(cfg, grid, rank)
+    check_request(cfg, grid, rank)
     with ExitStack() as exit_stack:
         log = exit_stack.enter_context(recorded_world(rank, grid))
         device = exit_stack.enter_context(fake_cuda())
@@ -167,12 +167,21 @@ def plausible_status(cfg: Config) -> Iterator[None]:
         yield
 
 
-def _check(cfg: Config, grid: Grid, rank: int) -> None:
+def check_request(cfg: Config, grid: Grid, rank: int, streams: bool = False) -> None:
+    """Refuse what cannot be estimated without a device, or, with `streams`, whose order of memory cannot be checked.
+
+    Raises:
+        UserError: which option, or that there is no such rank.
+    """
     if not 0 <= rank < grid.world:
         raise UserError(f"--rank {rank}", f"a world of {grid.world} has ranks 0 to {grid.world - 1}", "choose one")
     t = cfg.train
-    flag = f"--offload {t.offload}" if t.offload != "none" else "--compile" if t.compile else ""
-    if flag:
+    refused = {
+        f"--offload {t.offload}": t.offload != "none" and not streams,
+        f"--compress {t.compress}": t.compress.startswith("powersgd") and streams,  # reads values of its factors
+        "--compile": t.compile,
+    }
+    for flag in (flag for flag, is_set in refused.items() if is_set):
         raise UserError(flag, "requires a real device: it cannot be estimated", "drop it")
     if cfg.parallel.device == "cpu":
         raise UserError("--device cpu", "estimates are for GPUs", "drop it")

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from megalite.extras.estimate.order import Order
 from megalite.extras.estimate.rank import Estimate
 from megalite.extras.estimate.streams import Machine, simulate_streams
 from megalite.extras.plan.memory.ranks import RankMemory
@@ -75,6 +76,13 @@ def to_text(e: Estimate, predicted: RankMemory) -> str:
         "on H100 hosts at 75 to 80 % of their peaks, without the waits for other stages (megalite schedule times them)",
     ]
     return "\n".join(lines)
+
+
+def order_text(order: Order) -> str:
+    """Format what the check of streams and memory found."""
+    faults = [f"{count} x {fault}" for fault, count in order.faults.items()]
+    verdict = "out of order:" if faults else "every access to memory is in order"
+    return "\n".join([f"{order.operations:,} operations on {len(order.streams)} streams: {verdict}", *faults])
 
 
 def _holders(e: Estimate) -> list[tuple[str, int]]:
