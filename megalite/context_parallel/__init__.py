@@ -15,7 +15,7 @@ from megalite.ops import Ops
 
 
 def share_attention(
-    comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops, sinks: bool = False
+    comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops, sinks: bool = False, *, recomputed: bool
 ) -> Callable[..., Tensor]:
     """Return `ops.attention` for tokens that the ranks of cp share as `batch.runs_of` says.
 
@@ -27,11 +27,12 @@ def share_attention(
         ctx: this rank's axes.
         ops: the kernels in use.
         sinks: whether calls have `sinks`, see `BlockAttention`.
+        recomputed: whether backward computes attention again.
     """
     cp, alone = ctx.axis("cp"), Axis("own")
     if cp.size == 1 or comm == "a2a":
         attention = BlockAttention(Ring(alone), alone, ops) if sinks else ops.attention
-        return HeadExchange(cp, attention) if cp.size > 1 else attention
+        return HeadExchange(cp, attention, not recomputed) if cp.size > 1 else attention
     neighbors, others = ctx.split("cp", size=head_ranks) if "a2a" in comm else (None, cp)
     shared = BlockAttention((Ring if "ring" in comm else Gather)(others), others, ops)
-    return shared if neighbors is None else HeadExchange(neighbors, shared)
+    return shared if neighbors is None else HeadExchange(neighbors, shared, not recomputed)

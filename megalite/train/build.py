@@ -102,8 +102,8 @@ def _with_attention(cfg: Config, ops: Ops, ctx: ParallelContext) -> Ops:
     comm, why = choose_comm(m, cfg.parallel, cfg.data.within_documents)
     if cfg.parallel.cp > 1 and cfg.parallel.cp_comm == "auto":
         logger.info(f"--cp-comm auto: {comm} ({why})")
-    ops = replace(ops, attention=attention)
-    shared = share_attention(comm, head_ranks(m, cfg.parallel), ctx, ops, m.attention_sinks)
+    ops, recomputed = replace(ops, attention=attention), cfg.train.recompute != "none"
+    shared = share_attention(comm, head_ranks(m, cfg.parallel), ctx, ops, m.attention_sinks, recomputed=recomputed)
     return replace(ops, attention=shared)
 
 

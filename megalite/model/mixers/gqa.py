@@ -58,8 +58,6 @@ class GroupedQueryAttention(Mixer):
             rows += [inside(cfg, f"normalized {name}", e * width) for name, width in (("queries", q), ("keys", kv))]
             rows += [SavedTensor("statistic of a query or key norm", 4 * tokens(cfg))] * 2
         comm, _ = choose_comm(m, cfg.parallel, cfg.data.within_documents)
-        if cfg.parallel.cp > 1 and "a2a" in comm:
-            rows += [inside(cfg, "output of attention before it is sent back", e * q)]
         spread = cfg.parallel.cp // (head_ranks(m, cfg.parallel) if "a2a" in comm else 1)
         if spread > 1 and m.attention_dropout:  # at once: gathered keys are kept
             rows += [inside(cfg, "gathered keys and values", 2 * (spread - 1) * (4 * q if on_cpu else e * kv))]

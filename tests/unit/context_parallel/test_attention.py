@@ -80,12 +80,14 @@ def attended(
 ) -> list[list[Tensor]]:
     """By case: this rank's out, dq, dk and dv, and with sinks what it adds to their gradient."""
     ctx = ParallelContext.create(Grid.of(size, cp=size), torch.device("cpu"))
-    attention = share_attention(variant, min(VARIANTS[variant], size), ctx, resolve("auto", "cpu", dtype), sinks)
+    ops, ranks = resolve("auto", "cpu", dtype), min(VARIANTS[variant], size)
+    ways = [share_attention(variant, ranks, ctx, ops, sinks, recomputed=recomputed) for recomputed in (False, True)]
     documents = Documents(STARTS.t())
     out = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "_ROWS", rows)
-        for heads, kv_heads, window, softcap, packed in CASES:
+        for i, (heads, kv_heads, window, softcap, packed) in enumerate(CASES):
+            attention = ways[i == 1]
             *leaves, dy = (part(x, size, rank).to(dtype).contiguous() for x in drawn(heads, kv_heads))
             leaves = [x.requires_grad_() for x in leaves]
             q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
@@ -171,7 +173,9 @@ def test_dropout_that_drops_nothing_is_the_formula(pool: WorkerPool, variant: st
 def dropped(rank: int, variant: str) -> tuple[Tensor, list[tuple[float, float]]]:
     """Share of the keys kept by each query that weighs all alike; by case, a slope of the loss, by gradient and not."""
     ctx = ParallelContext.create(Grid.of(4, cp=4), torch.device("cpu"))
-    attention = share_attention(variant, VARIANTS[variant], ctx, resolve("auto", "cpu", torch.float64))
+    attention = share_attention(
+        variant, VARIANTS[variant], ctx, resolve("auto", "cpu", torch.float64), recomputed=False
+    )
 
     def run(leaves: list[Tensor], case: Any) -> Tensor:
         torch.manual_seed(rank)

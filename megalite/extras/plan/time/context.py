@@ -24,18 +24,20 @@ class Context:
         ranks: size of cp.
         comm: value of `--cp-comm` in effect.
         neighbors: number of ranks that exchange tokens for heads; 1 without a2a.
+        again: whether backward exchanges outputs again, and copied keys; see `HeadExchange`.
     """
 
     ranks: int = 1
     comm: str = "ring"
     neighbors: int = 1
+    again: bool = True
 
     @classmethod
     def of(cls, cfg: Config) -> Context:
         """Describe cp of a run."""
         m, p = cfg.model, cfg.parallel
         comm, _ = choose_comm(m, p, cfg.data.within_documents)
-        return cls(p.cp, comm, head_ranks(m, p) if "a2a" in comm else 1)
+        return cls(p.cp, comm, head_ranks(m, p) if "a2a" in comm else 1, cfg.train.recompute == "none")
 
 
 class Message(NamedTuple):
@@ -66,12 +68,18 @@ def messages(
         element: bytes of an activation; gradients of gathered keys and values have 4.
     """
     near, far = context.neighbors, context.ranks // context.neighbors
-    heads, groups = model.num_heads / tp, max(model.kv_heads / tp, near)
+    heads, kv_heads = model.num_heads / tp, model.kv_heads / tp
+    groups = max(kv_heads, near)
     width = tokens * model.head_size
     forward, backward = list[Message](), list[Message]()
     if near > 1:
-        sent = element * width * 2 * (heads + groups) * (near - 1) / near
-        forward, backward = ([Message("exchange", sent, 2, near, 1)] for _ in range(2))
+        # q and out, k and v; in backward all of their gradients.
+        there_and_back = 2 * (heads + groups)
+        again = heads + (heads + 2 * groups if near > kv_heads else 0) if context.again else 0
+        forward, backward = (
+            [Message("exchange", element * width * each * (near - 1) / near, 2, near, 1)]
+            for each in (there_and_back, there_and_back + again)
+        )
     if far > 1:
         # In the neighbors' hands, one rank's keys are those of all neighbors and of a share of the heads.
         sent = 2 * width * groups

@@ -42,7 +42,8 @@ def sent(model: ModelConfig, context: Context, monkeypatch: pytest.MonkeyPatch) 
     grid = Grid.of(TP * context.ranks, cp=context.ranks, tp=TP)
     with recorded_world(0, grid):
         ctx = ParallelContext.create(grid, torch.device("cpu"))
-        attention = share_attention(context.comm, context.neighbors, ctx, resolve("auto", "cpu", torch.float32))
+        attention = share_attention(context.comm, context.neighbors, ctx, resolve("auto", "cpu", torch.float32),
+                                    recomputed=not context.again)  # fmt: skip
         heads = (model.num_heads // TP, *(2 * (model.kv_heads // TP,)))
         leaves = [torch.zeros(SEQ // context.ranks, BATCH, n, model.head_size, requires_grad=True) for n in heads]
         posted.clear()
@@ -58,6 +59,7 @@ def sent(model: ModelConfig, context: Context, monkeypatch: pytest.MonkeyPatch) 
         (Context(4, "gather"), 4),
         (Context(8, "ring"), 4),
         (Context(2, "a2a", 2), 4),
+        (Context(4, "a2a", 4, again=False), 4),
         (Context(4, "a2a", 4), 4),  # two key heads on a rank: each is copied
         (Context(8, "a2a+gather", 2), 8),
         (Context(8, "a2a+ring", 4), 2),
