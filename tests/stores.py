@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import http.client
 import http.server
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import urllib.parse
 import urllib.request
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 
 from tests.ranks import reserve_port
 
 # Looked for in everything that the tests of stores leave.
 KEY_ID, SECRET = "AKIAMEGALITETEST0001", "sEcReT/of+megalite0123456789abcdefghijkl"
+TOKEN = "tOkEn/of+a+session//megalite0123456789=="
 
 
 @dataclass
@@ -56,6 +61,7 @@ def environment(port: int, host: str = "127.0.0.1") -> dict[str, str]:
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ACCESS_KEY_ID": KEY_ID,
         "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_SESSION_TOKEN": TOKEN,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "NO_PROXY": host,
@@ -67,7 +73,7 @@ def secrets_in(left: Path | bytes) -> list[str]:
     if isinstance(left, Path):
         left = left.read_bytes() if left.is_file() else b""
     found = []
-    for secret in (KEY_ID, SECRET):
+    for secret in (KEY_ID, SECRET, TOKEN):
         # Three texts, as the secret may begin at any of three places of a group.
         encoded = [base64.b64encode(b"." * i + secret.encode())[4:-4] for i in range(3)]
         if any(form in left for form in (secret.encode(), urllib.parse.quote(secret, "").encode(), *encoded)):
@@ -94,6 +100,17 @@ def start_s3(log: Path) -> S3:
             time.sleep(0.05)
 
 
+def fits(body: bytes, headers: Message) -> bool:
+    """Whether a body has the checksums that a request names, as S3 checks them; moto does not."""
+    crc = base64.b64encode(struct.pack(">I", zlib.crc32(body))).decode()
+    digests = {
+        "x-amz-content-sha256": hashlib.sha256(body).hexdigest(),
+        "x-amz-checksum-crc32": crc,
+        "content-md5": base64.b64encode(hashlib.md5(body).digest()).decode(),
+    }
+    return all(headers.get(name, value) in (value, "UNSIGNED-PAYLOAD") for name, value in digests.items())
+
+
 @dataclass
 class Fault:
     """What a proxy breaks.
@@ -104,6 +121,7 @@ class Fault:
             "cut-request" (the connection is closed in the middle of what is sent), "short" (an answer without its last
             byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and again),
             "drip" (an answer in drops), "slow" (passed on after `seconds`),
+            "corrupt-request" (another byte in the middle of what is sent: refused if a checksum came with it),
             "call-before" and "call-after" (`action` is called with it after half of the request, or when the server has
             answered it, and nothing is answered).
         times: how often.
@@ -175,6 +193,12 @@ class BreakingProxy:
             self.hang_up(request)
             return
         body = request.rfile.read(size)
+        if kind == "corrupt-request":
+            body = body[: size // 2] + bytes([body[size // 2] ^ 1]) + body[size // 2 + 1 :]
+            if not fits(body, request.headers):
+                text = b"<Error><Code>BadDigest</Code><Message>The checksum did not match.</Message></Error>"
+                self.send(request, 400, [("Content-Type", "application/xml")], text, len(text))
+                return
         if kind in ("503", "403", "507"):
             code = {"503": "SlowDown", "403": "AccessDenied", "507": "QuotaExceeded"}[kind]
             text = f"<Error><Code>{code}</Code><Message>{code} by {KEY_ID}</Message></Error>".encode()

@@ -6,21 +6,21 @@ tried again with growing pauses, a bounded number of times; what will not get be
 
 from __future__ import annotations
 
-import asyncio
 import copy
+import errno
 import functools
 import os
 import random
 import re
-import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megalite.base.errors import UserError, require
 from megalite.base.log import logger
 from megalite.base.redact import describe
+from megalite.base.waits import call, pause
 
 T = TypeVar("T")
 
@@ -33,10 +33,6 @@ _AT_ACCOUNT = ("abfs", "abfss", "wasb", "wasbs")
 ATTEMPTS, _FIRST_PAUSE_S = 7, 0.2
 # Bytes of a part of a large object, and of those that are on their way at once.
 _CHUNK, _IN_FLIGHT = 50 << 20, 500 << 20
-# An attempt fails that takes longer than this and what its bytes take at this many per second.
-_STALL_S, _SLOWEST = 60.0, 1e6
-# Called at least once a second while this process waits for a store, which is bounded.
-on_wait: list[Callable[[], None]] = []
 # Errors of botocore that say nothing about the connection.
 _FINAL = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "InvalidRegionError")
 # Names that file systems give to an object's version, the surest first.
@@ -128,7 +124,7 @@ class Store:
 
         def get() -> bytes:
             size = _IN_FLIGHT if begin is None or end is None else end - begin
-            data = _call(self.fs, "cat_file", size, self._path(name), start=begin, end=end)
+            data = call(self.fs, "cat_file", size, self._path(name), start=begin, end=end)
             if begin is not None and end is not None and len(data) != end - begin:
                 raise OSError(f"{len(data)} bytes came instead of {end - begin}")
             return data
@@ -137,7 +133,7 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object; it appears as a whole."""
-        self._try(name, lambda: _call(self.fs, "pipe_file", len(data), self._path(name), data))
+        self._try(name, lambda: call(self.fs, "pipe_file", len(data), self._path(name), data))
 
     def upload(self, name: str, path: str, size: int) -> None:
         """Write a file, in parts if it is large; it appears as a whole, and is there with its size when this returns.
@@ -153,8 +149,8 @@ class Store:
         options = {"chunksize": _CHUNK} if scheme == "s3" else {}
 
         def put() -> None:
-            _call(fs, "put_file", min(size, _IN_FLIGHT), path, self._path(name), **options)
-            if (there := _call(self.fs, "info", 0, self._path(name))["size"]) != size:
+            call(fs, "put_file", min(size, _IN_FLIGHT), path, self._path(name), **options)
+            if (there := call(self.fs, "info", 0, self._path(name))["size"]) != size:
                 raise OSError(f"{there} of {size} bytes arrived")
 
         self._try(name, put, 2 if is_large else ATTEMPTS)
@@ -163,10 +159,16 @@ class Store:
         """Copy an object of a known size to a new file; `check` says what is wrong with it, "" if nothing is."""
 
         def get() -> None:
-            if size > _CHUNK:
-                self._get_parts(name, path, size)
-            else:
-                _call(self.fs, "get_file", size, self._path(name), str(path))
+            try:
+                if size > _CHUNK:
+                    self._get_parts(name, path, size)
+                else:
+                    call(self.fs, "get_file", size, self._path(name), str(path))
+            except OSError as e:
+                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                rule = f"has no room for {size:,} bytes of {self._path(name)}"
+                raise UserError(f"the disk of {path.parent}", rule, "free some, or name another --cache-dir") from None
             if (there := path.stat().st_size) != size:
                 raise OSError(f"{there} of {size} bytes arrived")
             if wrong := check(path):
@@ -189,7 +191,7 @@ class Store:
 
         def get() -> dict[str, int]:
             try:
-                entries = _call(self.fs, "ls", 0, self._path(folder), detail=True, refresh=True)
+                entries = call(self.fs, "ls", 0, self._path(folder), detail=True, refresh=True)
             except FileNotFoundError:
                 return {}
             kinds = {e["name"].rstrip("/").rpartition("/")[2]: e for e in entries}
@@ -200,11 +202,11 @@ class Store:
 
     def size(self, name: str) -> int:
         """Return the bytes of an object."""
-        return self._try(name, lambda: int(_call(self.fs, "info", 0, self._path(name))["size"]))
+        return self._try(name, lambda: int(call(self.fs, "info", 0, self._path(name))["size"]))
 
     def stamp(self, name: str) -> tuple[int, str]:
         """Return the bytes of an object, and what changes when it is written again."""
-        entry = self._try(name, lambda: _call(self.fs, "info", 0, self._path(name)))
+        entry = self._try(name, lambda: call(self.fs, "info", 0, self._path(name)))
         return int(entry["size"]), str(next((entry[key] for key in _STAMPS if entry.get(key)), ""))
 
     def delete(self, names: Iterable[str]) -> None:
@@ -213,7 +215,7 @@ class Store:
 
             def remove(path: str = self._path(name)) -> None:
                 try:
-                    _call(self.fs, "rm_file", 0, path)
+                    call(self.fs, "rm_file", 0, path)
                 except FileNotFoundError:
                     return
 
@@ -232,12 +234,16 @@ class Store:
             except UserError:
                 raise
             except Exception as e:
+                if getattr(e, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+                    raise UserError(
+                        where, "does not fit on this disk", "free space, or name another --cache-dir"
+                    ) from None
                 final = isinstance(e, PermissionError) or type(e).__name__ in _FINAL
                 if final or attempt == attempts:
                     tried = "" if final else f", tried {attempts} times"
                     raise StoreError(where, f"{describe(e)}{tried}") from None
                 self._say(f"{where}: {describe(e)}; attempt {attempt} of {attempts}, trying again")
-                _pause(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                pause(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError
 
 
@@ -258,43 +264,3 @@ def _open(scheme: str, pid: int, in_parts: bool = False) -> Any:
     if hasattr(fs, "retries"):
         fs.retries = ATTEMPTS if in_parts else 1
     return fs
-
-
-def tell() -> None:
-    """Call those who want to know that a store is at work."""
-    for listener in on_wait:
-        listener()
-
-
-def _pause(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        tell()
-        time.sleep(min(left, 1.0))
-
-
-def _call(fs: Any, method: str, size: int, *args: object, **options: object) -> Any:
-    """Call a method of a file system, and give up if nothing of `size` bytes arrives for too long.
-
-    Libraries have no time-out for a body that is not taken, or that comes in drops.
-    """
-    from fsspec.callbacks import Callback
-
-    try:
-        if not fs.async_impl:
-            return getattr(fs, method)(*args, **options)
-        progress, patience = Callback(), _STALL_S + size / _SLOWEST
-        if method == "put_file":
-            options["callback"] = progress
-        call = asyncio.run_coroutine_threadsafe(getattr(fs, f"_{method}")(*args, **options), fs.loop)
-        arrived, since = progress.value, time.monotonic()
-        while not wait([call], 1.0).done:
-            tell()
-            if progress.value != arrived:
-                arrived, since = progress.value, time.monotonic()
-            elif time.monotonic() - since > patience:
-                call.cancel()
-                raise OSError(f"nothing arrived for {patience:.0f} s")
-        return call.result()
-    finally:
-        tell()

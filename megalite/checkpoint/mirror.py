@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.log import logger
-from megalite.base.store import Store, StoreError, is_url, join, tell
+from megalite.base.store import Store, StoreError, is_url, join
+from megalite.base.waits import tell
 from megalite.checkpoint import remote
 from megalite.checkpoint.commit import clean_up
 from megalite.checkpoint.snapshot import WriterProcess

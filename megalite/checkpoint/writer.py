@@ -23,7 +23,7 @@ from typing import Any
 
 from megalite.base.child import readable
 from megalite.base.collector import without_collector
-from megalite.base.store import on_wait
+from megalite.base.waits import on_wait
 from megalite.checkpoint.commit import commit, read_fragment, tidy
 from megalite.checkpoint.fragments import SavedBox, assemble
 from megalite.checkpoint.lock import taken_by

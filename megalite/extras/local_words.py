@@ -12,7 +12,7 @@ from pathlib import Path
 from megalite.base.downloads import bring_tree
 from megalite.base.errors import require
 from megalite.base.log import logger
-from megalite.base.store import Store, cached_at, check_url, is_url, join
+from megalite.base.store import Store, cached_at, check_local, check_url, is_url, join
 from megalite.checkpoint.remote import local_copy
 from megalite.data import bring_prefix
 
@@ -25,6 +25,8 @@ _MAKERS = ("convert", "preprocess", "tokenizer")
 _TEXTS, _OUTPUTS = ("--prompt", "--system"), ("--out", "--json")
 _PREFIXES = ("--data", "--valid-data", "--merge")
 _FILES = ("--tokenizer", "--chat-template", "--text")
+# Paths of every command that are none of a store.
+_LOCAL = ("--include-path", "--log-dir", "--megatron", "--perfetto", "--png")
 # Of what is written, the files without which nothing is read: they are uploaded last.
 _LAST = (".idx", "config.json", "manifest.json", "COMMIT")
 
@@ -37,13 +39,17 @@ def local_words(command: str, words: Iterable[str]) -> Iterator[list[str]]:
 
     Raises:
         StoreError: there is no such thing in the store, or it cannot be read or written.
-        UserError: there is already what would be written.
+        UserError: there is already what would be written, or the command knows only paths there.
     """
     out, flag, uploads, words = [], "", list[tuple[Path, str]](), list(words)
+    for_another = False
     with contextlib.ExitStack() as remove:
         for word in words:
             before, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
             flag = before or flag
+            for_another |= word == "--" and command not in TOOLS
+            if not for_another and _is_local(command, flag):
+                check_local(flag, value)
             if command in TOOLS and flag not in _TEXTS and is_url(value):
                 check_url(flag or command, value)
                 if flag in _OUTPUTS:
@@ -63,6 +69,11 @@ def local_words(command: str, words: Iterable[str]) -> Iterator[list[str]]:
         for folder, url in uploads:
             _upload(folder, url)
             logger.info(f"uploaded {url}")
+
+
+def _is_local(command: str, flag: str) -> bool:
+    """Whether only a path will do: what else would be written into a folder `s3:` of this machine."""
+    return flag in _LOCAL or (command not in TOOLS and flag in _OUTPUTS) or (command, flag) == ("check", "--run-dir")
 
 
 def _bring(command: str, flag: str, url: str) -> str:

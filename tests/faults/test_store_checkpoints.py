@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from megalite.checkpoint.load import verify_together
 from megalite.checkpoint.names import step_folders
 from megalite.dist.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
-from tests.faults.zygote import Zygote
+from tests.faults.zygote import Job, Zygote
 from tests.ranks import finish, reserve_port, run_ranks, start_rank
 from tests.stores import S3, BreakingProxy, Fault, environment, secrets_in
 
@@ -182,3 +184,30 @@ def test_a_slow_store_is_no_hang(s3: S3, proxy: BreakingProxy, zygote: Zygote, t
     (left,) = zygote.start(arguments, 1, tmp_path, env=environment(proxy.port)).end(300)
     assert (left.code, "watchdog" in left.err) == (0, False), left
     assert [fault.happened for fault in proxy.faults] == [1, 1, 1]
+
+
+@pytest.mark.full
+def test_two_runs_of_one_place(s3: S3, zygote: Zygote, tmp_path: Path) -> None:
+    """The second, on another disk, goes on from what the first has uploaded; the first ends at its next upload."""
+    url, env = s3.url("runs/both"), environment(s3.port)
+    store = Store(f"{url}/checkpoints")
+
+    def start(name: str, steps: str) -> Job:
+        (tmp_path / name).mkdir()
+        flags = ["--run-dir", url, "--cache-dir", str(tmp_path / name), "--save-every", "1", "--train-steps", steps]
+        return zygote.start([*MODEL, *flags], 1, tmp_path / name, env=env)
+
+    first = start("first", "50000")
+    zygote.until(lambda: bool(remote.committed(store)), 240)
+    second = start("second", "1000000")
+    owner = store.read(remote.OWNER)
+    zygote.until(lambda: store.read(remote.OWNER) != owner, 240)
+    (left,) = first.end(240)
+    assert (left.code, "has been taken by run" in left.err, "the local disk are whole" in left.err) == (1, True, True)
+    own = json.loads(store.read(remote.OWNER))["run_id"]
+    os.kill(second.pid(0), signal.SIGTERM)
+    (left,) = second.end(240)
+    assert (left.code, "resumed from" in left.err) == (0, True), left
+    newest = remote.committed(store)[0]
+    assert json.loads(store.read(f"{newest}/manifest.json"))["run_id"] == own
+    assert f"stopped after step {remote.step_of(newest)} of" in left.err

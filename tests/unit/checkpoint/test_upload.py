@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import multiprocessing
 import os
 import queue
 import re
 import secrets
+import signal
 import sys
 import time
 import urllib.parse
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from megalite.base import store as store_module
+from megalite.base import waits
 from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError
 from megalite.base.redact import describe
@@ -32,10 +35,11 @@ from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write
 from megalite.checkpoint.save import Checkpointer
 from megalite.checkpoint.upload import Part, Uploader
 from megalite.config.run import RunConfig
+from megalite.config.train import TrainConfig
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from tests.faults import checkpoint_states as cs
-from tests.stores import KEY_ID, S3, SECRET, BreakingProxy, Fault, secrets_in
+from tests.stores import KEY_ID, S3, SECRET, TOKEN, BreakingProxy, Fault, secrets_in
 from tests.workers import WorkerPool
 
 META = {
@@ -59,15 +63,22 @@ def url(s3: S3) -> str:
 
 
 def make_part(
-    folder: Path, url: str, step: int, rank: int = 0, world: int = 1, save_id: str = "0" * 16, **orders: Any
+    folder: Path,
+    url: str,
+    step: int,
+    rank: int = 0,
+    world: int = 1,
+    save_id: str = "0" * 16,
+    elements: int = 2500,
+    **orders: Any,
 ) -> Part:
-    """A rank's part of a checkpoint as its writer leaves it: 2,500 elements for each rank."""
+    """A rank's part of a checkpoint as its writer leaves it: so many elements for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    box = SavedBox("master", "w", "F32", (world * 2500,), Slice((rank * 2500,), (2500,), 0))
+    box = SavedBox("master", "w", "F32", (world * elements,), Slice((rank * elements,), (elements,), 0))
     key = box_key(box.kind, box.name, box.box.offset)
     header, begins = make_header([(key, box.dtype, box.box.shape)])
     path = folder / f"step_{step}_rank_{rank:05d}.safetensors"
-    size, crcs = write_file(path, [header, os.urandom(10_000)])
+    size, crcs = write_file(path, [header, os.urandom(4 * elements)])
     name = f"rank_{rank:05d}.safetensors"
     fragment = {
         "save_id": save_id,
@@ -131,6 +142,7 @@ PASSING = {
     "cut in the middle of a part": Fault("PUT .*rank_00000.safetensors", "cut-request", 2),
     "cut in the middle of an answer": Fault("GET .*list-type", "cut", 2),
     "no answer": Fault("PUT .*COMMIT", "hang", 1),
+    "a wrong byte": Fault("PUT .*rank_00000.safetensors", "corrupt-request", 2),
 }
 
 
@@ -170,12 +182,46 @@ def test_of_a_large_object_only_the_lost_part_is_repeated(
 
 
 @pytest.mark.full
+def test_a_kill_in_the_middle_of_a_large_object_leaves_nothing_visible(
+    url: str, tmp_path: Path, proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its second part; the same checkpoint is uploaded by the next process."""
+    monkeypatch.setattr(store_module, "_CHUNK", 5 << 20)
+    first = make_part(tmp_path, url, 1)
+    assert upload_parts(url, first)[0]["error"] == ""
+    part = make_part(tmp_path, url, 2, save_id="1" * 16, elements=3 << 20, written=[first.name])
+    child = multiprocessing.get_context("fork").Process(target=upload_parts, args=(url, part))
+    proxy.faults = [Fault("PUT .*partNumber=2", "call-before", 1, action=lambda _: child.kill())]
+    child.start()
+    child.join(120)
+    assert (child.exitcode, proxy.faults[0].happened) == (-signal.SIGKILL, 1)
+    store = Store(url)
+    assert remote.committed(store) == [first.name]
+    assert [name for name in store.names() if name.startswith("step_00000002")] == []
+    assert upload_parts(url, part)[0]["error"] == ""
+    assert remote.step_of(remote.committed(store)[0]) == 2
+
+
+def test_a_disk_without_room_for_a_download(folder_url: str, tmp_path: Path) -> None:
+    """One line that names the disk, and not the credentials; once there is room it is brought."""
+    part = make_part(tmp_path, folder_url, 1)
+    assert upload_parts(folder_url, part)[0]["error"] == ""
+    copy = remote.fetch(Store(folder_url), part.name, tmp_path / "fetched")
+    entry = remote_manifest(copy).files[0]
+    (copy / f".part_{entry.name}").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="the disk of .*fetched.* has no room for"):
+        remote.bring(copy, entry.name, entry.size, entry.crc32)
+    (copy / f".part_{entry.name}").unlink()
+    remote.bring(copy, entry.name, entry.size, entry.crc32)
+
+
+@pytest.mark.full
 def test_an_upload_that_is_not_taken_is_repeated(
     s3: S3, tmp_path: Path, proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that reads nothing of a body: no time-out of a library ends that."""
-    monkeypatch.setattr(store_module, "_STALL_S", 5.0)
-    monkeypatch.setattr(store_module, "_SLOWEST", 1e9)
+    monkeypatch.setattr(waits, "_STALL_S", 5.0)
+    monkeypatch.setattr(waits, "_SLOWEST", 1e9)
     (tmp_path / "shard").write_bytes(bytes(16 << 20))
     proxy.faults = [Fault("PUT .*stalled", "hang", 1)]
     said = list[str]()
@@ -397,6 +443,10 @@ def test_urls() -> None:
         with pytest.raises(UserError) as e:
             RunConfig(**options)  # type: ignore[arg-type]
         assert "secret" not in str(e.value)
+    with pytest.raises(UserError, match="--offload-dir: must be a path on this machine"):
+        TrainConfig(offload_dir="s3://b/x")
+    with pytest.raises(UserError, match="--recover process with --run-dir s3://b/x"):
+        RunConfig(recover="process", run_dir="s3://b/x")
 
 
 @pytest.mark.parametrize(
@@ -414,7 +464,7 @@ def test_no_error_shows_a_credential(text: str) -> None:
     assert "hidden" not in describe(OSError(text))
 
 
-@pytest.mark.parametrize("secret", [KEY_ID, SECRET])
+@pytest.mark.parametrize("secret", [KEY_ID, SECRET, TOKEN])
 def test_what_is_looked_for_would_be_found(tmp_path: Path, secret: str) -> None:
     """In what the tests of stores leave: after each of them its files and its log are searched."""
     for left in (secret, urllib.parse.quote(secret, ""), base64.b64encode(f"user:{secret}@".encode()).decode()):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megalite.base import store as store_module
+from megalite.base import waits
 from megalite.base.downloads import bring_tree
 from megalite.base.errors import UserError
 from megalite.base.store import Store, StoreError, cached_at
@@ -121,7 +122,7 @@ def test_reads_that_break_on_their_way_are_repeated(
     local: str, s3: S3, proxy: BreakingProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Throttled, cut in the middle, a byte too short, with another byte, never answered, in drops."""
-    monkeypatch.setattr(store_module, "_STALL_S", 3.0)
+    monkeypatch.setattr(waits, "_STALL_S", 3.0)
     options = store_module._OPTIONS["s3"]["config_kwargs"]
     monkeypatch.setitem(store_module._OPTIONS, "s3", {"config_kwargs": {**options, "read_timeout": 3}})
     store_module._open.cache_clear()

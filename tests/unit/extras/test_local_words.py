@@ -68,6 +68,31 @@ def test_what_is_text() -> None:
         local("inspect", ["--prompt", "x", "file:///nowhere/run"])
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("scaling", ["--out", "s3://b/x", "--", "--mock-data"]),
+        ("check", ["--json=s3://b/x"]),
+        ("check", ["--run-dir", "s3://b/x"]),
+        ("plan", ["--preset", "llama-3-8b", "--png", "s3://b/x.png"]),
+        ("plan", ["calibrate", "--out", "s3://b/x"]),
+        ("schedule", ["--perfetto", "s3://b/x"]),
+        ("launch", ["--log-dir", "s3://b/x"]),
+        ("convert", ["import", "--megatron", "s3://b/x"]),
+        ("lm-eval", ["runs/a", "--include-path", "s3://b/x"]),
+    ],
+)
+def test_where_only_a_path_will_do(command: str, words: list[str]) -> None:
+    """One line, instead of a folder `s3:` on this machine."""
+    with pytest.raises(UserError, match=r"must be a path on this machine, not a URL"):
+        local(command, words)
+
+
+def test_what_is_another_programs() -> None:
+    words = ["--log-dir", "logs", "--", "my.py", "--out", "s3://b/x"]
+    assert local("launch", words) == words
+
+
 def read(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
