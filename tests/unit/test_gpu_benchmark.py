@@ -7,6 +7,7 @@ import os
 import re
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,50 @@ def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert part["rows"] == [{"ms": 1.5}]
     assert "| 1.5 |" in gpu.markdown({"step": part})
     assert "measured" in (tmp_path / "log").read_text()
+
+
+def test_a_second_call_adds_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And tests that were cut off have passed, while a part that failed is the exit code."""
+    write = "import os; open(os.environ['MEGALITE_ROWS'], 'a').write('{\"ms\": 1.5}\\n')"
+    parts = {
+        "machine": (60, ("-c", write)),
+        "step": (60, ("-c", "raise SystemExit(3)")),
+        "tests": (1, ("-c", "import time; time.sleep(600)")),
+    }
+    monkeypatch.setattr(gpu, "PARTS", parts)
+
+    def ended(*words: str) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path), *words])
+        return gpu.main(), json.loads((tmp_path / "rehearsal.json").read_text())["parts"]
+
+    code, first = ended()
+    assert (code, list(first)) == (1, ["machine", "step", "tests"])
+    code, second = ended("--parts", "tests")
+    assert code == 0
+    assert second["tests"]["outcome"].startswith("cut off")
+    assert {**second, "tests": None} == {**first, "tests": None}
+    assert second["machine"]["rows"] == [{"ms": 1.5}]
+
+
+def test_a_row_without_memory_is_refused_and_the_next_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size to publish of every model comes before the others."""
+
+    def figures(flags: str, size: int, device: torch.device, compiled: bool) -> dict[str, float]:
+        if not rows.exists():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+        return {"tokens_per_s": 1.0}
+
+    rows = tmp_path / "rows"
+    monkeypatch.setenv("MEGALITE_ROWS", str(rows))
+    monkeypatch.setattr(gpu_parts, "step_figures", figures)
+    monkeypatch.setitem(gpu_parts._MODELS, "cpu", gpu_parts._MODELS["cuda"])
+    gpu_parts.step(torch.device("cpu"))
+    refused, *others = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert refused["refused"] == "CUDA out of memory. Tried to allocate 2 GiB."
+    assert [row["tokens_per_s"] for row in others] == [1.0] * len(others)
+    models = [row["model"] for row in (refused, *others)]
+    assert models[: len(set(models))] == list(dict.fromkeys(models))
+    assert models[1] == "8b width"
 
 
 @pytest.mark.parametrize("part", [name for name in gpu_parts.PARTS if name != "compiled"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ import torch.distributed as dist
 
 from megalite.dist.collectives import all_reduce
 from megalite.dist.device import pick_device
+from megalite.dist import context as context_module
 from megalite.dist.context import ParallelContext, neighbor_pairs
 from megalite.dist.rendezvous import backend_of, group_timeout
 from megalite.dist.grid import Grid
@@ -142,6 +147,30 @@ def test_an_axis_of_all_ranks_shares_the_communicator_of_the_world(
     assert names == made
     # The estimate lists all of them under one name, as they wait in one stream.
     assert {event.axis for event in log if isinstance(event, Communication)} == {of_all[0].name if of_all else "world"}
+
+
+def test_a_group_that_takes_long_is_named_with_stacks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """No watchdog runs yet while groups are made."""
+    new_group, said = dist.new_group, threading.Event()
+
+    def slow(ranks: list[int], group_desc: str, **options: Any) -> dist.ProcessGroup:
+        if group_desc == "pp":
+            assert said.wait(60)
+        return new_group(ranks, group_desc=group_desc, **options)
+
+    def dump_traceback(**options: Any) -> None:
+        faulthandler.dump_traceback(**options, file=sys.__stderr__)
+        said.set()
+
+    monkeypatch.setattr(dist, "new_group", slow)
+    monkeypatch.setattr(context_module, "_SLOW_SETUP", 0.01)
+    monkeypatch.setattr(context_module, "faulthandler", SimpleNamespace(dump_traceback=dump_traceback))
+    with recorded_world(0, grid := Grid.of(4, pp=4)), caplog.at_level("WARNING"):
+        ParallelContext.create(grid, torch.device("cpu"))
+    assert "making the process group pp of ranks 0, 1, 2, 3 takes more than" in caplog.text
+    assert "in slow" in capfd.readouterr().err
 
 
 def test_experts_on_all_ranks_have_a_communicator_of_their_own() -> None:

@@ -167,6 +167,23 @@ def test_all_green() -> None:
     require_green(report)
 
 
+def test_a_report_is_linear_in_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What most hosts answer is found once, not once per host."""
+    texts, dumps = [0], preflight.json.dumps
+
+    def counted(value: object) -> str:
+        texts[0] += 1
+        return dumps(value)
+
+    monkeypatch.setattr(preflight.json, "dumps", counted)
+    counts = []
+    for size in (64, 256):
+        hosts, texts[0] = [Host(f"n{i}", tuple(range(8))) for i in range(size)], 0
+        assert check_hosts(SPEC, hosts, [Answer(copy.deepcopy(FACTS)) for _ in hosts]).problems == []
+        counts.append(texts[0])
+    assert counts[1] == 4 * counts[0] <= 40 * 64
+
+
 @pytest.mark.parametrize(
     ("changed", "wrong", "cure"),
     [
