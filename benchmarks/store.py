@@ -242,7 +242,10 @@ def measure(url: str, root: Path, mb: float, step_s: float, rounds: int, servers
     ratios_first = sorted(seen.items(), key=lambda item: "over" not in item[0])
     middle = {name: statistics.median(values) for name, values in ratios_first}
     middle |= {
-        f"{name}, {end}": of(seen[name]) for name in seen if "uploading_over" in name for end, of in ENDS.items()
+        f"{name}, {end}": of(seen[name])
+        for name in seen
+        if ": uploading_" in name and "over" in name
+        for end, of in ENDS.items()
     }
     writers = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {

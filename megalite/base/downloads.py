@@ -14,6 +14,8 @@ from megalite.base.store import Store, cached_at, is_url
 def bring_tree(url: str, cache_dir: str) -> Path:
     """Download a file, or a folder without those in it, to where `cached_at` says; other paths stay as they are.
 
+    What was downloaded of a folder before and is gone from the store is deleted here too.
+
     Raises:
         StoreError: there is no such thing, or it cannot be read.
     """
@@ -35,6 +37,10 @@ def bring_tree(url: str, cache_dir: str) -> Path:
             flush(folder / f".part_{n}")
             os.replace(folder / f".part_{n}", folder / n)
             mark.write_text(stamp)
+        for mark in folder.glob(".stamp_*") if folder == target else ():
+            if (n := mark.name.removeprefix(".stamp_")) not in files:
+                (folder / n).unlink(missing_ok=True)
+                mark.unlink(missing_ok=True)
     return target
 
 

@@ -201,6 +201,11 @@ def test_a_tokenizer_folder_and_a_file(s3: S3, tmp_path: Path) -> None:
     Store(url).write("tokenizer.json", b"{ }")
     assert bring_tree(f"{url}/tokenizer.json", str(tmp_path)).read_bytes() == b"{ }"
     assert (bring_tree(url, str(tmp_path)) / "tokenizer_config.json").read_bytes() == b"[]"
+    # What is gone there would make another tokenizer of the rest.
+    (folder / "of_mine").write_bytes(b"1")
+    Store(url).delete(["tokenizer_config.json"])
+    assert sorted(p.name for p in bring_tree(url, str(tmp_path)).glob("[!.]*")) == ["of_mine", "tokenizer.json"]
+    assert bring_tree(f"{url}/tokenizer.json", str(tmp_path)).exists()
     assert bring_tree(str(tmp_path / "here"), "/c") == tmp_path / "here"
 
 
