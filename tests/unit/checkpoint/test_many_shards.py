@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import resource
+import shutil
 import socket
+import subprocess
+import sys
 import tracemalloc
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +31,7 @@ from megalite.checkpoint.manifest import Manifest, box_key, commit_text, read_ma
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
 from tests.parity.test_resume import MODEL
+from tests.ranks import ROOT
 from tests.workers import WorkerPool
 
 WIDTH = 4
@@ -76,6 +82,68 @@ def test_more_shards_than_files_may_be_open(tmp_path: Path, monkeypatch: pytest.
         own.close()
         assert len(opened) <= 8
     assert len(everywhere) == world
+
+
+def scatter(folder: Path, shards: int) -> None:
+    """Write a checkpoint again as one of `shards` shards, each row of a tensor in the next of them."""
+    manifest, turn = read_manifest(folder), itertools.count()
+    reader, pieces = (
+        ShardReader(folder, manifest),
+        [list[tuple[str, str, tuple[int, ...], torch.Tensor]]() for _ in range(shards)],
+    )
+    for kind, tensors in manifest.tensors.items():
+        for name, entry in tensors.items():
+            whole = torch.empty(entry.shape)
+            reader.read(entry, Slice((0,) * len(entry.shape), entry.shape), whole)
+            for i, row in enumerate(whole.split(1)):
+                pieces[next(turn) % shards].append((kind, name, (i, *[0] * (row.dim() - 1)), row))
+    reader.close()
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    files, boxes = [], defaultdict(list)
+    for number, rows in enumerate(pieces):
+        header, begins = make_header([(box_key(*at), "F32", tuple(row.shape)) for *at, row in rows])
+        path = folder / f"rank_{number:05}.safetensors"
+        size, crcs = write_file(path, [header, *(memoryview(row.numpy().tobytes()) for *_, row in rows)])
+        files.append(FileEntry(path.name, size, len(header), tuple(crcs)))
+        for kind, name, offset, row in rows:
+            begin = begins[box_key(kind, name, offset)]
+            boxes[kind, name].append((number, Slice(offset, tuple(row.shape), begin)))
+    tensors = {
+        kind: {name: dataclasses.replace(entry, boxes=tuple(boxes[kind, name])) for name, entry in of_kind.items()}
+        for kind, of_kind in manifest.tensors.items()
+    }
+    content = dataclasses.replace(manifest, files=tuple(files), tensors=tensors).to_json()
+    (folder / "manifest.json").write_bytes(content)
+    (folder / "COMMIT").write_bytes(commit_text(content))
+
+
+@pytest.mark.full
+def test_a_run_and_its_tools_take_600_shards(tmp_path: Path) -> None:
+    """In processes that may open 256 files: the run goes on, bit for bit, and the tools read and export it."""
+
+    def run(*words: str) -> str:
+        command = ["bash", "-c", 'ulimit -n 256 && exec "$@"', "-", sys.executable, *words]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    flags = ["pretrain_gpt.py", *MODEL, "--lr-decay-steps", "2", "--run-dir"]
+    run(*flags, str(tmp_path / "whole"), "--train-steps", "1")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    scatter(tmp_path / "cut" / "checkpoints" / "step_00000001", 600)
+    masters = []
+    for name in ("whole", "cut"):
+        run(*flags, str(tmp_path / name), "--train-steps", "2")
+        last = tmp_path / name / "checkpoints" / "step_00000002"
+        masters.append({file.name: file.read_bytes() for file in last.glob("*.safetensors")})
+    assert masters[0] == masters[1]
+    first = str(tmp_path / "cut" / "checkpoints" / "step_00000001")
+    assert "600" in run("-m", "megalite", "inspect", first, "--verify")
+    run("-m", "megalite", "convert", "export", "--checkpoint", first, "--out", str(tmp_path / "hf"))
+    assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
 def test_header_checks_look_at_each_box_once(tmp_path: Path) -> None:
