@@ -120,6 +120,7 @@ def triton_cases() -> list[Case]:
         Case("ce_stats", cross_entropy.stats_kernel, {"BLOCK": 4096}, 8, Limit(48, 2, 2)),
         Case("ce_grad", cross_entropy.grad_kernel, {"BLOCK": 2048}, 8, Limit(32, 1, 3)),
         Case("adamw_triton", flat.adamw_kernel, adamw, 4, Limit(56, 7, 1)),
+        Case("stochastic_round", flat.stochastic_round_kernel, {"BLOCK": 1024}, 4, Limit(40, 2)),
         Case("sum_squares_triton", flat.sum_squares_kernel, {"BLOCK": 4096}, 8, Limit(48, 4)),
     ]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megalite.base.child import readable, scratch_file, shared_memory, start_child
-from megalite.base.dtypes import STORED
+from megalite.base.dtypes import STORED, stored_name
 from megalite.base.log import logger
 from megalite.base.slices import Slice
 from megalite.checkpoint import writer
@@ -44,8 +44,8 @@ def copy_and_sum(target: torch.Tensor, source: torch.Tensor) -> list[torch.Tenso
     sums = []
     for to, block in zip(target.split(size), source.split(size)):
         if to.dtype == block.dtype:
-            # NumPy copies blocks of this size in half the time of torch.
-            np.copyto(to.numpy(), block.numpy())
+            # NumPy, which has no bf16, copies blocks of this size in half the time of torch.
+            np.copyto(to.view(torch.uint8).numpy(), block.view(torch.uint8).numpy())
         else:
             to.copy_(block)
         sums.append(block.sum())
@@ -244,7 +244,7 @@ def boxes_of(states: Sequence[StateTensor], weights_as: str | None) -> list[Sour
     for state in sorted(states, key=lambda state: state.role != "master"):
         if not state.is_owner or (weights_as is not None and state.role != "master"):
             continue
-        stored = "BF16" if weights_as and not state.exact else "F32"
+        stored = "BF16" if weights_as and not state.exact else stored_name(state.flat.dtype)
         for box in _merge_rows(state.slices):
             saved = SavedBox(weights_as or state.kind, state.name, stored, state.shape, box)
             out.append((saved, state.flat.detach()[box.at : box.at + box.numel]))

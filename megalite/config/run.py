@@ -205,12 +205,12 @@ class Config:
             f"muP sets the rates of {', '.join(name for name in RULES if RULES[name].width_power is not None)} only",
             "choose one of these, without --decoupled-lr",
         )
-        require(
-            self.train.grad_dtype == "fp32" or p.zero > 0,
-            f"--grad-dtype {self.train.grad_dtype} with --zero {p.zero}",
-            "saves nothing: the update requires an fp32 gradient of all that a rank owns, here everything",
-            "give --zero 1, or drop --grad-dtype",
-        )
+        given, wide = f"--grad-dtype {self.train.grad_dtype} with --zero {p.zero}", self.train.grad_dtype == "fp32"
+        rule = "saves nothing: the update requires an fp32 gradient of all that a rank owns, here everything"
+        require(wide or p.zero > 0, given, rule, "give --zero 1, or drop --grad-dtype")
+        given, wide = f"--master-dtype {self.optim.master_dtype}", self.optim.master_dtype == "fp32"
+        rule = f"requires weights in bf16, which are then the masters, not --precision {self.train.precision}"
+        require(wide or self.train.precision == "bf16", given, rule, "give --precision bf16, or drop --master-dtype")
         require(
             self.train.compress == "none" or p.zero < 2,
             f"--compress {self.train.compress} with --zero {p.zero}",

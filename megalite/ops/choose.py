@@ -29,6 +29,7 @@ from megalite.ops import (
     matmul,
     rmsnorm,
     rope,
+    stochastic_round,
 )
 from megalite.ops.op import Backend, Missing, Op
 
@@ -46,6 +47,7 @@ _MODULES = (
     adamw,
     l2_norm,
     lamb,
+    stochastic_round,
     matmul,
     grouped,
 )
@@ -87,6 +89,7 @@ class Ops:
     lamb_direction: Callable[..., None]
     lamb_apply: Callable[..., None]
     segment_norms: Callable[..., Tensor]
+    stochastic_round: Callable[..., None]
     linear: Callable[..., Tensor]
     linear_dgrad: Callable[..., Tensor]
     linear_wgrad: Callable[..., None]

@@ -270,3 +270,10 @@ def lamb_apply(
 ) -> None:
     """Run `lamb_apply` on all segments in one launch."""
     _kernel(kernels, "lamb_apply_")(param, update, out_param, ratios, _offsets_on(param.device, offsets), lr)
+
+
+def stochastic_round(
+    x: Tensor, out: Tensor, key: tuple[int, int], place: tuple[int, int, int, int, int], *, kernels: str
+) -> None:
+    """Run `stochastic_round` in one pass."""
+    _kernel(kernels, "stochastic_round_")(x, out, *key, *place)

@@ -98,6 +98,11 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         "(Tensor(a!) param, Tensor update, Tensor(b!)? out_param, Tensor ratios, Tensor offsets, float lr) -> ()",
         _in_place,
     ),
+    "stochastic_round_": (
+        "(Tensor x, Tensor(a!) out, int key, int second_key, int row, int inner, int jump, int column, int width) "
+        "-> ()",
+        _in_place,
+    ),
     "quantize": (
         "(Tensor x, int rows, int columns) -> (Tensor, Tensor)",
         lambda x, rows, columns: (

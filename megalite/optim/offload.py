@@ -17,9 +17,11 @@ import torch
 from megalite.base.errors import require
 from megalite.base.hardware import available_memory
 from megalite.base.log import logger
+from megalite.config.optim import OptimConfig
 from megalite.dist.rendezvous import local_world_size
 from megalite.optim.bucket import Bucket
-from megalite.optim.offload_disk import DiskStates, buffer_bytes
+from megalite.optim.low_precision import state_dtypes
+from megalite.optim.offload_disk import DiskStates, Dtypes, buffer_bytes
 from megalite.optim.shares import staging_bytes
 
 Update = tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]
@@ -29,7 +31,7 @@ class States(Protocol):
     """Masters and moments of all buckets.
 
     Attributes:
-        flats: flat fp32 tensors of each bucket, for reads and writes between updates.
+        flats: flat tensors of each bucket, for reads and writes between updates.
     """
 
     flats: list[tuple[torch.Tensor, ...]]
@@ -42,8 +44,8 @@ class States(Protocol):
 class HostStates:
     """Masters and moments in host memory."""
 
-    def __init__(self, shares: Sequence[int], num_states: Sequence[int]) -> None:
-        self.flats = [tuple(torch.zeros(share) for _ in range(number)) for share, number in zip(shares, num_states)]
+    def __init__(self, shares: Sequence[int], dtypes: Sequence[Dtypes]) -> None:
+        self.flats = [tuple(torch.zeros(share, dtype=dtype) for dtype in own) for share, own in zip(shares, dtypes)]
 
     def visit(self) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield the tensors of each bucket in order."""
@@ -57,24 +59,25 @@ class Offload:
         buckets: buckets in the order in which their gradients become complete.
         device: device of the buckets.
         folder: folder for scratch files; None: keep everything in host memory.
+        cfg: optimizer options.
 
     Raises:
         UserError: not enough host memory or disk space; nothing was allocated.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device, folder: Path | None) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], device: torch.device, folder: Path | None, cfg: OptimConfig = OptimConfig()
+    ) -> None:
         self.buckets = buckets
         shares = [bucket.weight_share.numel() for bucket in buckets]
-        num_states = [1 + len(bucket.rule.states) for bucket in buckets]
-        state_bytes = 4 * sum(share * number for share, number in zip(shares, num_states))
-        in_memory = state_bytes if folder is None else buffer_bytes(shares, num_states)
+        dtypes = [state_dtypes(bucket, cfg) for bucket in buckets]
+        state_bytes = sum(share * sum(dtype.itemsize for dtype in own) for share, own in zip(shares, dtypes))
+        in_memory = state_bytes if folder is None else buffer_bytes(shares, dtypes)
         staging = 0 if device.type == "cpu" else staging_bytes(max(shares), buckets[0].weights.element_size())
         check_host_memory(
             in_memory + staging, "--offload optimizer", "use more hosts or a larger dp, or give --offload-dir"
         )
-        self.states: States = (
-            HostStates(shares, num_states) if folder is None else DiskStates(folder, shares, num_states)
-        )
+        self.states: States = HostStates(shares, dtypes) if folder is None else DiskStates(folder, shares, dtypes)
         self._staging = None if device.type == "cpu" else _Staging(buckets, device)
         where = "host memory" if folder is None else f"scratch files in {folder}"
         logger.info(f"offload: {state_bytes / 2**20:,.1f} MiB of this rank's optimizer state in {where}")

@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ _THREADS = 4
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
+Dtypes = tuple[torch.dtype, ...]
 _Call = Callable[[int, Sequence[memoryview], int], int]
 _Transfer = Callable[[memoryview, int], list[Future[None]]]
 
@@ -38,7 +40,7 @@ class DiskStates:
     Args:
         folder: folder for the file; created if missing.
         shares: number of elements of each bucket's share.
-        num_states: number of fp32 tensors of each bucket.
+        dtypes: types of each bucket's tensors.
 
     Attributes:
         flats: tensors of each bucket, mapped from the file.
@@ -47,9 +49,9 @@ class DiskStates:
         UserError: the folder is not writable, or the disk is too small.
     """
 
-    def __init__(self, folder: Path, shares: Sequence[int], num_states: Sequence[int]) -> None:
-        self._shares, self._num_states = shares, num_states
-        self._sizes = [number * _stride(share) for share, number in zip(shares, num_states)]
+    def __init__(self, folder: Path, shares: Sequence[int], dtypes: Sequence[Dtypes]) -> None:
+        self._shares, self._dtypes = shares, dtypes
+        self._sizes = [sum(_strides(share, own)) for share, own in zip(shares, dtypes)]
         self._starts = [sum(self._sizes[:i]) for i in range(len(shares))]
         self._file = ScratchFile(folder, sum(self._sizes))
         self._buffers = [mmap.mmap(-1, max(self._sizes)) for _ in range(2)]
@@ -74,18 +76,20 @@ class DiskStates:
         return transfer(memoryview(self._buffers[i % 2])[: self._sizes[i]], self._starts[i])
 
     def _views(self, memory: mmap.mmap, start: int, i: int) -> tuple[torch.Tensor, ...]:
-        share = self._shares[i]
-        offsets = [start + n * _stride(share) for n in range(self._num_states[i])]
-        return tuple(torch.frombuffer(memory, dtype=torch.float32, count=share, offset=at) for at in offsets)
+        share, dtypes = self._shares[i], self._dtypes[i]
+        offsets = accumulate(_strides(share, dtypes), initial=start)
+        return tuple(
+            torch.frombuffer(memory, dtype=dtype, count=share, offset=at) for dtype, at in zip(dtypes, offsets)
+        )
 
 
-def buffer_bytes(shares: Sequence[int], num_states: Sequence[int]) -> int:
+def buffer_bytes(shares: Sequence[int], dtypes: Sequence[Dtypes]) -> int:
     """Return the bytes of memory that `DiskStates` uses."""
-    return 2 * max(number * _stride(share) for share, number in zip(shares, num_states))
+    return 2 * max(sum(_strides(share, own)) for share, own in zip(shares, dtypes))
 
 
-def _stride(share: int) -> int:
-    return -(-4 * share // _ALIGN) * _ALIGN
+def _strides(share: int, dtypes: Dtypes) -> list[int]:
+    return [-(-dtype.itemsize * share // _ALIGN) * _ALIGN for dtype in dtypes]
 
 
 def _wait(transfers: Sequence[Future[None]]) -> None:

@@ -1,12 +1,12 @@
 """The optimizer over buckets: each rank updates its share (ZeRO-1) or everything (ZeRO-0), then weights are gathered.
 
-Master weights are fp32; fp32 parameters are their own masters. Checkpoints receive masters and moments as slices of
-logical parameters (`StateTensor`), so that files do not depend on the layout.
+Parameters of the masters' type (fp32, or bf16 with `--master-dtype`) are their own masters. Checkpoints receive masters
+and moments as slices of logical parameters (`StateTensor`), so that files do not depend on the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from megalite.ops import Ops
 from megalite.optim.bucket import Bucket
 from megalite.optim.compress import PowerSGD
 from megalite.optim.gather_chain import GatherChain
+from megalite.optim.low_precision import Flats, StateRounding, make_flats
 from megalite.optim.matrix_exchange import MatrixExchange
 from megalite.optim.offload import Offload
 from megalite.optim.state_tensors import codec_states, share_states
@@ -33,13 +34,15 @@ class _State:
 
     Attributes:
         bucket: the bucket.
-        flats: flat fp32 tensors: the masters, then the states of the bucket's update rule.
+        flats: flat tensors: the masters, then the states of the bucket's update rule.
         trust_ratios: trust ratios of the bucket's parameters.
+        rounding: conversion of tensors that are not fp32.
     """
 
     bucket: Bucket
-    flats: tuple[torch.Tensor, ...]
+    flats: Flats
     trust_ratios: ShareTrustRatios
+    rounding: StateRounding
 
     @property
     def master(self) -> torch.Tensor:
@@ -56,7 +59,7 @@ class _Rates(NamedTuple):
 
 
 class DistributedOptimizer:
-    """Applies the update rule of each bucket (`--optimizer`) to this rank's flat fp32 share.
+    """Applies the update rule of each bucket (`--optimizer`) to this rank's flat share.
 
     Args:
         buckets: buckets from `make_buckets`.
@@ -90,9 +93,10 @@ class DistributedOptimizer:
         self.num_steps = 0
         self.beside: list[StateTensor] = []
         self._offload, self._update_ops = offload, host_ops or ops
-        flats = [_make_flats(bucket) for bucket in buckets] if offload is None else offload.states.flats
-        ratios = [ShareTrustRatios(bucket, ctx, self._update_ops) for bucket in buckets]
-        self._states = [_State(*each) for each in zip(buckets, flats, ratios)]
+        flats = [make_flats(bucket, cfg) for bucket in buckets] if offload is None else offload.states.flats
+        ratios = (ShareTrustRatios(bucket, ctx, self._update_ops) for bucket in buckets)
+        rounding = (StateRounding(bucket, self._update_ops) for bucket in buckets)
+        self._states = [_State(*each) for each in zip(buckets, flats, ratios, rounding)]
         if offload is not None:
             for state in self._states:
                 state.master.copy_(state.bucket.weight_share)
@@ -186,22 +190,22 @@ class DistributedOptimizer:
         if self._matrices:
             for state, flats, grad, _ in self._updates(returns_grads=True):
                 if isinstance(rule := state.bucket.rule, MatrixRule):
-                    rule.direction(self._share(rates, state, flats, grad), self.cfg)
+                    self._apply(rule.direction, rates, state, flats, grad)
             for exchange in self._matrices:
                 exchange.transform(self.cfg)
-        for update in self._updates():
-            bucket = update[0].bucket
+        for state, flats, grad, weights in self._updates():
+            bucket = state.bucket
             assert not (bucket.sharded.weights and bucket.gathered), "an update would not reach gathered weights"
             if bucket.codec is not None:
                 bucket.codec.commit()
-            bucket.rule.update(self._share(rates, *update), self.cfg)
+            self._apply(bucket.rule.update, rates, state, flats, grad, weights)
         self.gather()
         if not self.overlap_gather:
             self.wait_weights()
 
     def _updates(
         self, returns_grads: bool = False
-    ) -> Iterator[tuple[_State, tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]]:
+    ) -> Iterator[tuple[_State, Flats, torch.Tensor, torch.Tensor | None]]:
         """Yield (state, its tensors, gradient, weights; None if the masters are the weights) where each is updated.
 
         Args:
@@ -216,29 +220,33 @@ class DistributedOptimizer:
             weights = None if share.data_ptr() == state.master.data_ptr() else share
             yield state, state.flats, state.bucket.grad_share, weights
 
-    def _share(
+    def _apply(
         self,
+        method: Callable[[Share, OptimConfig], None],
         rates: _Rates,
         state: _State,
-        flats: tuple[torch.Tensor, ...],
+        flats: Flats,
         grad: torch.Tensor,
         weights: torch.Tensor | None = None,
-    ) -> Share:
+    ) -> None:
+        """Call a method of a bucket's rule with the arguments of this step."""
         kind = state.bucket.kind
         # Their product does not depend on the width: neither does what weight decay leads to.
         width = kind.width ** (state.bucket.rule.width_power or 0.0)
-        return Share(
-            master=flats[0],
-            states=flats[1:],
-            grad=grad,
-            weights=weights,
-            grad_multiplier=rates.grad_multiplier,
-            lr=(rates.decoupled_lr if kind.decoupled_lr else rates.lr) / width,
-            weight_decay=rates.weight_decay * width if kind.weight_decay else 0.0,
-            step=self.num_steps,
-            ops=self._update_ops,
-            trust_ratios=state.trust_ratios,
-        )
+        with state.rounding.in_fp32(flats, weights, self.num_steps) as ((master, *states), rounded):
+            share = Share(
+                master=master,
+                states=tuple(states),
+                grad=grad,
+                weights=rounded,
+                grad_multiplier=rates.grad_multiplier,
+                lr=(rates.decoupled_lr if kind.decoupled_lr else rates.lr) / width,
+                weight_decay=rates.weight_decay * width if kind.weight_decay else 0.0,
+                step=self.num_steps,
+                ops=self._update_ops,
+                trust_ratios=state.trust_ratios,
+            )
+            method(share, self.cfg)
 
     def gather(self) -> None:
         """Start gathering all weights that are not sharded, first layers first."""
@@ -290,9 +298,3 @@ class DistributedOptimizer:
                 state.bucket.codec.finish_load()
         self.gather()
         self.wait_weights()
-
-
-def _make_flats(bucket: Bucket) -> tuple[torch.Tensor, ...]:
-    share = bucket.weight_share
-    master = share if share.dtype == torch.float32 else share.float()
-    return master, *(torch.zeros_like(master) for _ in bucket.rule.states)

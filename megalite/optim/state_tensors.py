@@ -20,7 +20,7 @@ def share_states(bucket: Bucket, flats: Sequence[torch.Tensor]) -> list[StateTen
 
     Args:
         bucket: the bucket.
-        flats: flat fp32 tensors of the share: the masters, then the states in the rule's order.
+        flats: flat tensors of the share: the masters, then the states in the rule's order.
     """
     roles = dict(zip(("master", *bucket.rule.states), flats))
     return [_describe(own, role, flat, bucket.is_owner) for own in bucket.param_shares for role, flat in roles.items()]

@@ -272,12 +272,12 @@ class StateTensor:
         name: global parameter name (for a tied copy: the name it is tied to).
         role: "master", or a state of the update rule ("exp_avg"); for compressed gradients "residual" and "powersgd".
         shape: global shape, without vocabulary padding.
-        flat: flat fp32 view; loading writes to it.
+        flat: flat view, fp32 or bf16, as it is saved; loading writes to it.
         slices: boxes of the logical tensor in `flat`; empty if this rank holds nothing of it.
         is_owner: whether this rank writes it to checkpoints; true on exactly one rank per element.
         summand: (i, n): `flat` holds summand i of n, each saved as a tensor of its own; loaded into another number of
             summands, each gets an equal fraction of their sum. None: `flat` holds the tensor itself.
-        exact: whether checkpoints of weights alone keep it in fp32.
+        exact: whether checkpoints of weights alone keep its type.
     """
 
     name: str

@@ -208,7 +208,7 @@ def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[
     if not cfg.train.offload.startswith("optimizer"):
         return None, None
     folder = Path(cfg.train.offload_dir) if cfg.train.offload_dir is not None else None
-    offload = Offload(buckets, ctx.device, folder)
+    offload = Offload(buckets, ctx.device, folder, cfg.optim)
     if ctx.device.type == "cpu":
         return offload, None
     host_ops = kernels.resolve(None, "cpu", DTYPES[cfg.train.precision])

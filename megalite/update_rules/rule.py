@@ -69,7 +69,7 @@ class UpdateRule(ABC):
     """An optimizer with an element-wise update, except for norms of parameters (`Share.trust_ratios`).
 
     Attributes:
-        states: names of the fp32 states, one value per weight, initially 0. Checkpoints store them under these names:
+        states: names of the states, one value per weight, initially 0. Checkpoints store them under these names:
             a run that changes its optimizer keeps the states that both have ("exp_avg").
         own: those of them that mean something else in other optimizers, which do not take them over.
         width_power: power of muP's width multiplier by which the learning rate of the blocks' matrices is divided, and

@@ -60,7 +60,7 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
         digest = hashlib.sha256()
         for state in run.engine.optimizer.states():
             digest.update(f"{state.name} {state.role}".encode())
-            digest.update(state.flat.numpy().tobytes())
+            digest.update(state.flat.view(torch.uint8).numpy().tobytes())
         return [run.step, run.consumed_samples], digest.hexdigest()
 
 

@@ -112,6 +112,10 @@ def in_bf16(cfg: Config) -> Config:
     return jobs.with_train(cfg, grad_dtype="bf16")
 
 
+def states_in_bf16(cfg: Config, **others: str) -> Config:
+    return replace(cfg, optim=replace(cfg.optim, moments_dtype="bf16", **others))
+
+
 CONFIGS = {
     "0": config(0),
     "0-powersgd": config(0, compress="powersgd:64"),
@@ -128,6 +132,10 @@ CONFIGS = {
     "1-bf16": in_bf16(config(1)),
     "2-bf16": in_bf16(config(2)),
     "3-bf16": in_bf16(config(3)),
+    "0-states": states_in_bf16(config(0), master_dtype="bf16"),
+    "1-moments": states_in_bf16(config(1)),
+    "1-muon-states": states_in_bf16(muon(config(1)), master_dtype="bf16"),
+    "3-states": states_in_bf16(config(3), master_dtype="bf16"),
 }
 
 
@@ -143,6 +151,8 @@ def test_bytes_per_parameter_between_steps(results: dict[str, Measured]) -> None
     expected = {"0": 18, "1": 6 + 12 / 4, "2": 2 + 16 / 4, "3": 18 / 4, "3-hybrid": 18 / 2}
     # Gradients of bf16, and their sum in fp32 on the rank that updates.
     expected |= {"1-bf16": 4 + 16 / 4, "2-bf16": 2 + 16 / 4, "3-bf16": 18 / 4}
+    # Moments of bf16; with masters of bf16, the weights themselves.
+    expected |= {"0-states": 2 + 4 + 4, "1-moments": 6 + 8 / 4, "3-states": 10 / 4}
     assert {zero: results[zero][0] / PARAMETERS for zero in expected} == pytest.approx(expected, rel=0.01)
 
 

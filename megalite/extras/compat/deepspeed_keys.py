@@ -58,9 +58,10 @@ the optimizer has no such variant -> drop it
     optimizer.params.max_coeff=null optimizer.params.min_coeff=null
 the norm is clipped in the same way for every optimizer -> use gradient_clipping
     optimizer.params.max_grad_norm
-masters, optimizer states and accumulated gradients are fp32 -> drop it
-    fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-    data_types.grad_accum_dtype="fp32"|"float32"
+moments, masters and gradients in bf16 are options -> use --moments-dtype, --master-dtype, --grad-dtype
+    bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+masters and accumulated gradients are fp32 or bf16 -> drop it
+    fp16.fp16_master_weights_and_grads data_types.grad_accum_dtype="fp32"|"float32"
 another key replaced it -> write offload_optimizer with device cpu
     zero_optimization.cpu_offload zero_optimization.cpu_offload_use_pin_memory
 another key replaced it -> write offload_param with device cpu

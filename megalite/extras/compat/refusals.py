@@ -96,7 +96,7 @@ a layer specification in Python cannot be read -> describe the model with the op
     spec yaml-cfg
 the residual stream is in --precision; embedding, loss and matrix products have no precision of their own -> drop it
     fp32-residual-connection fp16-lm-cross-entropy embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul
-optimizer states are fp32 -> drop it
+all moments have one type, and bf16 is rounded stochastically -> use --moments-dtype, --master-dtype, --grad-dtype
     use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype
 the model does not support this variant -> drop it, or see --help all for the model's options
     squared-relu quick-geglu apply-residual-connection-post-layernorm embed-layernorm

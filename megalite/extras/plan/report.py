@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,14 +21,14 @@ from megalite.extras.plan.memory.stages import span, vocab_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import StepTime, model_flops
+from megalite.extras.plan.update_text import update_rows
 from megalite.model.flops import flops_per_token
-from megalite.model.parameters import describe_parameters, param_map
+from megalite.model.parameters import describe_parameters
 from megalite.model.partition import block_costs, stage_layers
 from megalite.model.saved import element_size, tokens
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.schedule import Costs, Placement
 from megalite.pipeline.simulate import simulate
-from megalite.update_rules import RULES
 
 
 def mfu(layout: Candidate, cluster: Cluster) -> float:
@@ -260,23 +258,6 @@ def context_rows(cfg: Config) -> list[tuple[str, str]]:
     forward, backward = (_in("MiB", round(sum(message.sent for message in each))) for each in passes)
     sent = f"a rank sends {forward} MiB forward, {backward} backward per block and micro-batch"
     return [("context", f"{comm} ({why}); {sent}")] * (p.cp > 1)
-
-
-def update_rows(cfg: Config) -> list[tuple[str, str]]:
-    """List which parameters each update rule updates, where there are several: ("muon", "5,242,880 parameters: …")."""
-    numel: Counter[str] = Counter()
-    names: dict[str, dict[str, None]] = {}
-    for spec in param_map(cfg.model).values():
-        if spec.tied_to is None:
-            rule, matrices = cfg.optim.rule_of(spec.matrix), math.prod(spec.shape[:-2]) * max(1, len(spec.parts))
-            numel[rule] += spec.numel
-            apart = f" ({matrices} matrices)" if spec.matrix and matrices > 1 else ""
-            width = spec.width ** (RULES[rule].width_power or 0.0)
-            apart += f" (learning rate / {width:g}, weight decay x {width:g})" if width != 1.0 else ""
-            names.setdefault(rule, {})[re.sub(r"\.\d+\.", ".*.", spec.name) + apart] = None
-    if len(names) == 1 and cfg.model.mup_base_width is None:
-        return []
-    return [(rule, f"{numel[rule]:,} parameters: {', '.join(listed)}") for rule, listed in names.items()]
 
 
 def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Placement, layers: list[range]) -> str:

@@ -49,6 +49,31 @@ def sum_squares_kernel(flat_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     tl.store(partial_ptr + program, tl.sum(total, axis=0))
 
 
+@triton.jit
+def mix(x):
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x ^= x >> 15
+    x *= 0xD35A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit(do_not_specialize=["key", "second_key", "row", "column"])
+def stochastic_round_kernel(
+    flat_ptr, out_ptr, key, second_key, row, inner, jump, column, width, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Round BLOCK columns of a row."""
+    own = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = mix((row + own // inner * jump + own % inner).to(tl.uint32) ^ key.to(tl.uint32))
+    bits = mix(mix(first ^ second_key.to(tl.uint32)) + (column + at).to(tl.uint32) * 0x9E3779B1) & 0xFFFF
+    start = tl.cast(own, tl.int64) * width
+    x = tl.load(flat_ptr + start + at, mask=at < width, other=0.0)
+    exact = x.to(tl.uint32, bitcast=True)
+    rounded = tl.where(tl.abs(x) < float("inf"), exact + bits, tl.where(x == x, exact, 0x7FC00000))
+    tl.store(out_ptr + start + at, (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=at < width)
+
+
 def _adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, out_param: Tensor | None,
     grad_multiplier: Tensor | None, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
@@ -73,5 +98,15 @@ def _l2_norm(flat: Tensor) -> Tensor:
     return partial.sum(dtype=torch.float64).sqrt().float()
 
 
+def _stochastic_round_(
+    x: Tensor, out: Tensor, key: int, second_key: int, row: int, inner: int, jump: int, column: int, width: int
+) -> None:
+    if x.numel():
+        stochastic_round_kernel[(x.numel() // width, triton.cdiv(width, _BLOCK))](
+            x, out, key, second_key, row, inner, jump, column, width, BLOCK=_BLOCK, num_warps=4
+        )
+
+
 register("adamw_", _adamw_)
+register("stochastic_round_", _stochastic_round_)
 register("l2_norm", _l2_norm)

@@ -55,6 +55,7 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "l2_norm": (r(100),),
         "segment_norms": (r(100), offsets),
         "lamb_direction_": (*flat, r(100), multiplier, *numbers),
+        "triton_stochastic_round_": (r(100), r(100).bfloat16(), -5, 7, 3, 2, 6, 1, 10),
         "lamb_apply_": (r(100), r(100), None, r(2), offsets, 0.01),
     }
 

@@ -19,10 +19,11 @@ SHARES = [5000, 3, 9000, 1024]
 
 
 def test_what_is_updated_stays_and_has_no_name(tmp_path: Path) -> None:
-    states = DiskStates(tmp_path / "new", SHARES, [3] * len(SHARES))
+    dtypes = torch.bfloat16, torch.float32, torch.bfloat16
+    states = DiskStates(tmp_path / "new", SHARES, [dtypes] * len(SHARES))
     for i, flats in enumerate(states.flats):
         for j, flat in enumerate(flats):
-            assert flat.numel() == SHARES[i]
+            assert (flat.numel(), flat.dtype) == (SHARES[i], dtypes[j])
             flat.fill_(10 * i + j)
     for step in range(3):
         for i, flats in enumerate(states.visit()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import mul
+from operator import add, mul
 
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
@@ -25,7 +25,7 @@ from megalite.extras.plan.memory.fp8 import code_bytes
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
 from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
 from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
-from megalite.extras.plan.memory.states import sides_of, states_of, units_of
+from megalite.extras.plan.memory.states import sides_of, states_of, units_of, widened_bytes
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.ffn.routed import rows_sent
@@ -48,7 +48,7 @@ class RankMemory:
         parameters: number of local elements, vocabulary padding included.
         weights: parameters in the precision of the run, and their FP8 codes.
         main_grad: gradients, fp32 shares apart from them, a copy sent in bf16, and the residual of compression.
-        optimizer: this dp rank's share of fp32 masters (none with fp32 weights) and moments; 0 if they are offloaded.
+        optimizer: this dp rank's share of masters (none if weights are masters) and moments; 0 if they are offloaded.
         activations: tensors kept for backward at the peak, the layer being recomputed, and on a GPU the workspace of
             the backward pass.
         logits: logits of the output layer at the peak, and the workspace of the loss.
@@ -102,14 +102,15 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
         sides = sides_of(cfg, grid["tp"], layers, held, experts=False)
         (matrices, of_experts), ranks = placed_matrices(cfg, grid, layers, held), grid.batch_ranks
         states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, matrices.elements)
+        update = widened_bytes(cfg, units, ranks, ranks)
         codes, made = code_bytes(cfg, grid["tp"], layers, held, ranks, experts=False)
         own = list(filter(None, units_of(cfg, grid["tp"], layers, held, experts=True)))
         if grid.experts is not None and own:
             sides = sides_of(cfg, grid["tp"], layers, held, experts=True)
             copies, elements = grid.experts.batch_ranks, of_experts.elements
             states += states_of(cfg, own, copies, element_size(cfg), apart, sides, elements, of=ranks)
-            more = code_bytes(cfg, grid["tp"], layers, held, copies, experts=True)
-            codes, made = codes + more[0], made + more[1]
+            update = max(update, widened_bytes(cfg, own, copies, ranks))
+            codes, made = map(add, (codes, made), code_bytes(cfg, grid["tp"], layers, held, copies, experts=True))
         out.append(
             RankMemory(
                 parameters_on_rank(cfg, grid["tp"], placement, layers, rank),
@@ -120,7 +121,7 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
                 logits=0,
                 host=states.host,
                 temporary=states.temporary + made,
-                update=max(update_bytes(cfg, matrices), update_bytes(cfg, of_experts)),
+                update=max(update, update_bytes(cfg, matrices), update_bytes(cfg, of_experts)),
             )
         )
     return out

@@ -22,6 +22,7 @@ from megalite.sharding import Layout, ParamSpec, Shard
 
 UnitSizes = tuple[int, ...]
 """Number of elements on one rank of each kind of parameter, of an embedding, block, norm or output layer."""
+_WIDTH = {"fp32": 4, "bf16": 2}
 Sides = tuple[int, int]
 """Sum of the rows and sum of the columns of a rank's matrices."""
 
@@ -68,12 +69,10 @@ def states_of(
     """
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
-    of = of or dp
-    asked = p.zero_group_size(of, _ranks_of_host() if p.zero_group == "node" else of) if of > 1 else None
-    group = group_among(asked, dp, of) if asked else dp
+    group = _group(cfg, dp, of or dp)
     zero = cfg.zero_stage(group)
     total = sum(sum(unit) for units in stages for unit in units)
-    cut = [[sum(n for n in unit if zero == 3 and n >= p.zero_whole_below) for unit in units] for units in stages]
+    cut = _cut(cfg, stages, group)
     gathered = sum(map(sum, cut))
     grad, sent, arriving = _gradient_bytes(cfg, dp)
     left, compressing = _compression(cfg, stages, sides, dp) if dp > 1 and t.compress != "none" else (0, 0)
@@ -91,8 +90,7 @@ def states_of(
             shares = [element * -(-unit // group) for units in cut for unit in units]
             host += sum(shares if p.device == "cpu" else map(pinned_bytes, shares))
         if p.device != "cpu":
-            largest = max(map(max, cut)) if zero == 3 else _largest_bucket(cfg, stages, dp)
-            host += staging_bytes(-(-largest // ranks), element)
+            host += staging_bytes(-(-_largest_update(cfg, stages, dp, group) // ranks), element)
     # Full gradients all arrive before the step reads any of them.
     temporary = compressing + (arriving * (total - shared) if p.overlap_grad_reduce else 0)
     if zero == 2:
@@ -100,6 +98,26 @@ def states_of(
     if zero == 3:
         temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
     return States(weights, main_grad, optimizer, host, temporary)
+
+
+def _group(cfg: Config, dp: int, of: int) -> int:
+    """Return how many ranks share a state."""
+    if of == 1:
+        return dp
+    asked = cfg.parallel.zero_group_size(of, _ranks_of_host() if cfg.parallel.zero_group == "node" else of)
+    return group_among(asked, dp, of) if asked else dp
+
+
+def _cut(cfg: Config, stages: Sequence[Sequence[UnitSizes]], group: int) -> list[list[int]]:
+    """List the elements of each unit whose weights are sharded."""
+    least = cfg.parallel.zero_whole_below if cfg.zero_stage(group) == 3 else math.inf
+    return [[sum(n for n in unit if n >= least) for unit in units] for units in stages]
+
+
+def _largest_update(cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int, group: int) -> int:
+    """Return the elements of the largest bucket, on all ranks that share it."""
+    sharded = cfg.zero_stage(group) == 3
+    return max(map(max, _cut(cfg, stages, group))) if sharded else _largest_bucket(cfg, stages, dp)
 
 
 def _gradient_bytes(cfg: Config, dp: int) -> tuple[int, int, int]:
@@ -114,9 +132,24 @@ def _gradient_bytes(cfg: Config, dp: int) -> tuple[int, int, int]:
 def _state_bytes(cfg: Config, total: int, matrices: int) -> int:
     """Compute the bytes of masters and moments of `total` elements, `matrices` of them in the blocks' matrices."""
     # On the host, master weights are always separate from the weights.
-    masters = 0 if cfg.train.precision == "fp32" and not cfg.train.offload.startswith("optimizer") else total
+    separate = cfg.train.precision != cfg.optim.master_dtype or cfg.train.offload.startswith("optimizer")
+    master, moment = (_WIDTH[dtype] for dtype in (cfg.optim.master_dtype, cfg.optim.moments_dtype))
     matrix_moments, moments = (len(cfg.optim.states_of(is_matrix)) for is_matrix in (True, False))
-    return 4 * (masters + matrix_moments * matrices + moments * (total - matrices))
+    return master * separate * total + moment * (matrix_moments * matrices + moments * (total - matrices))
+
+
+def widened_bytes(cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int, of: int) -> int:
+    """Compute the bytes that an update takes on the device for masters and moments in fp32 instead of bf16.
+
+    Arguments as for `states_of`.
+    """
+    o = cfg.optim
+    if cfg.train.offload.startswith("optimizer"):
+        return 0
+    moments = max(len(o.states_of(is_matrix)) for is_matrix in (True, False)) * (o.moments_dtype == "bf16")
+    group = _group(cfg, dp, of)
+    ranks = group if cfg.zero_stage(group) else 1
+    return 4 * (moments + (o.master_dtype == "bf16")) * -(-_largest_update(cfg, stages, dp, group) // ranks)
 
 
 def _ranks_of_host() -> int:

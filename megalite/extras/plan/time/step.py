@@ -225,8 +225,8 @@ def _tied(cfg: Config, rates: Rates) -> float:
 
 
 def _optimizer(cfg: Config, rates: Rates, replicas: list[Replicas], matrices: Sequence[Placed]) -> float:
-    """Compute the seconds of the update: of its transforms, of 30 bytes per element of the share, and of 10 of every
-    element for norm and casts.
+    """Compute the seconds of the update: of its transforms, of 30 bytes per element of the share (12 more for each of
+    its states in bf16, which is widened and rounded), and of 10 of every element for norm and casts.
 
     A rule of matrices sends them to their owners and back, over dp and over tp.
     """
@@ -242,10 +242,12 @@ def _optimizer(cfg: Config, rates: Rates, replicas: list[Replicas], matrices: Se
 def _update(cfg: Config, rates: Rates, replicas: list[Replicas]) -> float:
     elements = sum(r.elements for r in replicas)
     share = sum(r.elements / (r.ranks if cfg.parallel.zero else 1) for r in replicas)
+    o = cfg.optim
+    moved = 30 + 12 * (2 * (o.moments_dtype == "bf16") + (o.master_dtype == "bf16"))
     if cfg.train.offload.startswith("optimizer"):
         copies = share * (4 + rates.element) / rates.device.host_link
-        return max(copies, 30 * share / rates.device.host_bandwidth) + 10 * elements / rates.memory
-    return (30 * share + 10 * elements) / rates.memory
+        return max(copies, moved * share / rates.device.host_bandwidth) + 10 * elements / rates.memory
+    return (moved * share + 10 * elements) / rates.memory
 
 
 def _offload(cfg: Config, rates: Rates, block: Block) -> float:
