@@ -173,8 +173,12 @@ def test_sha256_is_of_the_file(bpe_files: dict[str, Path], tokenizer_dir: Path) 
         assert load_tokenizer(path).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_a_folder_with_several_kinds_takes_tokenizer_json(bpe_files: dict[str, Path]) -> None:
-    assert load_tokenizer(bpe_files["huggingface"].parent).kind == "huggingface"
+def test_a_folder_with_several_kinds_takes_tokenizer_json_and_says_so_once(
+    bpe_files: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="megalite"):
+        assert load_tokenizer(bpe_files["huggingface"].parent).kind == "huggingface"
+    assert [record.getMessage() for record in caplog.records] == [f"tokenizer: {bpe_files['huggingface']}"]
 
 
 def test_eos_comes_from_tokenizer_config(bpe_files: dict[str, Path], tmp_path: Path) -> None:
