@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megalite.base.downloads import bring_tree
 from megalite.base.errors import require
-from megalite.base.log import logger
+from megalite.base.log import logger, setup_logging
 from megalite.base.store import Store, cached_at, check_local, check_url, is_url, join
 from megalite.checkpoint.remote import local_copy
 from megalite.data import bring_prefix
@@ -66,6 +66,8 @@ def local_words(command: str, words: Iterable[str]) -> Iterator[list[str]]:
             if flag in (*_TEXTS, *_OUTPUTS) and (equals or not before):
                 flag = ""  # they take one word
         yield out
+        if uploads and not logger.handlers:
+            setup_logging()  # the command itself has named a folder that is gone when it ends
         for folder, url in uploads:
             _upload(folder, url)
             logger.info(f"uploaded {url}")

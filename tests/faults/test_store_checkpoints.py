@@ -50,20 +50,25 @@ def shards(checkpoint: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.full
-def test_two_hosts_without_a_shared_folder(s3: S3, tmp_path: Path) -> None:
-    """Each rank has a disk of its own, which is lost after four steps: the same bits as on one disk."""
+def test_two_hosts_without_a_shared_folder(s3: S3, proxy: BreakingProxy, tmp_path: Path) -> None:
+    """Each rank has a disk of its own, which is lost after four steps: the same bits as on one disk.
+
+    The last of these steps is saved while the store is away; the same command uploads it when the store is back.
+    """
     whole, url = tmp_path / "whole", s3.url("runs/apart")
     train(2, "--run-dir", str(whole), "--train-steps", "6", "--save-every", "2")
     flags = [*MODEL, "--run-dir", url, "--save-every", "2"]
-    for steps, host in ((4, "a"), (6, "b")):
+    for steps, host, away in ((4, "a", True), (4, "a", False), (6, "b", False)):
+        proxy.faults = [Fault("PUT .*/step_00000004", "403")] if away else []
         port = reserve_port()
         ranks = [
             start_rank(rank, 2, port, [*flags, "--train-steps", str(steps)], {"HOME": str(tmp_path / f"{host}{rank}")})
             for rank in range(2)
         ]
         left = finish(ranks, 590)
-        assert [rank.code for rank in left] == [0, 0], left
+        assert [rank.code for rank in left] == [int(away)] * 2, left
         assert "the hosts share no folder" in left[0].err
+        assert ("which an earlier process had written" in left[0].err) == (host == "a" and not away)
     assert "at step 4" in left[0].err
     store = Store(f"{url}/checkpoints")
     newest = remote.committed(store)[0]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalite.base.errors import UserError
+from megalite.base.log import logger
 from megalite.base.store import Store, StoreError
 from megalite.checkpoint import remote
 from megalite.extras.command import find_main
@@ -86,6 +87,16 @@ def test_where_only_a_path_will_do(command: str, words: list[str]) -> None:
     """One line, instead of a folder `s3:` on this machine."""
     with pytest.raises(UserError, match=r"must be a path on this machine, not a URL"):
         local(command, words)
+
+
+def test_what_was_uploaded_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by a command that logs nothing itself."""
+    monkeypatch.setattr(logger, "handlers", [])
+    with local_words("plot", ["--out", f"file://{tmp_path}/a.png"]) as words:
+        Path(words[1]).write_bytes(b"1")
+    assert f"uploaded file://{tmp_path}/a.png" in capsys.readouterr().err
 
 
 def test_what_is_another_programs() -> None:
