@@ -15,7 +15,7 @@ def check_experts(m: ModelConfig, p: ParallelConfig) -> None:
         UserError: there are none, or they do not divide.
     """
     if m.num_experts is None:
-        words = {"ep": 1, "etp": "tp", "moe_memory_factor": 1.5}
+        words = {"ep": 1, "etp": "tp", "moe_dispatch": "alltoall", "moe_memory_factor": 1.5}
         given = " ".join(f"--{dashed(n)} {getattr(p, n)}" for n, default in words.items() if getattr(p, n) != default)
         require(not given, given, "needs a model with experts", "give --num-experts, or drop it")
         return

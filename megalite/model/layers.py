@@ -56,6 +56,7 @@ class Layers:
         cp, ep: context- and expert-parallel axes.
         routing: log of the stage's routers.
         most_rows: rows of this rank's experts over those that it sends, above which they are recomputed.
+        dispatch: way of tokens to experts, a name of `tensor_parallel.dispatch.DISPATCHES`.
         allocate: whether parameters get memory; otherwise buckets hold their weights.
         tp_chunks: chunks of a linear layer's forward product.
     """
@@ -75,6 +76,7 @@ class Layers:
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     routing: RoutingLog = field(default_factory=RoutingLog)
     most_rows: float = math.inf
+    dispatch: str = "alltoall"
     allocate: bool = True
     tp_chunks: int = 1
     _rotary: dict[object, Rotary] = field(default_factory=dict, init=False, repr=False)

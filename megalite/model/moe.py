@@ -19,7 +19,7 @@ from megalite.dist.exchange import gather_sequence
 from megalite.model.layers import Layers
 from megalite.model.mlp import MLP
 from megalite.model.routing import Router, Routing
-from megalite.tensor_parallel.dispatch import Dispatch
+from megalite.tensor_parallel.dispatch import DISPATCHES, Dispatch
 from megalite.tensor_parallel.grouped_linear import WideLinear
 
 
@@ -37,13 +37,13 @@ class MoELayer(nn.Module):
     def forward(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
         """Transform every token; the result has the shape of x."""
         routing = self.router.route(x_SBH, fwd)
-        y_SBH = self.experts(x_SBH.flatten(0, 1), routing).view(x_SBH.shape)
-        if self.shared_expert is not None:
-            shared = self.shared_expert(x_SBH, fwd)
-            if self.shared_expert_gate is not None:
-                shared = (shared * self.shared_expert_gate(x_SBH).sigmoid()).to(shared.dtype)
-            y_SBH = y_SBH + shared
-        return routing.add_loss(y_SBH, fwd)
+        way = self.experts.start(routing)
+        # While the shared expert runs, the numbers of rows travel to the host.
+        shared = None if self.shared_expert is None else self.shared_expert(x_SBH, fwd)
+        if shared is not None and self.shared_expert_gate is not None:
+            shared = (shared * self.shared_expert_gate(x_SBH).sigmoid()).to(shared.dtype)
+        y_SBH = self.experts(x_SBH.flatten(0, 1), routing, way).view(x_SBH.shape)
+        return routing.add_loss(y_SBH if shared is None else y_SBH + shared, fwd)
 
 
 class Experts(nn.Module):
@@ -63,19 +63,25 @@ class Experts(nn.Module):
         cut = self.down_proj.weight.shard.layout.grid["tp"] > 1
         self.tp, self.sequence_parallel = layers.tp if cut else Axis("tp"), layers.sequence_parallel
         self.name, self.log, self.most_rows = name, layers.routing, layers.most_rows
+        self.dispatch = DISPATCHES[layers.dispatch]
 
-    def forward(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def start(self, routing: Routing) -> Dispatch:
+        """Start the tokens' way to their experts."""
+        ids_TK = routing.ids_TK
+        if self.sequence_parallel:
+            ids_TK, gathering = start_all_gather(ids_TK, self.tp)
+            gathering.wait()
+        return self.dispatch(ids_TK, self.num_experts, self.ep)
+
+    def forward(self, x_TH: torch.Tensor, routing: Routing, way: Dispatch) -> torch.Tensor:
         """Return the weighed sum of each token's experts, [T, H]."""
-        tp, weights_TK, ids_TK = self.tp, routing.weights_TK, routing.ids_TK
+        tp = self.tp
         # The weights' gradient, too, is partial on each rank of tp.
         enter, leave = (gather_sequence, scatter_sequence) if self.sequence_parallel else (copy_to, reduce_from)
-        x_TH, weights_TK = enter(x_TH, tp), enter(weights_TK, tp)
-        if self.sequence_parallel:
-            ids_TK, gathering = start_all_gather(ids_TK, tp)
-            gathering.wait()
-        way = Dispatch.of(ids_TK, self.num_experts, self.ep)
+        x_TH, weights_TK = enter(x_TH, tp), enter(routing.weights_TK, tp)
+        way.wait()
         rows = way.send(x_TH)
-        if self._too_many(len(rows), ids_TK.numel()):
+        if self._too_many(len(rows), weights_TK.numel()):
             rows = checkpoint(self._transform, rows, way.sizes, use_reentrant=False, preserve_rng_state=False)
         else:
             rows = self._transform(rows, way.sizes)

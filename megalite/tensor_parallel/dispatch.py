@@ -1,27 +1,36 @@
-"""Tokens on their way to experts and back: sorted by expert, exchanged among the ranks that hold them.
+"""Tokens on their way to experts and back, among the ranks that share the experts.
 
 Every token goes to all its experts, however many that makes for one of them: nothing is dropped. Shapes: T tokens of
-this rank, K experts of each, H features; R rows of this rank's experts after the exchange.
+this rank, K experts of each, H features; R rows of this rank's experts. A rank of ep holds a block of neighboring
+experts. All sorts are stable, and no kernel adds in a random order.
 
-A rank of ep holds a block of neighboring experts. Sorted by expert, the rows for a rank are neighbors too; on arrival
-they lie source after source, and are sorted by expert once more. All sorts are stable, and the outputs of a token are
-summed in the order of its choices: results do not depend on the layout, and no kernel adds in a random order.
+Two ways lead there (`DISPATCHES`, `--moe-dispatch`). A layer starts one, and asks for its `sizes`, for which the host
+waits, after work that does not need them.
+
+alltoall: rows are sorted by expert, so that those for a rank are neighbors, and exchanged; on arrival they lie source
+after source, and are sorted by expert once more. A rank sends k x (N - 1) / N rows there and as many back, for x tokens
+and N ranks. The outputs of a token are summed in the order of its choices: results do not depend on the layout.
+
+allgather: every rank gets all tokens, takes those for its experts, and what each makes of a token is summed over the
+ranks. A rank sends x (N - 1) rows there and as many back: less where N is below k. Nothing is uneven, and no counts are
+exchanged; memory is N times that of the tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megalite.dist import collectives
 from megalite.dist.context import Axis
-from megalite.dist.exchange import Splits, exchange_rows
+from megalite.dist.exchange import exchange_rows, gather_sequence
 
 
 class _Spread(torch.autograd.Function):
-    """Rows [T K, H] of x_TH, each K times, in an order; backward sums over the K."""
+    """Rows of x_TH, each K times or fewer, in an order; backward sums over the K."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
@@ -32,16 +41,16 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grad[inverse].unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        return _read(grad, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
 class _Permute(torch.autograd.Function):
-    """x[order]; backward reads instead of adding, which autograd's would."""
+    """Rows of x in an order; backward reads instead of adding, which autograd's would."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(order, inverse)
-        return x[order]
+        return _read(x, order)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -49,64 +58,124 @@ class _Permute(torch.autograd.Function):
         return _Permute.apply(grad, inverse, order), None, None
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    """The way of the tokens of one micro-batch.
+class Dispatch(ABC):
+    """The way of the tokens of one micro-batch, under way from the start on.
+
+    Args:
+        ids_TK: experts of each token, int64 from 0 to `num_experts` - 1.
+        num_experts: number of experts of the layer.
+        ep: axis of the ranks that hold them.
 
     Attributes:
-        ep: axis of the ranks that hold the experts.
-        k: number of experts of each token.
-        order, inverse: the sort by expert, int64 [T K], and the way back.
-        arrived, returned: the sort on arrival, int64 [R], and the way back; None where one rank holds all experts.
-        sent, received: rows to and from each rank of ep.
-        sizes: rows of each of this rank's experts.
+        sizes: rows of each of this rank's experts, after `wait`.
     """
 
-    ep: Axis
-    k: int
-    order: torch.Tensor
-    inverse: torch.Tensor
-    arrived: torch.Tensor | None
-    returned: torch.Tensor | None
-    sent: Splits
-    received: Splits
     sizes: list[int]
 
-    @classmethod
-    def of(cls, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> Dispatch:
-        """Plan the way of tokens to the experts `ids_TK`, int64 from 0 to `num_experts` - 1."""
-        ids = ids_TK.flatten()
-        order, counts = ids.argsort(stable=True), count(ids, num_experts)
-        if ep.size == 1:
-            return cls(ep, ids_TK.shape[1], order, _inverse(order), None, None, [], [], host_counts(counts)[0])
-        arriving = torch.empty_like(counts)
-        collectives.all_to_all(arriving.view(ep.size, -1), counts.view(ep.size, -1), ep).wait()
-        leaving, from_ranks = (
-            [own[i : i + num_experts // ep.size] for i in range(0, num_experts, num_experts // ep.size)]
-            for own in host_counts(counts, arriving)
-        )
-        experts = torch.arange(num_experts, device=ids.device) % (num_experts // ep.size)
-        rows = sum(map(sum, from_ranks))
-        arrived = experts.repeat_interleave(arriving, output_size=rows).argsort(stable=True)
-        sizes = [sum(each) for each in zip(*from_ranks)]
-        sent, received = [sum(each) for each in leaving], [sum(each) for each in from_ranks]
-        k = ids_TK.shape[1]
-        return cls(ep, k, order, _inverse(order), arrived, _inverse(arrived), sent, received, sizes)
+    @abstractmethod
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None: ...
 
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until the host knows the numbers of rows; once, before tokens are sent."""
+
+    @abstractmethod
     def send(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Bring tokens to their experts: rows [R, H] of this rank's experts, expert after expert."""
+
+    @abstractmethod
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Return the weighed sum of the experts' outputs for every token, [T, H]; weights are fp32."""
+
+
+class AllToAll(Dispatch):
+    """Sort and exchange.
+
+    order, inverse: the sort by expert, int64 [T K], and the way back. arrived, returned: the sort on arrival, int64
+    [R], and the way back; None where one rank holds all experts. sent, received: rows to and from each rank of ep.
+    """
+
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
+        ids, self.ep, self.k, self.local = ids_TK.flatten(), ep, ids_TK.shape[1], num_experts // ep.size
+        counts = count(ids, num_experts)
+        self.arriving = torch.empty_like(counts)
+        if ep.size > 1:
+            collectives.all_to_all(self.arriving.view(ep.size, -1), counts.view(ep.size, -1), ep).wait()
+            self.counts = start_host_counts(counts, self.arriving)
+        else:
+            self.counts = start_host_counts(counts)
+        self.order = ids.argsort(stable=True)
+        self.inverse = _inverse(self.order)
+        self.arrived: torch.Tensor | None = None
+        self.returned: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Wait for the counts, and order what will arrive."""
+        counts = self.counts()
+        if self.ep.size == 1:
+            (self.sizes,) = counts
+            return
+        leaving, from_ranks = ([own[i : i + self.local] for i in range(0, len(own), self.local)] for own in counts)
+        experts = torch.arange(len(self.arriving), device=self.arriving.device) % self.local
+        rows = sum(map(sum, from_ranks))
+        arrived = experts.repeat_interleave(self.arriving, output_size=rows).argsort(stable=True)
+        self.arrived, self.returned = arrived, _inverse(arrived)
+        self.sizes = [sum(each) for each in zip(*from_ranks)]
+        self.sent, self.received = [sum(each) for each in leaving], [sum(each) for each in from_ranks]
+
+    def send(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Sort by expert, exchange, sort what arrives."""
         rows = _Spread.apply(x_TH, self.order, self.inverse, self.k)
         if self.arrived is None:
             return rows
         return _Permute.apply(exchange_rows(rows, self.ep, self.sent, self.received), self.arrived, self.returned)
 
     def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Return the weighed sum of the experts' outputs for every token, [T, H]; weights are fp32."""
+        """Go the same way back; sum in the order of the choices."""
         if self.arrived is not None:
             rows_RH = _Permute.apply(rows_RH, self.returned, self.arrived)
             rows_RH = exchange_rows(rows_RH, self.ep, self.received, self.sent)
-        rows = _Permute.apply(rows_RH, self.inverse, self.order).unflatten(0, (-1, self.k))
-        return (rows * weights_TK.unsqueeze(-1)).sum(1).to(rows.dtype)
+        return _weigh(_Permute.apply(rows_RH, self.inverse, self.order), weights_TK)
+
+
+class AllGather(Dispatch):
+    """Gather all tokens of ep, work on those for this rank's experts, sum over the ranks.
+
+    order: slots (of N T K) whose expert is here, by expert, int64 [R]. inverse: the row of each slot, R where there is
+    none, int64 [N T K].
+    """
+
+    def __init__(self, ids_TK: torch.Tensor, num_experts: int, ep: Axis) -> None:
+        all_ids, gathering = collectives.start_all_gather(ids_TK, ep)
+        gathering.wait()
+        self.ep, self.k, self.local = ep, ids_TK.shape[1], num_experts // ep.size
+        own = all_ids.flatten() - ep.rank * self.local
+        own = own.where((own >= 0) & (own < self.local), self.local)  # experts elsewhere come last
+        sources = torch.arange(len(own), device=own.device) // ids_TK.numel()
+        kinds = self.local + 1
+        self.arriving = count(sources * kinds + own, ep.size * kinds).view(ep.size, kinds)[:, :-1].flatten()
+        self.counts = start_host_counts(self.arriving)
+        self.order = own.argsort(stable=True)
+        self.inverse = _inverse(self.order)
+
+    def wait(self) -> None:
+        """Wait for the counts, and leave out what other ranks work on."""
+        (arriving,) = self.counts()
+        self.sizes = [sum(arriving[i :: self.local]) for i in range(self.local)]
+        rows = sum(self.sizes)
+        self.order, self.inverse = self.order[:rows], self.inverse.clamp(max=rows)
+
+    def send(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Gather, and take the rows of this rank's experts."""
+        return _Spread.apply(gather_sequence(x_TH, self.ep), self.order, self.inverse, self.k)
+
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """Weigh what there is of each token, and sum it over the ranks."""
+        rows = _Permute.apply(rows_RH, self.inverse, self.order)
+        return collectives.scatter_sequence(_weigh(rows, gather_sequence(weights_TK, self.ep)), self.ep)
+
+
+DISPATCHES: dict[str, type[Dispatch]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
 def count(ids: torch.Tensor, num: int) -> torch.Tensor:
@@ -114,9 +183,35 @@ def count(ids: torch.Tensor, num: int) -> torch.Tensor:
     return torch.zeros(num, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
 
 
-def host_counts(*counts: torch.Tensor) -> list[list[int]]:
-    """Return numbers of rows on the host, which the sizes of messages and products need: the one wait of a layer."""
-    return torch.stack(counts).tolist()  # type: ignore[no-any-return]
+def start_host_counts(*counts: torch.Tensor) -> Callable[[], list[list[int]]]:
+    """Start bringing numbers of rows to the host, which the sizes of messages and products need.
+
+    Returns:
+        The function that waits for them: the one wait of a layer.
+    """
+    numbers = torch.stack(counts)
+    if not numbers.is_cuda:
+        return numbers.tolist
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[list[int]]:
+        copied.synchronize()
+        return host.tolist()  # type: ignore[no-any-return]
+
+    return wait
+
+
+def _weigh(rows: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Sum the rows [T K, H] of each token, weighed in fp32."""
+    return (rows.unflatten(0, weights_TK.shape) * weights_TK.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def _read(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return x[index], where a row after the last is 0."""
+    return x[index] if len(index) <= len(x) else torch.cat((x, x.new_zeros(1, x.shape[1])))[index]
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

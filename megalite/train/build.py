@@ -133,6 +133,7 @@ def build_stages(
             cp=ctx.axis("cp"),
             ep=ctx.ep,
             most_rows=cfg.parallel.moe_memory_factor,
+            dispatch=cfg.parallel.moe_dispatch,
             allocate=cfg.zero_stage(ctx.batch.size) < 3,
             tp_chunks=cfg.parallel.tp_chunks,
         )

@@ -50,6 +50,7 @@ STRONG: dict[Shape, list[Row]] = {
     ranks_of(4, ep=2, tp=2): [
         (MIXTRAL, 1, {"sequence_parallel": False}, {}),
         (QWEN, 2, {}, {}),
+        (QWEN, 1, {"moe_dispatch": "allgather"}, {"recompute": "full"}),
     ],
     ranks_of(4, ep=4, tp=2, etp="1"): [(MIXTRAL, 3, {}, {}), (SWITCH, 1, {}, {"recompute": "selective"})],
     ranks_of(8, ep=2, tp=2, pp=2): [(QWEN, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
@@ -94,7 +95,13 @@ GRID: dict[Shape, list[Row]] = {
     ranks_of(4, ep=4, cp=2): [(QWEN, 3, {"cp_comm": "ring"}, {}), (SWITCH, 2, {}, {"recompute": "full"})],
     ranks_of(8, ep=4, cp=2, tp=2, etp="1"): [(MIXTRAL, 1, {}, {}), (QWEN, 2, {}, {"micro_batch_size": 2})],
     ranks_of(8, ep=2, cp=2, tp=2): [(QWEN, 1, {}, {}), (MIXTRAL, 3, {"sequence_parallel": False}, {})],
-    ranks_of(8, ep=4, tp=2, pp=2, etp="1"): [(QWEN, 1, {"schedule": "zb-h1"}, {}), (MIXTRAL, 2, {}, {})],
+    ranks_of(8, ep=4, tp=2, pp=2, etp="1"): [
+        (QWEN, 1, {"schedule": "zb-h1"}, {}),
+        (MIXTRAL, 2, {}, {}),
+        (MIXTRAL, 1, {"schedule": "zb-v", "vp": 2, "moe_dispatch": "allgather"}, {}),
+    ],
+    ranks_of(4, ep=4): [(SWITCH, 3, {"moe_dispatch": "allgather"}, {"micro_batch_size": 2})],
+    ranks_of(4, tp=2, ep=2, sequence_parallel=False, moe_dispatch="allgather"): [(MIXTRAL, 2, {}, {})],
 }
 
 
@@ -209,19 +216,19 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     from megalite.model.parameters import param_map
     from megalite.ops.grouped import grouped_wgrad
     from megalite.sharding import Shard
-    from megalite.tensor_parallel.dispatch import Dispatch
+    from megalite.tensor_parallel.dispatch import AllToAll
     from megalite.tensor_parallel.grouped_linear import GroupedLinear
 
     (parallel,) = {cfg.parallel for cfg in cfgs}
-    balance, way, axes = routing.Router._balance, Dispatch.of, Shard.reduce.fget
+    balance, way, axes = routing.Router._balance, AllToAll.__init__, Shard.reduce.fget
     spread, declared, init = moe.copy_to, kind._router, GroupedLinear.__init__
 
     def divided(self: Any, *args: Any) -> Any:
         loss, counts = balance(self, *args)
         return loss / parallel.cp, counts
 
-    def by_stride(ids: torch.Tensor, num: int, ep: Any) -> Dispatch:
-        return way(ids % ep.size * (num // ep.size) + ids // ep.size, num, ep)
+    def by_stride(self: AllToAll, ids: torch.Tensor, num: int, ep: Any) -> None:
+        way(self, ids % ep.size * (num // ep.size) + ids // ep.size, num, ep)
 
     def over_dp(self: Shard) -> tuple[str, ...]:
         return (*axes(self), *(("ep",) if "ep" in self.layout.grid.names else ()))
@@ -243,7 +250,7 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
         ),
         "experts averaged by ep": (GroupedLinear, "__init__", averaging),
         "experts summed over dp": (Shard, "reduce", property(over_dp)),
-        "experts by stride": (Dispatch, "of", by_stride),
+        "experts by stride": (AllToAll, "__init__", by_stride),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*wrong[fault])
@@ -291,9 +298,9 @@ def unused(rank: int, cfgs: Sequence[Config], world: int) -> Any:
 def test_experts_and_ranks_without_a_token(pool: WorkerPool) -> None:
     ((steps, boxes),) = unused(0, [scaled(jobs.make_config(MIXTRAL))], 1)
     gradients = put_together([boxes])
-    for zero in (1, 3):
-        ranks = pool.run(4, unused, [config(MIXTRAL, zero, {"ep": 4})], 4)
-        assert_close([rank[0] for rank in ranks], steps, gradients, f"zero {zero}")
+    for zero, dispatch in ((1, "alltoall"), (3, "allgather")):
+        ranks = pool.run(4, unused, [config(MIXTRAL, zero, {"ep": 4, "moe_dispatch": dispatch})], 4)
+        assert_close([rank[0] for rank in ranks], steps, gradients, f"zero {zero}, {dispatch}")
     for name in ("gate_up_proj", "down_proj"):
         held = gradients[f"layers.2.mlp.experts.{name}.weight"]
         assert np.abs(held[:4]).min((1, 2)).shape == (4,)
@@ -311,14 +318,14 @@ def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
     def forward(self: Router, x: torch.Tensor) -> torch.Tensor:
         return logits_of(self, x) - 3.0 * (torch.arange(8) >= 4)
 
-    def measured(self: Experts, x: torch.Tensor, routing: Any) -> torch.Tensor:
+    def measured(self: Experts, *args: Any) -> torch.Tensor:
         def pack(x: torch.Tensor) -> torch.Tensor:
             kept[-1] += x.nbytes
             return x
 
         kept.append(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            return apply(self, x, routing)
+            return apply(self, *args)
 
     out = []
     for cfg in cfgs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -32,10 +32,14 @@ def assumed_rows(
     here = sent[ctx.ep.rank * (num // ranks) : (ctx.ep.rank + 1) * (num // ranks)]
     arriving = [round(busy * rows) for rows in here] * ranks
 
-    def host_counts(*counts: torch.Tensor) -> list[list[int]]:
-        if syncs is not None:
-            syncs["rows of experts"] += 1
-        return [sent, arriving][: len(counts)]
+    def start_host_counts(*counts: torch.Tensor) -> Callable[[], list[list[int]]]:
+        def wait() -> list[list[int]]:
+            if syncs is not None:
+                syncs["rows of experts"] += 1
+            # What is sent and what arrives; alone, what arrives.
+            return [sent, arriving][-len(counts) :]
 
-    with mock.patch.object(dispatch, "host_counts", host_counts):
+        return wait
+
+    with mock.patch.object(dispatch, "start_host_counts", start_host_counts):
         yield

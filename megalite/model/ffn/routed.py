@@ -66,7 +66,10 @@ class MoE(FeedForward):
         """List what it keeps, with as many tokens on this rank's experts as plans assume."""
         m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
         assert m.num_experts is not None
-        sent, rows, ffn = rows_sent(cfg), rows_received(cfg), m.expert_ffn_size // experts_tp(cfg.parallel)
+        rows, ffn = rows_received(cfg), m.expert_ffn_size // experts_tp(cfg.parallel)
+        gathers = cfg.parallel.moe_dispatch == "allgather"
+        # Each rank of ep then orders and weighs the tokens of all.
+        sent = rows_sent(cfg) * (cfg.parallel.ep if gathers else 1)
         kept = [
             SavedTensor("probabilities of the router", 4 * own * m.num_experts),
             *self.remembered(cfg),
@@ -77,7 +80,7 @@ class MoE(FeedForward):
             SavedTensor("experts after their activation", e * rows * ffn),
             SavedTensor("outputs of the experts", e * sent * m.hidden_size),
         ]
-        if cfg.parallel.ep > 1:
+        if cfg.parallel.ep > 1 and not gathers:
             kept.append(SavedTensor("order of the tokens that arrived", 16 * rows))
         if m.moe_renormalize:
             kept.append(SavedTensor("weights before their sum is divided by, and the sum", 4 * own * (m.moe_topk + 1)))

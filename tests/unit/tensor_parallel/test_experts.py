@@ -18,7 +18,8 @@ from megalite.model.moe import MoELayer
 from megalite.model.routing import Router
 from megalite.ops import grouped
 from megalite.ops.fp8 import select
-from megalite.tensor_parallel.dispatch import Dispatch
+from megalite.tensor_parallel import dispatch
+from megalite.tensor_parallel.dispatch import DISPATCHES
 from tests.parity.jobs import init_parameters
 from tests.unit.model.test_layers import layers_of
 from tests.unit.ops.test_fp8 import by_hand
@@ -173,9 +174,11 @@ def test_a_router_adds_to_bf16_gradients() -> None:
         torch.testing.assert_close(router.weight.main_grad, (times * dy.t() @ x).bfloat16(), rtol=0.02, atol=0.02)
 
 
-def test_rows_lie_expert_after_expert_in_the_order_of_tokens() -> None:
+@pytest.mark.parametrize("kind", DISPATCHES)
+def test_rows_lie_expert_after_expert_in_the_order_of_tokens(kind: str) -> None:
     ids = torch.tensor([[2, 0], [0, 5], [2, 1], [5, 2]])
-    way = Dispatch.of(ids, 6, Axis("ep"))
+    way = DISPATCHES[kind](ids, 6, Axis("ep"))
+    way.wait()
     assert way.sizes == [2, 1, 3, 0, 0, 2]
     x = torch.arange(4.0)[:, None].requires_grad_()
     rows = way.send(x)
@@ -213,3 +216,23 @@ def test_a_layer_is_the_sum_of_its_experts(activation: str) -> None:
     expected = expected + (x @ p["shared_expert_gate.weight"].t()).sigmoid() * shared
     with torch.no_grad():
         torch.testing.assert_close(layer(x, ForwardPass(1, 0, 0, training=False)), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DISPATCHES)
+def test_the_shared_expert_runs_before_the_host_waits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of rows are on their way to the host meanwhile, and each layer waits for them once."""
+    calls = []
+    start = dispatch.start_host_counts
+
+    def started(*counts: torch.Tensor) -> Any:
+        calls.append("start")
+        wait = start(*counts)
+        return lambda: calls.append("wait") or wait()
+
+    monkeypatch.setattr(dispatch, "start_host_counts", started)
+    layer = MoELayer(replace(layers_of(model(moe_shared_ffn_size=4)), dispatch=kind), 0)
+    init_parameters(layer, 3)
+    assert layer.shared_expert is not None
+    layer.shared_expert.register_forward_hook(lambda *args: calls.append("shared expert"))
+    layer(torch.randn(8, 2, 16), TRAINING)
+    assert calls == ["start", "shared expert", "wait"]

@@ -1,14 +1,15 @@
 """Time of a layer of experts for one micro-batch, beside what every block takes: their products, and the tokens' way.
 
 Tokens go to their experts and their outputs come back, forward and backward: a rank sends 4 e k x h (ep - 1) / ep bytes
-for its x tokens, each sent to k experts. The busiest rank sets the pace (`model.ffn.routed.imbalance`).
+for its x tokens, each sent to k experts, or 4 e x h (ep - 1) where all tokens are gathered. The busiest rank sets the
+pace (`model.ffn.routed.imbalance`).
 """
 
 from __future__ import annotations
 
 from megalite.config.run import Config
 from megalite.extras.plan.time.block import Block, Workload
-from megalite.model.ffn.routed import experts_tp, rows_received
+from megalite.model.ffn.routed import experts_tp, rows_received, rows_sent
 
 
 def experts_time(cfg: Config, load: Workload) -> Block:
@@ -21,8 +22,10 @@ def experts_time(cfg: Config, load: Workload) -> Block:
     shapes = [((2 if m.gated else 1) * width, m.hidden_size), (m.hidden_size, width)]
     products = sum(rates.gemm(each, n, k, local) for n, k in shapes)
     products_back = sum(rates.gemm(each, k, n, local) + rates.gemm(n, k, each, local) for n, k in shapes)
+    gathers = p.moe_dispatch == "allgather"
+    rows = rows_sent(cfg) * p.ep // m.moe_topk if gathers else rows
     sent = rates.element * rows * m.hidden_size * (p.ep - 1) / p.ep
-    way = 2 * rates.transfer(sent, p.ep, experts_tp(p), 1, exchange=True)
+    way = 2 * rates.transfer(sent, p.ep, experts_tp(p), 1, exchange=not gathers)
     # Whole experts take shards of the sequence as they are: half of the block's traffic over tp is not needed.
     spares = experts_tp(p) < p.tp and not m.moe_shared_ffn_size
     spared, spared_back = (traffic / 2 if spares else 0.0 for traffic in load.tp_traffic())

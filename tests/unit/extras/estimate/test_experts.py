@@ -22,11 +22,13 @@ FLAGS = (
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires")
-def test_the_busiest_rank_of_ep() -> None:
-    words = [*FLAGS.split(), "--rank", "0", "--world", "8", "--json"]
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
+def test_the_busiest_rank_of_ep(dispatch: str) -> None:
+    flags = [*FLAGS.split(), "--moe-dispatch", dispatch]
+    words = [*flags, "--rank", "0", "--world", "8", "--json"]
     done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    real, cfg = json.loads(done.stdout), parse(FLAGS.split()).config
+    real, cfg = json.loads(done.stdout), parse(flags).config
     (plan,) = memory_per_rank(cfg, Grid.from_config(cfg.parallel, 8))
     assert plan.total == pytest.approx(real["peak_bytes"], rel=0.1)
     assert plan.weights + plan.main_grad + plan.optimizer == pytest.approx(real["states_bytes"], rel=0.01)
@@ -39,4 +41,8 @@ def test_the_busiest_rank_of_ep() -> None:
     )
     head = 6 * tokens * m.hidden_size * 512 / 2
     assert real["flops"] == pytest.approx(experts + router + attention + head, rel=0.05)
-    assert real["collectives"]["ep"]["all_to_all"]["count"] == 4 * 4 * (1 + 4)
+    # For each layer and micro-batch.
+    counts = {"all_to_all": 1 + 4} if dispatch == "alltoall" else {"all_gather": 1 + 3, "reduce_scatter": 3}
+    assert {name: row["count"] for name, row in real["collectives"]["ep"].items()} == {
+        name: 4 * 4 * count for name, count in counts.items()
+    }
