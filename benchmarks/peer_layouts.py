@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import torch.distributed as dist
+from peer_experts import megalite_layer, transformers_layer
 from peer_megatron import megatron_core, megatron_missing
 from peer_models import (
     EXPERT_FLAGS,
@@ -80,6 +81,14 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Maker]]] = {
         },
     ),
     "experts": ((1, 1, 1, 1), {"transformers": hf_mixtral, "megalite": megalite(*EXPERT_FLAGS)}),
+    "expert layer": (
+        (1, 1, 1, 1),
+        {
+            "transformers, loop": transformers_layer("eager"),
+            "transformers, grouped_mm": transformers_layer("grouped_mm"),
+            "megalite": megalite_layer,
+        },
+    ),
     "dp2": ((2, 1, 1, 1), {"DDP": plain_torch, "transformers + DDP": hf_transformers, "megalite": megalite()}),
     "tp2": (
         (2, 2, 1, 1),
