@@ -12,6 +12,9 @@ _TOKENS_TO_HIDE = 20_000
 That is element size x rate of products / bandwidth, for 2 bytes, 500 TFLOP/s and 50 GB/s.
 """
 
+LONG_ON_CPU = 8192
+"""Tokens of a sample from which attention with a mask goes block by block on a CPU."""
+
 
 def head_ranks(m: ModelConfig, p: ParallelConfig) -> int:
     """Return the largest number of neighbors on cp that can exchange tokens for heads."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megalite.context_parallel.blocks import BlockAttention
+from megalite.context_parallel.blocks import BlockAttention, WholeSamples
 from megalite.context_parallel.gather import Gather
 from megalite.context_parallel.heads import HeadExchange
 from megalite.context_parallel.ring import Ring
@@ -15,7 +15,7 @@ from megalite.ops import Ops
 
 
 def share_attention(
-    comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops, sinks: bool = False, *, recomputed: bool
+    comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops, sinks: bool = False, *, recomputed: bool, long: int
 ) -> Callable[..., Tensor]:
     """Return `ops.attention` for tokens that the ranks of cp share as `batch.runs_of` says.
 
@@ -28,10 +28,12 @@ def share_attention(
         ops: the kernels in use.
         sinks: whether calls have `sinks`, see `BlockAttention`.
         recomputed: whether backward computes attention again.
+        long: number of tokens of a sample from which a CPU needs blocks instead of a mask.
     """
     cp, alone = ctx.axis("cp"), Axis("own")
     if cp.size == 1 or comm == "a2a":
-        attention = BlockAttention(Ring(alone), alone, ops) if sinks else ops.attention
+        blocks = BlockAttention(Ring(alone), alone, ops)
+        attention = blocks if sinks else WholeSamples(ops, blocks, long)
         return HeadExchange(cp, attention, not recomputed) if cp.size > 1 else attention
     neighbors, others = ctx.split("cp", size=head_ranks) if "a2a" in comm else (None, cp)
     shared = BlockAttention((Ring if "ring" in comm else Gather)(others), others, ops)

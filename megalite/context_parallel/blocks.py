@@ -256,3 +256,28 @@ class BlockAttention:
             visible = case.visible(own, torch.arange(tokens, device=q.device), mask.window or tokens)
             return masked(q, k, v, visible, dropout, scale, softcap)
         return _BlockAttention.apply(q, k, v, sinks, self.exchange, case)
+
+
+@dataclass(frozen=True)
+class WholeSamples:
+    """`ops.attention` over whole samples. On a CPU, long ones with a mask go block by block: S x S is too much memory.
+
+    Attributes:
+        ops: the kernels in use.
+        blocks: attention over blocks, of an axis with one rank.
+        long: number of tokens of a sample from which it is long.
+    """
+
+    ops: Ops
+    blocks: BlockAttention
+    long: int
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask, documents: Documents | None = None, **options: Any
+    ) -> Tensor:
+        """Attend as `ops.attention`."""
+        tokens = q.shape[2]
+        masked = documents is not None or (mask.window or tokens) < tokens
+        by_block = q.device.type == "cpu" and masked and tokens >= self.long and not options.get("dropout")
+        attention = self.blocks if by_block and v is not None else self.ops.attention
+        return attention(q, k, v, mask, documents, **options)

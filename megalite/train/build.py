@@ -10,7 +10,7 @@ import torch
 from megalite import ops as kernels
 from megalite.base.dtypes import DTYPES
 from megalite.base.log import logger
-from megalite.config.context_parallel import choose_comm, head_ranks
+from megalite.config.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
 from megalite.config.fp8 import fp8_layers
 from megalite.config.run import Config
 from megalite.context_parallel import share_attention
@@ -102,8 +102,10 @@ def _with_attention(cfg: Config, ops: Ops, ctx: ParallelContext) -> Ops:
     comm, why = choose_comm(m, cfg.parallel, cfg.data.within_documents)
     if cfg.parallel.cp > 1 and cfg.parallel.cp_comm == "auto":
         logger.info(f"--cp-comm auto: {comm} ({why})")
-    ops, recomputed = replace(ops, attention=attention), cfg.train.recompute != "none"
-    shared = share_attention(comm, head_ranks(m, cfg.parallel), ctx, ops, m.attention_sinks, recomputed=recomputed)
+    shared = share_attention(
+        comm, head_ranks(m, cfg.parallel), ctx, replace(ops, attention=attention), m.attention_sinks,
+        recomputed=cfg.train.recompute != "none", long=LONG_ON_CPU,
+    )  # fmt: skip
     return replace(ops, attention=shared)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.config.context_parallel import choose_comm, head_ranks
+from megalite.config.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.model.kinds import Mixer
@@ -62,7 +62,10 @@ class GroupedQueryAttention(Mixer):
         if spread > 1 and m.attention_dropout:  # at once: gathered keys are kept
             rows += [inside(cfg, "gathered keys and values", 2 * (spread - 1) * (4 * q if on_cpu else e * kv))]
             rows += [] if on_cpu else [SavedTensor("summand of the scores", e * tokens(cfg) * m.seq_len)]
-        elif spread > 1 or m.attention_sinks:  # block by block: masks and scores are made again
+        long = masked and on_cpu and m.seq_len >= LONG_ON_CPU and m.attention_softcap is None
+        if not m.attention_dropout and (
+            spread > 1 or m.attention_sinks or long
+        ):  # block by block: masks and scores are made again
             return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]

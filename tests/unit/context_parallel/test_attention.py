@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -81,7 +82,10 @@ def attended(
     """By case: this rank's out, dq, dk and dv, and with sinks what it adds to their gradient."""
     ctx = ParallelContext.create(Grid.of(size, cp=size), torch.device("cpu"))
     ops, ranks = resolve("auto", "cpu", dtype), min(VARIANTS[variant], size)
-    ways = [share_attention(variant, ranks, ctx, ops, sinks, recomputed=recomputed) for recomputed in (False, True)]
+    ways = [
+        share_attention(variant, ranks, ctx, ops, sinks, recomputed=recomputed, long=S + 1)
+        for recomputed in (False, True)
+    ]
     documents = Documents(STARTS.t())
     out = []
     with pytest.MonkeyPatch.context() as patch:
@@ -161,6 +165,32 @@ def test_sinks_are_a_column_of_the_softmax(pool: WorkerPool, size: int, variant:
             assert (got - want).norm() <= LIMITS[dtype] * want.norm(), case
 
 
+def test_long_samples_have_no_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, with a window or documents, also where nothing is shared."""
+    monkeypatch.setattr(blocks, "_ROWS", 5)
+    ops = resolve("auto", "cpu", torch.float64)
+    ctx = ParallelContext.create(Grid.of(1), torch.device("cpu"))
+    attention = share_attention("gather", 1, ctx, replace(ops, attention=None), recomputed=False, long=S)
+    for case in CASES:
+        if case[2] is None and not case[4]:
+            continue
+        *leaves, dy = drawn(*case[:2])
+        outs = []
+        for attend in (formula, attention):
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            if attend is formula:
+                out = formula(*leaves, *case[2:])
+            else:
+                documents = Documents(STARTS.t()) if case[4] else None
+                out = attention(*leaves, Mask(case[2]), documents, softcap=case[3])
+            out.backward(dy)
+            outs.append([out.detach(), *(x.grad for x in leaves)])
+        for want, got in zip(*outs):
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    with pytest.raises(TypeError):  # shorter ones go to the usual kernel
+        attention(*(x[:, :, :-1] for x in leaves), Mask(11))
+
+
 WITH_DROPOUT = ("gather", "a2a", "a2a+gather")
 
 
@@ -174,7 +204,7 @@ def dropped(rank: int, variant: str) -> tuple[Tensor, list[tuple[float, float]]]
     """Share of the keys kept by each query that weighs all alike; by case, a slope of the loss, by gradient and not."""
     ctx = ParallelContext.create(Grid.of(4, cp=4), torch.device("cpu"))
     attention = share_attention(
-        variant, VARIANTS[variant], ctx, resolve("auto", "cpu", torch.float64), recomputed=False
+        variant, VARIANTS[variant], ctx, resolve("auto", "cpu", torch.float64), recomputed=False, long=S + 1
     )
 
     def run(leaves: list[Tensor], case: Any) -> Tensor:

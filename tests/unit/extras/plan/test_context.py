@@ -43,7 +43,7 @@ def sent(model: ModelConfig, context: Context, monkeypatch: pytest.MonkeyPatch) 
     with recorded_world(0, grid):
         ctx = ParallelContext.create(grid, torch.device("cpu"))
         attention = share_attention(context.comm, context.neighbors, ctx, resolve("auto", "cpu", torch.float32),
-                                    recomputed=not context.again)  # fmt: skip
+                                    recomputed=not context.again, long=SEQ + 1)  # fmt: skip
         heads = (model.num_heads // TP, *(2 * (model.kv_heads // TP,)))
         leaves = [torch.zeros(SEQ // context.ranks, BATCH, n, model.head_size, requires_grad=True) for n in heads]
         posted.clear()
