@@ -51,7 +51,7 @@ def choose_comm(m: ModelConfig, p: ParallelConfig, documents: bool) -> tuple[str
     return "gather", "documents and windows leave blocks out" if masked else f"{tokens} tokens on a rank are few"
 
 
-def check_context_parallel(m: ModelConfig, p: ParallelConfig, documents: bool, compiled: bool) -> None:
+def check_context_parallel(m: ModelConfig, p: ParallelConfig, documents: bool) -> None:
     """Refuse what ranks cannot share.
 
     Raises:
@@ -81,10 +81,4 @@ def check_context_parallel(m: ModelConfig, p: ParallelConfig, documents: bool, c
         f"--attention-dropout {m.attention_dropout} with --cp {p.cp} --cp-comm {comm}",
         "a block of keys has no dropout",
         "set it to 0, or use --cp-comm a2a or gather",
-    )
-    require(
-        not compiled,
-        f"--compile with --cp {p.cp}",
-        "a compiled block cannot communicate",
-        "drop one of the two",
     )

@@ -146,7 +146,7 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_tensor_parallel()
-        check_context_parallel(self.model, self.parallel, self.data.within_documents, self.train.compile)
+        check_context_parallel(self.model, self.parallel, self.data.within_documents)
         check_latent_attention(self.model, self.parallel, self.train)
         check_sinks(self.model, self.train)
         check_experts(self.model, self.parallel)

@@ -106,6 +106,8 @@ def _with_attention(cfg: Config, ops: Ops, ctx: ParallelContext) -> Ops:
         comm, head_ranks(m, cfg.parallel), ctx, replace(ops, attention=attention), m.attention_sinks,
         recomputed=cfg.train.recompute != "none", long=LONG_ON_CPU,
     )  # fmt: skip
+    if cfg.train.compile and cfg.parallel.cp > 1:  # what communicates stays outside of compiled code
+        shared = torch.compiler.disable(shared)
     return replace(ops, attention=shared)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -239,3 +240,23 @@ def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
     ranks = pool.run(4, with_fault, fault, [cfg], 4)
     with pytest.raises(AssertionError):
         assert_same([rank[0] for rank in ranks], scaled(jobs.make_config(LLAMA)), fault)
+
+
+def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
+    """`trained`, its blocks traced once and for all micro-batches."""
+    import torch._dynamo.config as dynamo
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch, dynamo.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        return trained(rank, cfgs, world)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("comm", "recompute"), [("gather", "selective"), ("ring", "full"), ("a2a", "none")])
+def test_compiled_blocks(pool: WorkerPool, comm: str, recompute: str) -> None:
+    """Attention runs outside of the compiled code."""
+    model = replace(LLAMA, num_layers=1)
+    cfg = config(model, 1, {"cp": 2, "cp_comm": comm}, compile=True, ops="torch", recompute=recompute)
+    ranks = pool.run(2, compiled, [cfg], 2)
+    assert_same([rank[0] for rank in ranks], scaled(jobs.make_config(model)), f"compiled {comm} {recompute}")

@@ -24,7 +24,6 @@ def config(flags: str) -> Config:
         ("--cp 4 --cp-comm a2a --seq-len 64 --num-heads 6", "the 6 query heads and 6 key heads .* a2a.gather"),
         ("--cp 2 --cp-comm a2a --seq-len 64 --num-heads 6 --num-kv-heads 3", "6 query heads and 3 key heads"),
         ("--cp 2 --cp-comm ring --seq-len 64 --num-heads 6 --attention-dropout 0.1", "--cp-comm ring: .*; .* a2a"),
-        ("--cp 2 --seq-len 64 --num-heads 6 --compile", "--compile with --cp 2"),
         ("--cp 0", "--cp 0: must be"),
     ],
 )
