@@ -7,6 +7,7 @@ Shapes: S tokens of a sample, B samples, F features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -67,6 +68,17 @@ class Documents:
     longest: int = 0
     host_starts_BS: npt.NDArray[np.int64] | None = None
     _visible: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, starts_BS: npt.NDArray[np.int64], starts_SB: Tensor) -> Documents:
+        """Describe documents by where they start, on the host and on the device of the tokens."""
+        if starts_SB.device.type != "cuda":
+            return cls(starts_SB)
+        # Bounds are found on the host: a GPU would have to be asked how many documents there are.
+        bounds = document_bounds(starts_BS)
+        host = torch.from_numpy(bounds).pin_memory()  # a copy from pageable memory would wait for the GPU's work
+        longest = int(np.diff(bounds).max())
+        return cls(starts_SB, host.to(starts_SB.device, non_blocking=True), longest, host_starts_BS=starts_BS)
 
     def visible(self, window: int) -> Tensor:
         """Return [B, 1, S, S] bool, True where a query (row) sees a key (column); kept for the other layers."""
@@ -180,6 +192,24 @@ class MicroBatch:
         """Make a micro-batch of unsplit samples."""
         positions = Positions.of_samples(len(tokens_SB), documents)
         return cls(tokens_SB, targets_SB, positions, documents, weights_SB)
+
+    def in_chunks(self, sizes: Iterable[int | None]) -> dict[int | None, Documents | None]:
+        """Return the documents cut into chunks of each of some sizes, counted from the start of the sample (Llama 4);
+        None: not cut. Masks are those of one pass, see `without_masks`.
+        """
+        whole, samples, device = self.documents, self.tokens_SB.shape[1], self.tokens_SB.device
+        out: dict[int | None, Documents | None] = {None: whole and whole.without_masks()}
+        for size in sizes:
+            if size is not None:
+                at = np.arange(self.positions.length) // size * size
+                starts_BS = np.tile(at, (samples, 1))
+                starts_SB = torch.from_numpy(at).to(device)[:, None].expand(-1, samples)
+                if whole is not None:
+                    starts_SB = torch.maximum(starts_SB, whole.starts_SB)
+                    host = whole.host_starts_BS
+                    starts_BS = starts_BS if host is None else np.maximum(starts_BS, host)
+                out[size] = Documents.of(starts_BS, starts_SB)
+        return out
 
     def shared(self, ranks: int, rank: int) -> MicroBatch:
         """Return what a rank holds of whole samples that `ranks` ranks share: the one place where a sequence is cut."""

@@ -4,7 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.base.errors import require
+from megalite.base.errors import in_range, require
+
+
+def check_attention_options(m: Any) -> None:
+    """Check the options of chunks and of layers without rope of `m`, a `ModelConfig`.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    in_range(m, "attention_chunk_size attention_temperature_floor", 1, 2**30)
+    in_range(m, "no_rope_freq", 0, 10_000)
+    in_range(m, "attention_temperature", 0, 100)
+    freq, chunk = f"--no-rope-freq {m.no_rope_freq}", m.attention_chunk_size is not None
+    for given, wrong, why in (
+        (f"{freq} with --position {m.position}", m.no_rope_freq and m.position != "rope", "no layer has rope"),
+        (freq, m.no_rope_freq == 1, "leaves no layer with rope"),
+        (f"{freq} with --kv-lora-rank", m.no_rope_freq and m.kv_lora_rank is not None, "latents have a rotated part"),
+        (
+            f"--attention-temperature {m.attention_temperature:g}",
+            m.attention_temperature > 0 and not m.no_rope_freq,
+            "is of layers without rope, see --no-rope-freq",
+        ),
+        (f"--attention-chunk-size {m.attention_chunk_size} with --window", chunk and m.window, "a layer has one limit"),
+        ("--attention-chunk-size with --kv-lora-rank", chunk and m.kv_lora_rank is not None, "has no chunks here"),
+    ):
+        require(not wrong, given, why, "drop it")
 
 
 def check_sinks(m: Any, t: Any) -> None:

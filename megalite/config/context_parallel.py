@@ -44,7 +44,7 @@ def choose_comm(m: ModelConfig, p: ParallelConfig, documents: bool) -> tuple[str
             )
     if m.attention_dropout:
         return "gather", "a ring's blocks of keys have no dropout"
-    masked = documents or any(m.window_of(layer) for layer in range(m.num_layers))
+    masked = documents or any(m.window_of(layer) or m.chunk_of(layer) for layer in range(m.num_layers))
     tokens = m.seq_len // p.cp
     if not masked and tokens * group >= _TOKENS_TO_HIDE:
         return "ring", f"the {tokens} tokens of a rank are enough work to hide a message behind"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megalite.base.errors import in_range, require
+from megalite.config.attention import check_attention_options
 from megalite.config.experts import check_expert_options
 from megalite.config.latent_attention import LATENT_SIZES, check_latent_options
 from megalite.config.layer_types import SLIDING, read_layer_types
@@ -94,6 +95,15 @@ class ModelConfig:
     layer_types: tuple[str, ...] = ()
     """With --window: sliding_attention or full_attention for each layer, as config.json of Hugging Face names them; a
     shorter list is repeated. Overrides --window-pattern."""
+    attention_chunk_size: int | None = None
+    """Layers with rope attend within chunks of this many positions (Llama 4: 8192). Default: within the sequence."""
+    no_rope_freq: int = 0
+    """Every n-th layer has no rope, and attends to the whole sequence (Llama 4: 4); 0: none."""
+    attention_temperature: float = 0.0
+    """In layers without rope, multiply queries by 1 + this * ln(1 + floor(position / --attention-temperature-floor)),
+    positions counted from 1 (Llama 4: 0.1)."""
+    attention_temperature_floor: int = 8192
+    """Number of positions of one step of --attention-temperature."""
     query_pre_attn_scalar: int | None = None
     """Divide attention scores by the square root of this. Default: --head-dim."""
     attention_softcap: float | None = None
@@ -112,8 +122,9 @@ class ModelConfig:
     """Add a bias to the attention output projection."""
     mlp_bias: bool = False
     """Add biases to the MLP."""
-    qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on q and k: per head (Qwen 3) or over the full projection (OLMo 2)."""
+    qk_norm: Literal["none", "head", "full", "l2"] = "none"
+    """RMSNorm on q and k: per head (Qwen 3), over the full projection (OLMo 2), or per head after rope, without weights
+    and in layers with rope alone (l2; Llama 4)."""
     parallel_residual: bool = False
     """Run attention and MLP in parallel on the same residual stream (GPT-NeoX)."""
     tie_embeddings: bool = False
@@ -149,6 +160,8 @@ class ModelConfig:
     (DeepSeek-V3). Saved with the weights, in fp32."""
     moe_router_bias_update_rate: float = 1e-3
     """Size of that move; 0 leaves the bias as it is."""
+    moe_apply_probs_on_input: bool = False
+    """Multiply the input of an expert by the routing weight, instead of its output (Llama 4)."""
     moe_shared_ffn_size: int = 0
     """Inner width of the shared expert, which sees every token; 0: none."""
     moe_shared_gate: bool = False
@@ -170,6 +183,7 @@ class ModelConfig:
         in_range(self, "seq_len", 1, _MAX_SEQ_LEN + 1)
         in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
         in_range(self, "window_pattern", 0, _MAX_LAYERS)
+        check_attention_options(self)
         types, pattern = read_layer_types(self.layer_types, self.window_pattern, self.window, self.num_layers)
         object.__setattr__(self, "layer_types", types)
         object.__setattr__(self, "window_pattern", pattern)
@@ -315,6 +329,15 @@ class ModelConfig:
             return self.window if self.layer_types[layer] == SLIDING else None
         sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
         return None if sees_all else self.window
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer rotates queries and keys."""
+        return self.position == "rope" and not (self.no_rope_freq and (layer + 1) % self.no_rope_freq == 0)
+
+    def chunk_of(self, layer: int) -> int | None:
+        """Return the number of positions of a chunk that a layer attends within, shorter than the sequence, or None."""
+        size = self.attention_chunk_size
+        return size if size is not None and size < self.seq_len and self.has_rope(layer) else None
 
     @property
     def rotary_dim(self) -> int:

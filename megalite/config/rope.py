@@ -52,12 +52,12 @@ class RopeScaling:
             )
         require(
             1 <= self.factor < _MAX_FACTOR
-            and 0 < self.low_freq_factor < self.high_freq_factor < _MAX_FACTOR
+            and 0 < self.low_freq_factor <= self.high_freq_factor < _MAX_FACTOR
             and 0 < self.beta_slow <= self.beta_fast < _MAX_FACTOR
             and all(0 <= x < _MAX_FACTOR for x in (self.attention_factor, self.mscale, self.mscale_all_dim))
             and 1 <= self.original_max_position_embeddings < 2**30,
             f"--rope-scaling {dataclasses.asdict(self)}",
-            "needs factor >= 1, 0 < low_freq_factor < high_freq_factor, 0 < beta_slow <= beta_fast, attention_factor, "
+            "needs factor >= 1, 0 < low_freq_factor <= high_freq_factor, 0 < beta_slow <= beta_fast, attention_factor, "
             "mscale and mscale_all_dim >= 0, all below a million, and a positive original length",
             "take the values of the model's config.json",
         )

@@ -19,13 +19,14 @@ class Packing:
         names: names of the tensors, with {} for the layer; several (q, k, v or gate, up) are packed in this order.
             Experts are stacked in megalite: with {{}} for the expert they have tensors of their own, without it they
             are stacked in the file too.
-        how: "rows" (one below the other), "heads" (GPT-NeoX: rows [heads, 3, head_dim]) or "alternating" (gpt-oss: a
-            row of the first part, one of the second, and so on).
+        how: "rows" (one below the other), "heads" (GPT-NeoX: rows [heads, 3, head_dim]), "alternating" (gpt-oss: a row
+            of the first part, one of the second, and so on) or "pairs" (Llama 4: neighbors in a head of q or k are
+            rotated together, which in megalite lie half a head apart).
         transposed: whether matrices are [in, out] (GPT-2's Conv1D).
     """
 
     names: tuple[str, ...]
-    how: Literal["rows", "heads", "alternating"] = "rows"
+    how: Literal["rows", "heads", "alternating", "pairs"] = "rows"
     transposed: bool = False
 
 

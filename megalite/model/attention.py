@@ -37,7 +37,8 @@ class Attention(nn.Module):
         self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
         self.o_proj = layers.row(f"{name}.o_proj")
-        self.qk_norm = cfg.qk_norm != "none"
+        self.qk_norm, self.l2_norm = cfg.qk_norm in ("head", "full"), cfg.qk_norm == "l2" and cfg.has_rope(index)
+        self.rmsnorm, self.eps = layers.ops.rmsnorm, cfg.norm_eps
         if self.qk_norm:
             self.q_norm = QKNorm(layers, f"{name}.q_norm")
             self.k_norm = QKNorm(layers, f"{name}.k_norm")
@@ -47,8 +48,8 @@ class Attention(nn.Module):
 
         Args:
             x_SBH: normed hidden states.
-            rope: (cos, sin) of the positions, or None.
-            documents: documents that attention stays within; None: a sample is one document.
+            rope: what the layer knows of the positions.
+            documents: documents (or chunks of them) that attention stays within; None: a sample is one document.
             fwd: the forward pass, key of the dropout masks.
         """
         qkv = self.qkv_proj(x_SBH)
@@ -66,7 +67,7 @@ class Attention(nn.Module):
             q, k, v = qkv.split((n * d, g * d, g * d), dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
         qkv = qkv.view(seq, batch, n + 2 * g, d)
-        if rope is None:
+        if rope is None or len(rope) == 1:
             parts = qkv.split((n, g, g), dim=2)
         else:
             # The op rotates in place, but recomputation must find its input unchanged, and torch.compile loses the
@@ -74,7 +75,12 @@ class Attention(nn.Module):
             packed = qkv.clone() if self.recompute_core or torch.compiler.is_compiling() else qkv
             # Tables of their own for the tokens of each sample have S B rows: to the op, a sequence of that length.
             parts = self.rope_qkv(packed.view(len(rope[0]), -1, n + 2 * g, d), *rope, n, g)
-        q, k, v = (t.view(seq, batch, -1, d).permute(1, 2, 0, 3) for t in parts)
+        q, k, v = (t.view(seq, batch, -1, d) for t in parts)
+        if self.l2_norm:
+            q, k = (self.rmsnorm(x, x.new_ones(d), self.eps) for x in (q, k))
+        if rope is not None and len(rope) == 1:
+            q = (q * rope[0].unsqueeze(-1)).to(v.dtype)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         rate = self.dropout.rate_in(fwd)
         options: dict[str, Any] = {"dropout": rate, "scale": self.scale, "softcap": self.softcap}
         if self.sinks is not None:

@@ -125,7 +125,7 @@ class GPTStage(nn.Module):
                 self.embed_positions = PositionEmbedding(layers)
             self.embedding_dropout = layers.dropout("embedding", -1)
         self.layers = nn.ModuleDict({str(i): Block(layers, i, recompute == "selective") for i in blocks})
-        self._rotary = [layers.rotary(i) for i in blocks]
+        self._rotary, self._chunks = [layers.rotary(i) for i in blocks], [cfg.chunk_of(i) for i in blocks]
         if compiled:
             for block in self.layers.values():
                 compile_block(block)
@@ -154,7 +154,7 @@ class GPTStage(nn.Module):
             Hidden states x_SBH (x_sBH); on the last stage the (weighted) loss of every token, fp32 [S, B], or this
             rank's logits [S, B, V/T] where the micro-batch has no targets.
         """
-        documents = batch.documents and batch.documents.without_masks()
+        documents = batch.in_chunks(set(self._chunks))
         if self.first:
             x = self.embed_tokens(x)
             if hasattr(self, "embed_positions"):
@@ -163,12 +163,12 @@ class GPTStage(nn.Module):
         # The tables of each kind of layer are made once.
         ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
         with self._offload.one_pass() if self._offload is not None and fwd.training else nullcontext():
-            for block, rotary in zip(self.layers.values(), self._rotary):
-                rope = ropes[rotary]
+            for block, rotary, chunk in zip(self.layers.values(), self._rotary, self._chunks):
+                seen = ropes[rotary], documents[chunk]
                 if self.recompute == "full" and fwd.training:
-                    x = checkpoint(block, x, rope, documents, fwd, **self._recompute_options)
+                    x = checkpoint(block, x, *seen, fwd, **self._recompute_options)
                 else:
-                    x = block(x, rope, documents, fwd)
+                    x = block(x, *seen, fwd)
         if not self.last:
             return x
         return self.lm_head(self.norm(x), batch, fwd)

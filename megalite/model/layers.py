@@ -17,7 +17,7 @@ from megalite.config.model import ModelConfig
 from megalite.dist.context import Axis
 from megalite.dist.seeding import RngStreams
 from megalite.families.parts import Function
-from megalite.model.rotary import Rotary
+from megalite.model.rotary import Rotary, Temperature
 from megalite.model.routing_log import RoutingLog
 from megalite.model.specs import layout_holding
 from megalite.ops import Ops
@@ -35,7 +35,8 @@ from megalite.tensor_parallel.linear import (
 )
 from megalite.tensor_parallel.products import Fp8GroupedProducts, Fp8Products, GroupedProducts, Products
 
-Rope = tuple[torch.Tensor, torch.Tensor] | None
+Rope = tuple[torch.Tensor, ...] | None
+"""What a layer knows of positions: (cos, sin), (factors of queries,) without rope, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Layers:
     dispatch: str = "alltoall"
     allocate: bool = True
     tp_chunks: int = 1
-    _rotary: dict[object, Rotary] = field(default_factory=dict, init=False, repr=False)
+    _rotary: dict[object, Rotary | Temperature] = field(default_factory=dict, init=False, repr=False)
 
     def param(self, name: str, adds_to_main_grad: bool = False) -> ShardedParameter:
         """Make this rank's (uninitialized) shard of a declared parameter."""
@@ -180,11 +181,14 @@ class Layers:
         stream = "tensor_parallel" if attention or self.sequence_parallel else "replicated"
         return Dropout(rate, self.rng, stream, (layer, site))
 
-    def rotary(self, layer: int) -> Rotary | None:
-        """Return the rotary tables of a layer, shared by all layers with equal frequencies; None without rope."""
+    def rotary(self, layer: int) -> Rotary | Temperature | None:
+        """Return the tables of positions of a layer, shared by all layers with equal ones; None where it has none."""
         if self.cfg.position != "rope":
             return None
         cfg, frequencies = self.cfg, (self.cfg.rope_theta, self.cfg.rope_scaling, self.cfg.rope_linear_factor)
+        if not cfg.has_rope(layer):
+            temperature = Temperature(cfg.attention_temperature, cfg.attention_temperature_floor)
+            return self._rotary.setdefault("temperature", temperature)
         if cfg.rope_theta_local is not None and cfg.window_of(layer) is not None:
             frequencies = cfg.rope_theta_local, None, 1.0
         return self._rotary.setdefault(frequencies, Rotary(cfg.rotary_dim, *frequencies))

@@ -62,6 +62,7 @@ class Experts(nn.Module):
         self.down_proj = layers.experts(f"{name}.down_proj")
         cut = self.down_proj.weight.shard.layout.grid["tp"] > 1
         self.tp, self.sequence_parallel = layers.tp if cut else Axis("tp"), layers.sequence_parallel
+        self.weigh_inputs = cfg.moe_apply_probs_on_input
         self.name, self.log, self.most_rows = name, layers.routing, layers.most_rows
         self.dispatch = DISPATCHES[layers.dispatch]
 
@@ -80,12 +81,12 @@ class Experts(nn.Module):
         enter, leave = (gather_sequence, scatter_sequence) if self.sequence_parallel else (copy_to, reduce_from)
         x_TH, weights_TK = enter(x_TH, tp), enter(routing.weights_TK, tp)
         way.wait()
-        rows = way.send(x_TH)
+        rows = way.send(x_TH, weights_TK if self.weigh_inputs else None)
         if self._too_many(len(rows), weights_TK.numel()):
             rows = checkpoint(self._transform, rows, way.sizes, use_reentrant=False, preserve_rng_state=False)
         else:
             rows = self._transform(rows, way.sizes)
-        return leave(way.bring_back(rows, weights_TK), tp)
+        return leave(way.bring_back(rows, None if self.weigh_inputs else weights_TK), tp)
 
     def _transform(self, x_RH: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Apply each expert to its rows."""

@@ -10,6 +10,26 @@ from megalite.batch import Positions
 from megalite.config.rope import RopeScaling
 
 
+class Temperature:
+    """Makes what layers without rope multiply queries by: more at positions where a softmax has more keys to tell apart
+    (Nakanishi 2025, arXiv:2501.19399; Llama 4).
+
+    Args:
+        strength: factor of the logarithm.
+        floor: number of positions of one step.
+    """
+
+    def __init__(self, strength: float, floor: int) -> None:
+        self.strength, self.floor = strength, floor
+
+    def __call__(self, positions: Positions, device: torch.device) -> tuple[torch.Tensor, ...] | None:
+        """Return (factors,), fp32 [tokens, B or 1, 1]; None where all are 1."""
+        if not self.strength or positions.length < self.floor:
+            return None
+        at = torch.arange(1, positions.length + 1, dtype=torch.float32, device=device)
+        return (positions.look_up((1 + self.strength * (at / self.floor).floor().log1p())[:, None]),)
+
+
 class Rotary:
     """Makes cos and sin (Su et al. 2021, section 3.4), and keeps those of the longest samples.
 
@@ -47,7 +67,7 @@ class Rotary:
         else:
             turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            keep = ((turns - low) / (high - low)).clamp(0, 1)
+            keep = ((turns - low) / (high - low or 1e-30)).clamp(0, 1)
         return (1 - keep) * freq / scaling.factor + keep * freq
 
     def _kept_by_yarn(self, scaling: RopeScaling, device: torch.device) -> torch.Tensor:

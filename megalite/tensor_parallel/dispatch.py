@@ -67,9 +67,14 @@ class Dispatch(ABC):
         ep: axis of the ranks that hold them.
 
     Attributes:
+        k: number of experts of each token.
+        order, inverse: slots [.. K] whose expert is here, by expert, and the row of each slot, after `wait`.
         sizes: rows of each of this rank's experts, after `wait`.
     """
 
+    k: int
+    order: torch.Tensor
+    inverse: torch.Tensor
     sizes: list[int]
 
     @abstractmethod
@@ -80,12 +85,21 @@ class Dispatch(ABC):
         """Wait until the host knows the numbers of rows; once, before tokens are sent."""
 
     @abstractmethod
-    def send(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Bring tokens to their experts: rows [R, H] of this rank's experts, expert after expert."""
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
+        """Bring tokens to their experts: rows [R, H] of this rank's experts, expert after expert; where there are
+        weights, fp32, each times its own.
+        """
 
     @abstractmethod
-    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Return the weighed sum of the experts' outputs for every token, [T, H]; weights are fp32."""
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum of the experts' outputs for every token, [T, H], weighed where there are weights, fp32."""
+
+    def _in_order(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+        """Return the rows of tokens in the order of their experts, times their weights."""
+        rows = _Spread.apply(x_TH, self.order, self.inverse, self.k)
+        if weights_TK is None:
+            return rows
+        return (rows * _Permute.apply(weights_TK.view(-1, 1), self.order, self.inverse)).to(rows.dtype)
 
 
 class AllToAll(Dispatch):
@@ -123,19 +137,19 @@ class AllToAll(Dispatch):
         self.sizes = [sum(each) for each in zip(*from_ranks)]
         self.sent, self.received = [sum(each) for each in leaving], [sum(each) for each in from_ranks]
 
-    def send(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
         """Sort by expert, exchange, sort what arrives."""
-        rows = _Spread.apply(x_TH, self.order, self.inverse, self.k)
+        rows = self._in_order(x_TH, weights_TK)
         if self.arrived is None:
             return rows
         return _Permute.apply(exchange_rows(rows, self.ep, self.sent, self.received), self.arrived, self.returned)
 
-    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
         """Go the same way back; sum in the order of the choices."""
         if self.arrived is not None:
             rows_RH = _Permute.apply(rows_RH, self.returned, self.arrived)
             rows_RH = exchange_rows(rows_RH, self.ep, self.received, self.sent)
-        return _weigh(_Permute.apply(rows_RH, self.inverse, self.order), weights_TK)
+        return _weigh(_Permute.apply(rows_RH, self.inverse, self.order), weights_TK, self.k)
 
 
 class AllGather(Dispatch):
@@ -165,14 +179,16 @@ class AllGather(Dispatch):
         rows = sum(self.sizes)
         self.order, self.inverse = self.order[:rows], self.inverse.clamp(max=rows)
 
-    def send(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def send(self, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> torch.Tensor:
         """Gather, and take the rows of this rank's experts."""
-        return _Spread.apply(gather_sequence(x_TH, self.ep), self.order, self.inverse, self.k)
+        weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
+        return self._in_order(gather_sequence(x_TH, self.ep), weights_TK)
 
-    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    def bring_back(self, rows_RH: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
         """Weigh what there is of each token, and sum it over the ranks."""
         rows = _Permute.apply(rows_RH, self.inverse, self.order)
-        return collectives.scatter_sequence(_weigh(rows, gather_sequence(weights_TK, self.ep)), self.ep)
+        weights_TK = weights_TK if weights_TK is None else gather_sequence(weights_TK, self.ep)
+        return collectives.scatter_sequence(_weigh(rows, weights_TK, self.k), self.ep)
 
 
 DISPATCHES: dict[str, type[Dispatch]] = {"alltoall": AllToAll, "allgather": AllGather}
@@ -204,9 +220,10 @@ def start_host_counts(*counts: torch.Tensor) -> Callable[[], list[list[int]]]:
     return wait
 
 
-def _weigh(rows: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Sum the rows [T K, H] of each token, weighed in fp32."""
-    return (rows.unflatten(0, weights_TK.shape) * weights_TK.unsqueeze(-1)).sum(1).to(rows.dtype)
+def _weigh(rows: torch.Tensor, weights_TK: torch.Tensor | None, k: int) -> torch.Tensor:
+    """Sum the rows [T K, H] of each token, weighed in fp32 where there are weights."""
+    rows_TKH = rows.unflatten(0, (-1, k))
+    return (rows_TKH if weights_TK is None else rows_TKH * weights_TK.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 def _read(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

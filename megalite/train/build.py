@@ -89,7 +89,7 @@ def _with_attention(cfg: Config, ops: Ops, ctx: ParallelContext) -> Ops:
         device,
         DTYPES[cfg.train.precision],
         m.head_size,
-        masked=any((m.window_of(i) or m.seq_len) < m.seq_len for i in range(m.num_layers)),
+        masked=any((m.window_of(i) or m.chunk_of(i) or m.seq_len) < m.seq_len for i in range(m.num_layers)),
         softcap=m.attention_softcap is not None,
         deterministic=cfg.train.deterministic,
     )

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from megalite.base.errors import UserError
-from megalite.batch import Documents, MicroBatch, document_bounds
+from megalite.batch import Documents, MicroBatch
 from megalite.config.rates import StepRates, rates_at
 from megalite.data.rows import Rows
 from megalite.dist import collectives
@@ -212,19 +212,10 @@ def to_microbatches(rows: Rows, size: int, device: torch.device, cp: Axis = _ALO
     inputs, targets, weights = split(rows.inputs), split(rows.targets), split(rows.weights)
     documents: Iterable[Documents | None] = repeat(None)
     if rows.starts is not None:
-        # Bounds are found on the host: a GPU would have to be asked how many documents there are.
         host_starts = (rows.starts[i : i + size] for i in range(0, len(rows), size))
-        documents = [_documents(*starts, device) for starts in zip(host_starts, split(rows.starts))]
+        documents = [Documents.of(*starts) for starts in zip(host_starts, split(rows.starts))]
     whole = (MicroBatch.of_samples(*parts) for parts in zip(inputs, targets, documents, weights))
     return [batch.shared(cp.size, cp.rank) for batch in whole]
-
-
-def _documents(starts_BS: npt.NDArray[np.int64], starts_SB: torch.Tensor, device: torch.device) -> Documents:
-    if device.type != "cuda":
-        return Documents(starts_SB)
-    bounds = document_bounds(starts_BS)
-    longest = int(np.diff(bounds).max())
-    return Documents(starts_SB, _to_device(bounds, device), longest, host_starts_BS=starts_BS)
 
 
 def _to_device(x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

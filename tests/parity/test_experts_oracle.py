@@ -25,7 +25,7 @@ FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 5
 # Rows with latent attention, groups, or biases that move after every step: (family, world, layout).
 BALANCED: list[tuple[str, int, dict[str, Any]]] = [
     (family, world, layout)
-    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe", "gpt_oss")
+    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe", "gpt_oss", "llama4")
     for world, layout in (
         (4, {"ep": 2, "tp": 2}),
         (4, {"ep": 4, "zero": 3}),
@@ -52,11 +52,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
             folder = tmp_path_factory.mktemp(family)
             make_model(family, folder)
             hf = load_model(folder).train()
-            gates = [module for name, module in hf.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
+            gates = [module for name, module in hf.named_modules() if name.endswith((".gate", ".router"))]
             closest, counts = [np.inf], dict.fromkeys(gates)
 
             def note(router: Any, inputs: Any, output: Any) -> None:
-                logits = output if isinstance(output, torch.Tensor) else output[0]
+                # Llama 4 returns the scores of the chosen experts first.
+                logits = output if isinstance(output, torch.Tensor) else output[hf.config.model_type == "llama4_text"]
                 closest[0] = min(closest[0], smallest_gap(router, logits.detach(), hf.config.num_experts_per_tok))
                 if hasattr(router, "e_score_correction_bias"):
                     counts[router] = output[2].flatten().bincount(minlength=logits.shape[1])
@@ -147,7 +148,7 @@ def test_every_layout_follows_transformers(
         check(ranks, expected, root, f"{family} {layout}")
 
 
-@pytest.mark.parametrize("row", always_run(BALANCED, BALANCED[0], BALANCED[7], BALANCED[24]), ids=str)
+@pytest.mark.parametrize("row", always_run(BALANCED, BALANCED[0], BALANCED[7], BALANCED[24], BALANCED[32]), ids=str)
 def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
     family, world, layout = row
     folder, *expected = models(family)

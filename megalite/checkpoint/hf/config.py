@@ -87,7 +87,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
             raise refuse(key, f"is not supported: megalite computes {value!r}")
     if "window" in options:
         options.update(_read_pattern(config, options, where))
-    elif any(kind != FULL for kind in config.get("layer_types") or ()):
+    elif "layer_types" not in family.derived and any(kind != FULL for kind in config.get("layer_types") or ()):
         raise BadCheckpoint(f"{where}: layer_types", "must all be full_attention", "convert another model")
     written = str(values.get(family.activation))
     names = {_ALIASES.get(theirs, theirs): ours for ours, theirs in _activations(family).items()}

@@ -58,7 +58,7 @@ def file_tensors(packing: Packing, spec: ParamSpec, heads: int) -> Iterator[File
     fused = len(stack) if "{}" not in packing.names[0] else 0
     for expert in [(0,) * fused] if fused else product(*map(range, stack)):
         ones, here = stack if fused else (1,) * len(expert), 0
-        for name, size in zip(packing.names, sizes, strict=True):
+        for part, (name, size) in enumerate(zip(packing.names, sizes, strict=True)):
             n, starts, step = size, [(0, here)], 1
             if packing.how == "heads":
                 n = size // (3 * heads)
@@ -67,6 +67,10 @@ def file_tensors(packing: Packing, spec: ParamSpec, heads: int) -> Iterator[File
                 step = len(spec.parts)
                 n = size // step
                 starts = [(i, i * n) for i in range(step)]
+            elif packing.how == "pairs" and part < 2:
+                width, step = spec.parts[0] // heads, 2
+                n = width // 2
+                starts = [(at + i, here + at + i * n) for at in range(0, size, width) for i in range(2)]
             runs = tuple((there, Slice((*expert, row, *zeros), (*ones, n, *inner))) for there, row in starts)
             transposed = packing.transposed and bool(inner)
             shape = (*stack[:fused], *((size, *inner)[::-1] if transposed else (size, *inner)))

@@ -24,7 +24,7 @@ class GroupedQueryAttention(Mixer):
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         hidden, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_size, cfg.kv_heads * cfg.head_size
         qkv = linear(f"{name}.qkv_proj", q + 2 * kv, hidden, 0, bias=cfg.qkv_bias, std=cfg.init_std, parts=(q, kv, kv))
-        norms = [] if cfg.qk_norm == "none" else _qk_norms(cfg, name, q, kv)
+        norms = [] if cfg.qk_norm in ("none", "l2") else _qk_norms(cfg, name, q, kv)
         if cfg.attention_sinks:
             norms.append(
                 ParamSpec(f"{name}.sinks", (cfg.num_heads,), (("tp", 0),), std=cfg.init_std, weight_decay=False)
@@ -44,9 +44,10 @@ class GroupedQueryAttention(Mixer):
         m, e, on_cpu = cfg.model, element_size(cfg), cfg.parallel.device == "cpu"
         q, kv, scores = m.num_heads * m.head_size, m.kv_heads * m.head_size, m.num_heads * m.seq_len
         # FlashAttention follows the lengths of documents; elsewhere each sample has a mask of its own.
-        by_document = cfg.data.within_documents and (on_cpu or e == 4 or m.attention_dropout > 0)
-        masks = cfg.train.micro_batch_size if cfg.data.within_documents else 1
-        masked = by_document or (not cfg.data.within_documents and (m.window or m.seq_len) < m.seq_len)
+        documents = cfg.data.within_documents or any(map(m.chunk_of, range(m.num_layers)))
+        by_document = documents and (on_cpu or e == 4 or m.attention_dropout > 0)
+        masks = cfg.train.micro_batch_size if documents else 1
+        masked = by_document or (not documents and (m.window or m.seq_len) < m.seq_len)
         rows = []
         if m.qk_norm == "head":
             rows = [_packed(cfg, "queries, keys and values before their norms")]
@@ -57,6 +58,11 @@ class GroupedQueryAttention(Mixer):
             rows = [_packed(cfg, "queries, keys and values before their norms")] if e == 4 else wide
             rows += [inside(cfg, f"normalized {name}", e * width) for name, width in (("queries", q), ("keys", kv))]
             rows += [SavedTensor("statistic of a query or key norm", 4 * tokens(cfg))] * 2
+        elif m.qk_norm == "l2":
+            for name, heads in (("queries", m.num_heads), ("keys", m.kv_heads)):
+                rows.append(inside(cfg, f"normalized {name}", e * heads * m.head_size))
+                rows.append(inside(cfg, f"statistics of the norm of {name}", 4 * heads))
+                rows.append(SavedTensor("ones for its weight", e * m.head_size))
         comm, _ = choose_comm(m, cfg.parallel, cfg.data.within_documents)
         spread = cfg.parallel.cp // (head_ranks(m, cfg.parallel) if "a2a" in comm else 1)
         if spread > 1 and m.attention_dropout:  # at once: gathered keys are kept
@@ -90,10 +96,14 @@ class GroupedQueryAttention(Mixer):
         return 4 * (cfg.num_heads + cfg.kv_heads) * cfg.head_size
 
     def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
+        per_key = 2 * cfg.num_heads * cfg.head_size
+        if (chunk := cfg.chunk_of(layer)) is not None:
+            chunks, rest = divmod(cfg.seq_len, chunk)
+            keys = (chunks * chunk**2 + rest**2) / cfg.seq_len
+            return per_key * keys, per_key * keys / 2
         keys = min(cfg.window_of(layer) or cfg.seq_len, cfg.seq_len)
         # The first positions of a sequence see less than a window: w^2 / 2 of s w pairs are missing.
         causal = keys - keys * keys / (2 * cfg.seq_len)
-        per_key = 2 * cfg.num_heads * cfg.head_size
         return per_key * keys, per_key * causal
 
 

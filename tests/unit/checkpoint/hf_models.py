@@ -136,6 +136,17 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GROUPED, "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3}
         | {"sliding_window": 5, "rope_parameters": {**YARN_ROPE, "truncate": False}, "pad_token_id": None},
     ),
+    "llama4": (
+        "llama4_text",
+        {**GROUPED, "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 8, "intermediate_size_mlp": 40}
+        | {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 5}
+        | {"floor_scale": 4, "attn_scale": 0.5, "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
+    ),
+    "llama4_maverick": (
+        "llama4_text",
+        {**GROUPED, "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 8, "intermediate_size_mlp": 40}
+        | {"moe_layers": [1, 2], "use_qk_norm": False, "attention_bias": True, "no_rope_layer_interval": 8},
+    ),
     "kimi_k2": ("deepseek_v3", {**LATENTS, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
 }
 # Sizes that are multiples of 32, for MXFP4.

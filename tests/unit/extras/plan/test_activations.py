@@ -28,6 +28,7 @@ FAMILIES = {
     "olmo2": jobs.llama(**SHAPE, norm_position="post", qk_norm="full"),
     "gemma2": jobs.gemma2(**SHAPE),
     "documents": jobs.llama(**SHAPE),
+    "chunks": jobs.llama(**SHAPE, attention_chunk_size=9, qk_norm="l2"),
     "sinks": jobs.llama(**SHAPE, attention_sinks=True, window=9, window_pattern=2, activation="clamped_swiglu"),
     "dropout": jobs.gpt2(**SHAPE, hidden_dropout=0.1, attention_dropout=0.1),
 }
@@ -45,7 +46,9 @@ def config(family: str, layers: int, zero: int, recompute: str, tp: int, sequenc
 LAYOUTS = [(1, False), (2, True), (2, False)]
 CASES = [
     *product(("llama", "gpt2"), (1, 3), ("none", "selective", "full"), LAYOUTS, ("bf16",)),
-    *product(("olmo2", "gemma2", "dropout", "documents"), (1,), ("none", "selective"), LAYOUTS[:1], ("fp32",)),
+    *product(
+        ("olmo2", "gemma2", "dropout", "documents", "chunks"), (1,), ("none", "selective"), LAYOUTS[:1], ("fp32",)
+    ),
     *product(("olmo2", "gemma2", "dropout", "sinks"), (1,), ("none", "selective"), LAYOUTS[1:2], ("bf16",)),
 ]
 

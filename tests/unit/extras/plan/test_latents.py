@@ -111,12 +111,13 @@ def test_states_of_muon() -> None:
     assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.002)
 
 
-@pytest.mark.parametrize(
-    "preset", ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "glm-4.5-air", "glm-4.5", "gpt-oss-20b"]
-)
+PRESETS = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "glm-4.5-air", "glm-4.5", "gpt-oss-20b")
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "gpt-oss-120b", "llama-4-scout", "llama-4-maverick"])
 def test_plans_of_presets(preset: str) -> None:
     """What the pipeline's ranks hold is every parameter, by the axes that cut it; the page names both counts."""
-    layout = ["--precision", "bf16", "--tp", "4", "--ep", "8", "--pp", "2", "--vocab-divisible-by", "32"]
+    layout = ["--precision", "bf16", "--tp", "4", "--ep", "8", "--pp", "2", "--vocab-divisible-by", "16"]
     cfg = parse(["--preset", preset, "--mock-data", *layout]).config
     grid = Grid.from_config(cfg.parallel, 64)
     assert describe_parameters(cfg.model).replace(" parameters", "") in dry_run_report(cfg, grid)

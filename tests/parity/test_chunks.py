@@ -1,0 +1,147 @@
+"""Llama 4's attention in chunks, layers without rope and experts with weighed inputs: loss, gradient norm and every
+gradient are those of one process in every layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.base.errors import UserError
+from megalite.batch import Documents, MicroBatch
+from megalite.config.run import Config
+from megalite.families import FAMILIES
+from megalite.model.flops import flops_per_token
+from tests.parity import jobs
+from tests.parity.test_experts import EXPERTS, Row, Shape, check, one_process, ranks_of
+from tests.parity.test_oracle import train_packed
+from tests.parity.test_zero import assert_close, config, scaled, trained
+from tests.workers import WorkerPool
+
+# Chunks that divide neither the sequence nor what a rank of cp holds; two of four layers without rope; K of 2.
+CHUNKED = jobs.llama(
+    **{
+        **FAMILIES["llama4_text"].options,
+        **EXPERTS,
+        "init_std": 0.14,
+        "moe_shared_ffn_size": 16,
+        "moe_dense_layers": (0,),
+    },
+    qk_norm="l2",
+)
+CHUNKED = replace(
+    CHUNKED, attention_chunk_size=5, no_rope_freq=2, attention_temperature=0.7, attention_temperature_floor=3
+)
+Grid = dict[Shape, list[Row]]
+STRONG: Grid = {
+    ranks_of(4, ep=2, cp=2, tp=2): [(CHUNKED, 3, {}, {"recompute": "selective"})],
+    ranks_of(4, ep=2, pp=2): [(CHUNKED, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "full"})],
+}
+GRID: Grid = {
+    ranks_of(2, tp=2): [(CHUNKED, 1, {}, {"recompute": "full"}), (CHUNKED, 1, {"sequence_parallel": False}, {})],
+    ranks_of(2, cp=2): [(CHUNKED, 1, {"cp_comm": comm}, {}) for comm in ("gather", "ring", "a2a")],
+    ranks_of(4, cp=4): [(CHUNKED, 2, {"cp_comm": "a2a+ring"}, {}), (CHUNKED, 1, {"cp_comm": "gather"}, {})],
+    ranks_of(4, ep=4, tp=2, etp="1"): [(CHUNKED, 1, {}, {})],
+    ranks_of(4, ep=4): [(CHUNKED, 3, {}, {"recompute": "full", "micro_batch_size": 2})],
+    ranks_of(8, ep=2, tp=2, pp=2): [(CHUNKED, 1, {"schedule": "1f1b"}, {})],
+}
+
+
+@pytest.mark.parametrize("shape", STRONG, ids=str)
+def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, STRONG[shape])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_grid(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, GRID[shape])
+
+
+@pytest.mark.full
+def test_documents_are_cut_too(pool: WorkerPool) -> None:
+    """Over ranks of cp as in one process."""
+    cfgs = [
+        jobs.make_config(CHUNKED, {"cp": cp, "cp_comm": comm}, train_steps=5)
+        for cp, comm in ((1, "auto"), (2, "gather"), (2, "ring"))
+    ]
+    (expected,) = train_packed(0, cfgs[:1], 1)
+    for got in (got for rank in pool.run(2, train_packed, cfgs[1:], 2) for got in rank):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_chunks_begin_at_multiples_whatever_the_documents() -> None:
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3, 3, 3]]).t().expand(-1, 2)
+    tokens = torch.zeros(10, 2, dtype=torch.long)
+    plain, packed = (MicroBatch.of_samples(tokens, None, documents) for documents in (None, Documents(starts)))
+    for batch, expected in ((plain, [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]), (packed, [0, 0, 0, 3, 4, 4, 4, 4, 8, 8])):
+        cut = batch.in_chunks({None, 4})
+        assert (cut[None] is None) == (batch is plain)
+        documents = cut[4]
+        assert documents is not None
+        assert documents.starts_SB.t().tolist() == [expected] * 2
+
+
+def test_work_by_hand() -> None:
+    """Of 16 tokens, chunks of 5, 5, 5 and 1: 76 of 256 pairs in two layers, all in two; half of them causal."""
+    m = replace(CHUNKED, num_experts=None, moe_dense_layers=(), **dict.fromkeys(("moe_ffn_size",)), **_DENSE)
+    per_pair = 2 * m.num_heads * m.head_size
+    assert flops_per_token(m).attention == pytest.approx(6 * per_pair * 2 * (76 + 256) / 16)
+    assert flops_per_token(m).causal_attention == pytest.approx(3 * per_pair * 2 * (76 + 256) / 16)
+
+
+_DENSE: dict[str, Any] = {
+    "moe_topk": 2,
+    "moe_renormalize": True,
+    "moe_router_score_function": "softmax",
+    "moe_apply_probs_on_input": False,
+    "moe_shared_ffn_size": 0,
+}
+
+
+def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
+    """`trained`, wrong in one way."""
+    from megalite.model.rotary import Temperature
+    from megalite.tensor_parallel.dispatch import AllToAll
+
+    make, cut, send = Temperature.__call__, MicroBatch.in_chunks, AllToAll.send
+
+    def of_local_index(self: Any, positions: Any, device: Any) -> Any:
+        return make(self, replace(positions, runs=(range(sum(map(len, positions.runs))),)), device)
+
+    wrong: dict[str, tuple[Any, str, Any]] = {
+        "no chunks": (MicroBatch, "in_chunks", lambda self, sizes: dict.fromkeys(sizes, cut(self, ())[None])),
+        "temperature by local index": (Temperature, "__call__", of_local_index),
+        "outputs weighed": (AllToAll, "send", lambda self, x, weights=None: send(self, x)),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*wrong[fault])
+        return trained(rank, cfgs, world)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["no chunks", "temperature by local index", "outputs weighed"])
+def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
+    ranks = pool.run(2, with_fault, fault, [config(CHUNKED, 1, {"cp": 2})], 2)
+    with pytest.raises(AssertionError):
+        assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(CHUNKED))), fault)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"no_rope_freq": 1}, "leaves no layer with rope"),
+    ({"no_rope_freq": 2, "position": "learned"}, "no layer has rope"),
+    ({"no_rope_freq": 0}, "is of layers without rope"),
+    ({"window": 4}, "a layer has one limit"),
+    ({"kv_lora_rank": 8}, "latents have a rotated part"),
+    ({"attention_chunk_size": 0}, "--attention-chunk-size 0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("model", "words"), BAD, ids=[words for _, words in BAD])
+def test_what_does_not_fit_is_refused(model: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        replace(CHUNKED, **model)
