@@ -5,7 +5,6 @@ Neighbors in a head are rotated together; experts are stacked in its files.
 
 from typing import Any
 
-from megalite.base.errors import require
 from megalite.families.common import Family, Packing, preset, rows, transposed
 from megalite.families.experts import EXPERT_FIELDS
 from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS, LLAMA_TENSORS
@@ -25,20 +24,12 @@ def _mlp(ours: str, theirs: str) -> dict[str, Packing]:
 
 
 def _read(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Read which layers have experts, and which have rope."""
+    """Read which layers have experts, and which have rope: by a pattern, else `read_config` refuses the list."""
     layers = range(min(options["num_layers"] or 0, 10_001))
     step, sparse = values["interleave_moe_layer_step"] or 1, values["moe_layers"]
     sparse = [i for i in layers if (i + 1) % step == 0] if sparse is None else sparse
     with_rope = values["no_rope_layers"] or [int((i + 1) % (values["no_rope_layer_interval"] or 1) > 0) for i in layers]
     every = with_rope.index(0) + 1 if 0 in with_rope else 0
-    expected = [int(not every or (i + 1) % every > 0) for i in layers]
-    types = values["layer_types"] or [_CHUNKED if rope else _FULL for rope in expected]
-    require(
-        list(map(int, map(bool, with_rope))) == expected and types == [_CHUNKED if r else _FULL for r in expected],
-        "no_rope_layers and layer_types of config.json",
-        "are not supported: megalite computes full attention without rope in every n-th layer, chunks in the others",
-        "convert another model",
-    )
     return {
         "moe_dense_layers": tuple(i for i in layers if i not in set(sparse)),
         "no_rope_freq": every,

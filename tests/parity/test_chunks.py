@@ -46,7 +46,10 @@ GRID: Grid = {
     ranks_of(2, cp=2): [(CHUNKED, 1, {"cp_comm": comm}, {}) for comm in ("gather", "ring", "a2a")],
     ranks_of(4, cp=4): [(CHUNKED, 2, {"cp_comm": "a2a+ring"}, {}), (CHUNKED, 1, {"cp_comm": "gather"}, {})],
     ranks_of(4, ep=4, tp=2, etp="1"): [(CHUNKED, 1, {}, {})],
-    ranks_of(4, ep=4): [(CHUNKED, 3, {}, {"recompute": "full", "micro_batch_size": 2})],
+    ranks_of(4, ep=4): [
+        (CHUNKED, 3, {}, {"recompute": "full", "micro_batch_size": 2}),
+        (CHUNKED, 1, {"moe_dispatch": "allgather"}, {}),
+    ],
     ranks_of(8, ep=2, tp=2, pp=2): [(CHUNKED, 1, {"schedule": "1f1b"}, {})],
 }
 
@@ -116,7 +119,7 @@ def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
     wrong: dict[str, tuple[Any, str, Any]] = {
         "no chunks": (MicroBatch, "in_chunks", lambda self, sizes: dict.fromkeys(sizes, cut(self, ())[None])),
         "temperature by local index": (Temperature, "__call__", of_local_index),
-        "outputs weighed": (AllToAll, "send", lambda self, x, weights=None: send(self, x)),
+        "weights of other tokens": (AllToAll, "send", lambda self, x, weights: send(self, x, weights.flip(0))),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*wrong[fault])
@@ -124,7 +127,7 @@ def with_fault(rank: int, fault: str, cfgs: list[Config], world: int) -> Any:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", ["no chunks", "temperature by local index", "outputs weighed"])
+@pytest.mark.parametrize("fault", ["no chunks", "temperature by local index", "weights of other tokens"])
 def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
     ranks = pool.run(2, with_fault, fault, [config(CHUNKED, 1, {"cp": 2})], 2)
     with pytest.raises(AssertionError):

@@ -102,9 +102,13 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     if "ffn_hidden_size" not in options:
         options["ffn_hidden_size"] = 4 * options["hidden_size"]
     try:
-        return ModelConfig(arch=family.name, seq_len=options["max_position_embeddings"], **options)
+        cfg = ModelConfig(arch=family.name, seq_len=options["max_position_embeddings"], **options)
     except TypeError as e:
         raise BadCheckpoint(where, f"holds a value of the wrong type ({e})", "correct it") from None
+    for key, value in family.write(cfg).items():
+        if isinstance(value, list) and (values.get(key) or value) != value:
+            raise refuse(key, f"is not supported: megalite computes {value!r:.80}")
+    return cfg
 
 
 def _check_types(values: dict[str, Any], family: Family, where: str) -> None:

@@ -139,7 +139,12 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "llama4_text",
         {**GROUPED, "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 8, "intermediate_size_mlp": 40}
-        | {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 5}
+        | {
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 3,
+            "attention_chunk_size": 5,
+            "initializer_range": 0.2,
+        }
         | {"floor_scale": 4, "attn_scale": 0.5, "rope_parameters": {**LLAMA3_ROPE, "high_freq_factor": 1.0}},
     ),
     "llama4_maverick": (

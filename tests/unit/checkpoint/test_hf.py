@@ -238,6 +238,19 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_p
         import_hf(packed, tmp_path / "other")
 
 
+def test_layers_of_llama_4_that_follow_no_pattern_are_refused(models: Any) -> None:
+    raw = json.loads((models("llama4")[0] / "config.json").read_text())
+    for key, value in (
+        ("no_rope_layers", [1, 0, 0, 1]),
+        ("layer_types", ["chunked_attention", "full_attention", "full_attention", "chunked_attention"]),
+    ):
+        with pytest.raises(UserError, match=rf"{key} .* is not supported: megalite computes"):
+            read_config({**raw, key: value}, "config.json")
+    # The hub's files: an empty list is the interval's, and a number is true.
+    hub = {**raw, "no_rope_layers": [], "attn_temperature_tuning": 4, "layer_types": None, "moe_layers": None}
+    assert read_config(hub, "config.json") == read_config(raw, "config.json")
+
+
 def test_other_ways_to_choose_experts_are_refused(models: Any) -> None:
     raw = json.loads((models("deepseek_v2")[0] / "config.json").read_text())
     with pytest.raises(UserError, match="topk_method 'noaux_tc': must be one of greedy, group_limited_greedy"):
