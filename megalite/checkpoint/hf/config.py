@@ -99,15 +99,21 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
         options.update(_read_rope(config, values, family, where))
     # Absent and null both mean the default, derived from the other sizes.
     options = {k: v for k, v in options.items() if v is not None}
-    if "ffn_hidden_size" not in options:
-        options["ffn_hidden_size"] = 4 * options["hidden_size"]
+    options.setdefault("ffn_hidden_size", 4 * options["hidden_size"])
+    return _made(family, options, values, where)
+
+
+def _made(family: Family, options: dict[str, Any], values: dict[str, Any], where: str) -> ModelConfig:
+    """Make the model; lists of layers must be those that the family would write."""
     try:
         cfg = ModelConfig(arch=family.name, seq_len=options["max_position_embeddings"], **options)
     except TypeError as e:
         raise BadCheckpoint(where, f"holds a value of the wrong type ({e})", "correct it") from None
     for key, value in family.write(cfg).items():
         if isinstance(value, list) and (values.get(key) or value) != value:
-            raise refuse(key, f"is not supported: megalite computes {value!r:.80}")
+            raise BadCheckpoint(
+                f"{where}: {key}", f"is not supported: megalite computes {value}", "convert another model"
+            )
     return cfg
 
 

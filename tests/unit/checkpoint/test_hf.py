@@ -244,7 +244,7 @@ def test_layers_of_llama_4_that_follow_no_pattern_are_refused(models: Any) -> No
         ("no_rope_layers", [1, 0, 0, 1]),
         ("layer_types", ["chunked_attention", "full_attention", "full_attention", "chunked_attention"]),
     ):
-        with pytest.raises(UserError, match=rf"{key} .* is not supported: megalite computes"):
+        with pytest.raises(UserError, match=f"{key}: is not supported: megalite computes"):
             read_config({**raw, key: value}, "config.json")
     # The hub's files: an empty list is the interval's, and a number is true.
     hub = {**raw, "no_rope_layers": [], "attn_temperature_tuning": 4, "layer_types": None, "moe_layers": None}
