@@ -65,8 +65,7 @@ def read_config(config: dict[str, Any], where: str) -> ModelConfig:
     def refuse(key: str, rule: str) -> BadCheckpoint:
         return BadCheckpoint(f"{where}: {key} {values.get(key)!r:.80}", rule, "convert another model")
 
-    options: dict[str, Any] = dict(family.options)
-    source_of: dict[str, str] = {}
+    options, source_of = dict(family.options), dict[str, str]()
     given = {name for key, name in family.fields if key in values}
     for key, name in family.fields:
         if key not in values and name in given:
@@ -181,8 +180,7 @@ def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, w
         if new[key] != old[key]:
             rule = f"rope_parameters say {new[key]!r}, the old keys {old[key]!r}"
             raise BadCheckpoint(f"{where}: {key}", rule, "correct the wrong one")
-    defaults = {key: family.defaults[theirs] for key, theirs in old_keys.items() if theirs}
-    rope = {**defaults, **old, **new}
+    rope = {**{key: family.defaults[theirs] for key, theirs in old_keys.items() if theirs}, **old, **new}
     options: dict[str, Any] = {"rope_theta": float(rope["rope_theta"])}
     if family.local_theta:
         options["rope_theta_local"] = float(rope["rope_theta_local"])
