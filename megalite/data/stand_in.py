@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +55,10 @@ def bring_prefix(prefix: str, cache_dir: str, limit: int) -> None:
                 if known != source:
                     _write_source(units, source)
                 continue
-            # New, or another object than the one that the units are of.
-            shutil.rmtree(units, ignore_errors=True)
-            units.mkdir()
+            # New, or another object than the one that the units are of. The folder stays: a run may be reading from it.
+            units.mkdir(exist_ok=True)
+            for old in units.glob("[!.]*"):
+                old.unlink(missing_ok=True)
             part = folder / f".part_{path.name}"
             if suffix.endswith(".bin"):
                 with part.open("wb") as f:
