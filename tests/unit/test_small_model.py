@@ -105,11 +105,13 @@ def test_without_input_the_text_is_this_environments_code(tmp_path: Path) -> Non
 
 
 def test_twins_differ_in_their_experts_alone(tmp_path: Path) -> None:
-    """They have as many active parameters, but for the routers: 8 scores of each of 128 features in 4 layers."""
-    *_, dense, moe, plot = commands(tmp_path, "--out", str(tmp_path), "--steps", "8", name="moe_twin.sh")
+    """They have as many active parameters, but for the routers: 16 scores of each of 64 features in 4 layers."""
+    words = ["--out", str(tmp_path), "--steps", "8", "--seeds", "5 6"]
+    *_, first, _, dense, moe, plot = commands(tmp_path, *words, name="moe_twin.sh")
     cfgs = [parse([*command[5:], "--vocab-size", "1024"]).config for command in (dense, moe)]
     active = [active_parameters(cfg.model) for cfg in cfgs]
-    assert active[1] - active[0] == 4 * 8 * 128
+    assert active[1] - active[0] == 4 * 16 * 64
     alike = [(cfg.data, cfg.train, cfg.optim, replace(cfg.run, run_dir="o")) for cfg in cfgs]
     assert alike[0] == alike[1]
-    assert plot[2:5] == ["plot", f"{tmp_path}/dense", f"{tmp_path}/moe"]
+    assert (cfgs[0].train.seed, parse([*first[5:], "--vocab-size", "1024"]).config.train.seed) == (6, 5)
+    assert plot[3:7] == [f"{tmp_path}/{name}_{seed}" for seed in (5, 6) for name in ("dense", "moe")]
