@@ -16,7 +16,17 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.data import Rows
 from tests.parity import jobs, test_documents
-from tests.parity.test_zero import GPT2, LLAMA, assert_same, config, scaled, trained
+from tests.parity.test_zero import (
+    GPT2,
+    LLAMA,
+    assert_close,
+    assert_same,
+    boxes_of,
+    config,
+    put_together,
+    scaled,
+    trained,
+)  # fmt: skip
 from tests.workers import WorkerPool
 
 GEMMA2, GEMMA3 = jobs.gemma2(), jobs.gemma3()
@@ -173,6 +183,45 @@ def test_packed_documents_in_a_pipeline(pool: WorkerPool) -> None:
     check_packed(pool, (8, 2, 2, 2))
 
 
+def chats() -> Rows:
+    """Packed conversations: of each only some turns are learned, with weights of their own."""
+    rows, draws = test_documents.packed(), np.random.default_rng(4)
+    targets = np.where(np.arange(test_documents.SEQ) // 3 % 2, rows.targets, -1)
+    return replace(rows, targets=targets, weights=draws.uniform(0.1, 2, targets.shape).astype(np.float32))
+
+
+def trained_on_chats(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:
+    """By config: loss and norm of a step and of an evaluation, and the boxes of the gradients."""
+    from megalite.train.step import eval_step, train_step
+
+    out, rows = [], chats()
+    for engine in jobs.engines(cfgs, world):
+        share = len(rows) // engine.ctx.dp.size
+        mine = rows[engine.ctx.dp.rank * share :][:share]
+        evaluated, *_ = eval_step(engine, mine)
+        result = train_step(engine, mine, 1)
+        out.append(([(result.loss, result.grad_norm), (evaluated, result.targets)], boxes_of(engine)))
+        engine.optimizer.wait_weights()
+    return out
+
+
+# (model, layout of eight ranks, training options)
+CHATS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"cp": 4, "cp_comm": "a2a", "zero": 3, "zero_whole_below": 500}, {"recompute": "full"}),
+    ("gemma2", {"cp": 4, "cp_comm": "gather", "zero": 2}, {"loss_chunk": 5}),
+    ("gpt2", {"cp": 4, "cp_comm": "ring"}, {"micro_batch_size": 4}),
+]
+
+
+@pytest.mark.parametrize("row", [CHATS[1], *(pytest.param(row, marks=pytest.mark.full) for row in CHATS[::2])], ids=str)
+def test_chats(pool: WorkerPool, row: tuple[str, dict[str, Any], dict[str, Any]]) -> None:
+    name, parallel, train = row
+    model = test_documents.MAKE[name](2, **test_documents.SIZES)
+    ((figures, boxes),) = trained_on_chats(0, [jobs.make_config(model)], 1)
+    ranks = pool.run(8, trained_on_chats, [jobs.make_config(model, parallel, **train)], 8)
+    assert_close([rank[0] for rank in ranks], figures, put_together([boxes]), str(row))
+
+
 def few_targets() -> Rows:
     """Only the first tokens of the first sample are learned, with weights: three of four ranks count nothing."""
     tokens = np.random.default_rng(8).integers(0, jobs.VOCAB, (jobs.BATCH, jobs.SEQ + 1))
@@ -192,12 +241,19 @@ def test_ranks_without_a_target_take_part(pool: WorkerPool, comm: str) -> None:
     assert want[0][2] == 1.25
 
 
-FAULTS = ("local positions", "targets shifted in the slice", "not summed over cp", "mean of rank means")
+FAULTS = (
+    "local positions",
+    "targets shifted in the slice",
+    "not summed over cp",
+    "mean of rank means",
+    "summed over dp only",
+)
 
 
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any:
     """`trained`, wrong in one way."""
     from megalite.context_parallel import gather
+    from megalite.dist import grid
     from megalite.train import step
 
     def shifted(batch: MicroBatch, ranks: int, rank: int, shared: Any = MicroBatch.shared) -> MicroBatch:
@@ -231,6 +287,8 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
                 patch.setattr(gather.collectives, "start_reduce_scatter", not_summed)
             case 3:
                 patch.setattr(step, "to_microbatches", of_rank)
+            case 4:
+                patch.setattr(grid, "AXES", [axis._replace(cuts_batch=axis.name == "dp") for axis in grid.AXES])
         return trained(rank, cfgs, world)
 
 

@@ -14,11 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.base.errors import UserError
 from megalite.config.options import GROUPS
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.hf import export_hf
+from megalite.extras.inference.evaluate import mean_loss
+from megalite.extras.inference.generate import generate
+from megalite.extras.inference.load import find_weights, load_model
+from megalite.extras.inference.score import Scorer, scoring_config
 from megalite.extras.saved_model import resolve_checkpoint
 from tests.parity.test_resume import losses, train
 from tests.ranks import ROOT
@@ -159,6 +166,10 @@ def test_what_is_reset_and_what_is_kept(pool: WorkerPool, first_stage: Path, tmp
     assert re.findall(r"rises: (\S+) in step 4 of the checkpoint, (\S+) in", log) == [("0", rate)]
 
 
+def alone_on_cpu() -> ParallelContext:
+    return ParallelContext.create(Grid.of(1), torch.device("cpu"))
+
+
 def test_longer_samples_with_yarn_are_shared(pool: WorkerPool, first_stage: Path, tmp_path: Path) -> None:
     """The recipe of docs/long_sequences.md: four times the tokens, on two ranks that share them and on one."""
     yarn = "{rope_type: yarn, factor: 8.0, original_max_position_embeddings: 16}"
@@ -169,6 +180,17 @@ def test_longer_samples_with_yarn_are_shared(pool: WorkerPool, first_stage: Path
     alone, shared = (losses(tmp_path / str(world)) for world in (1, 2))
     assert [step for step, *_ in alone] == [5, 6]
     np.testing.assert_allclose(shared, alone, rtol=1e-5)
+    # What reads a run reads one whose samples were shared.
+    read = []
+    ids = np.random.default_rng(6).integers(0, 80, 150)
+    for world in (1, 2):
+        weights = find_weights(tmp_path / str(world))
+        scorer = Scorer(scoring_config(weights, 1, 1, 1, rows=2, max_length=64), alone_on_cpu(), weights)
+        scores = [score for score, _ in scorer.score([(ids[:60].tolist(), 59), (ids[60:90].tolist(), 29)])]
+        loaded = load_model(tmp_path / str(world), torch.device("cpu"))
+        read.append(([mean_loss(loaded, ids)[0], *scores], generate(loaded, ids[:50].tolist(), 8, temperature=0)))
+    np.testing.assert_allclose(read[1][0], read[0][0], rtol=1e-5)
+    assert read[1][1] == read[0][1]
     model = export_hf(tmp_path / "2", tmp_path / "hf")
     assert model["rope_parameters"]["rope_type"] == "yarn"
     # transformers 4 takes the quotient with the original length for the factor.

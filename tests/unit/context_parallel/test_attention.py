@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.batch import Documents, Mask, by_rank, in_order, runs_of
 from megalite.context_parallel import blocks, share_attention
-from megalite.context_parallel.blocks import Case, blocks_of
+from megalite.context_parallel.blocks import Block, Case, blocks_of
 from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
@@ -242,7 +242,8 @@ def test_dropout_drops_a_share_and_differentiates_it(pool: WorkerPool, variant: 
     assert len({tuple(kept[-1].flatten().tolist()) for kept in shares}) == 4
 
 
-FAULTS = ("documents not masked", "windows not masked", "log-sum-exp 0 of what sees no key", "one hop short")
+FAULTS = ("documents not masked", "windows not masked", "log-sum-exp 0 of what sees no key", "one hop short",
+          "causal from the top left", "own keys at every hop of backward")  # fmt: skip
 
 
 def with_fault(rank: int, fault: str) -> list[list[Tensor]]:
@@ -254,6 +255,9 @@ def with_fault(rank: int, fault: str) -> list[list[Tensor]]:
         # Forward passes keys on three times, backward three times, and gradients four times.
         return (x, collectives.FinishedWork()) if next(calls) % 10 == 0 else shift(x, axis)
 
+    def own_keys(x: Tensor, axis: Any, shift: Any = collectives.start_shift) -> Any:
+        return (x, collectives.FinishedWork()) if next(calls) % 10 in (4, 6, 8) else shift(x, axis)
+
     with pytest.MonkeyPatch.context() as patch:
         match FAULTS.index(fault):
             case 0:
@@ -264,6 +268,12 @@ def with_fault(rank: int, fault: str) -> list[list[Tensor]]:
                 patch.setattr(torch.Tensor, "any", lambda x, dim=None: torch.ones_like(x[..., 0]))
             case 3:
                 patch.setattr(collectives, "start_shift", without_last_hop)
+            case 4:
+                patch.setattr(
+                    blocks, "Block", lambda q, k, at, causal=False, masked=False: Block(q, k, at, not masked, masked)
+                )
+            case 5:
+                patch.setattr(collectives, "start_shift", own_keys)
         return attended(rank, 4, "ring", torch.float64, 5)
 
 
