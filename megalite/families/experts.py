@@ -3,7 +3,7 @@
 from typing import Any
 
 from megalite.families.common import Packing, rows
-from megalite.families.llama import LLAMA_DEFAULTS
+from megalite.families.llama import LLAMA_DEFAULTS, LLAMA_FIELDS
 
 # Files are not trusted: more layers are refused, but only once they are listed.
 _MAX_LAYERS = 10_001
@@ -18,11 +18,13 @@ EXPERT_TENSORS: dict[str, Packing] = {
 }
 # Qwen's: experts have a width of their own, and some layers may be dense.
 SPARSE_FIELDS: tuple[tuple[str, str], ...] = (
+    *LLAMA_FIELDS,
+    *EXPERT_FIELDS,
+    ("num_experts", "num_experts"),
     ("moe_intermediate_size", "moe_ffn_size"),
     ("norm_topk_prob", "moe_renormalize"),
     ("mlp_only_layers", "moe_dense_layers"),
 )
-SPARSE_KEYS: dict[str, type] = {"decoder_sparse_step": int}
 SPARSE_DEFAULTS: dict[str, Any] = {
     **LLAMA_DEFAULTS,
     "norm_topk_prob": False,
@@ -38,6 +40,13 @@ def read_sparse(values: dict[str, Any], options: dict[str, Any]) -> dict[str, An
     layers = min(options["num_layers"] or 0, _MAX_LAYERS) if step and step > 1 else 0
     between = {layer for layer in range(layers) if (layer + 1) % (step or 1)}
     return {"moe_dense_layers": tuple(sorted({*(options["moe_dense_layers"] or ()), *between}))}
+
+
+SPARSE: dict[str, Any] = {
+    "constants": {"use_sliding_window": False},
+    "derived": {"decoder_sparse_step": int},
+    "read": read_sparse,
+}
 
 
 # DeepSeek's: dense layers first, shared experts of the width of the others, groups.

@@ -1,15 +1,8 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen 2 with experts beside a shared one with a gate."""
 
 from megalite.families.common import Family, preset, rows
-from megalite.families.experts import (
-    EXPERT_FIELDS,
-    EXPERT_TENSORS,
-    SPARSE_DEFAULTS,
-    SPARSE_FIELDS,
-    SPARSE_KEYS,
-    read_sparse,
-)
-from megalite.families.llama import LLAMA_FIELDS, LLAMA_TENSORS
+from megalite.families.experts import EXPERT_TENSORS, SPARSE, SPARSE_DEFAULTS, SPARSE_FIELDS
+from megalite.families.llama import LLAMA_TENSORS
 
 _SHARED = "model.layers.{}.mlp.shared_expert"
 
@@ -36,10 +29,7 @@ FAMILY = Family(
         "layers.{}.mlp.shared_expert_gate.weight": rows("model.layers.{}.mlp.shared_expert_gate.weight"),
     },
     fields=(
-        *LLAMA_FIELDS,
-        *EXPERT_FIELDS,
         *SPARSE_FIELDS,
-        ("num_experts", "num_experts"),
         ("shared_expert_intermediate_size", "moe_shared_ffn_size"),
         ("qkv_bias", "qkv_bias"),
     ),
@@ -53,9 +43,7 @@ FAMILY = Family(
         "shared_expert_intermediate_size": 5632,
         "qkv_bias": True,
     },
-    constants={"use_sliding_window": False},
-    derived=SPARSE_KEYS,
-    read=read_sparse,
+    **SPARSE,
     presets={
         # Qwen/Qwen1.5-MoE-A2.7B and Qwen/Qwen2-57B-A14B
         "qwen1.5-moe-a2.7b": preset(

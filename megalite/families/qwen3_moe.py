@@ -1,15 +1,8 @@
 """Qwen 3 with experts. transformers 4 calls their number num_experts, 5 num_local_experts."""
 
 from megalite.families.common import Family, preset
-from megalite.families.experts import (
-    EXPERT_FIELDS,
-    EXPERT_TENSORS,
-    SPARSE_DEFAULTS,
-    SPARSE_FIELDS,
-    SPARSE_KEYS,
-    read_sparse,
-)
-from megalite.families.llama import LLAMA_FIELDS, LLAMA_TENSORS
+from megalite.families.experts import EXPERT_TENSORS, SPARSE, SPARSE_DEFAULTS, SPARSE_FIELDS
+from megalite.families.llama import LLAMA_TENSORS
 
 _GROUPED = {"num_kv_heads": 4, "head_dim": 128, "num_experts": 128, "moe_topk": 8}
 
@@ -19,10 +12,7 @@ FAMILY = Family(
     options={"qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 1e6, "num_experts": 128, "moe_topk": 8},
     tensors={**LLAMA_TENSORS, **EXPERT_TENSORS},
     fields=(
-        *LLAMA_FIELDS,
-        *EXPERT_FIELDS,
         *SPARSE_FIELDS,
-        ("num_experts", "num_experts"),
         ("num_local_experts", "num_experts"),
         ("attention_bias", "qkv_bias"),
         ("attention_bias", "o_bias"),
@@ -35,9 +25,7 @@ FAMILY = Family(
         "moe_intermediate_size": 768,
         "attention_bias": False,
     },
-    constants={"use_sliding_window": False},
-    derived=SPARSE_KEYS,
-    read=read_sparse,
+    **SPARSE,
     presets={
         # Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B
         "qwen3-30b-a3b": preset(

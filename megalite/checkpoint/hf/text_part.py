@@ -1,4 +1,4 @@
-"""The language model of a folder that also has images (Gemma 3 from 4B on): its config.json and its tensors' names."""
+"""The language model of a folder that has images too (Gemma 3 from 4B on, Llama 4): its config.json, its names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalite.checkpoint.hf.config import special_ids
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.families import FAMILIES
 
-_OTHERS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+_OTHERS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
 # On the hub the model lies in language_model.model, transformers 5 writes model.language_model.
 _PREFIX = re.compile(r"^(model\.)?language_model\.")
 T = TypeVar("T")

@@ -89,7 +89,8 @@ def test_logits_and_round_trip(
     cfg = make_config(dataclasses.replace(hf_model_config(folder), seq_len=16), parallel)
     world = Grid.from_config(cfg.parallel).world
     logits = pool.run(world, hf_job, cfg, world, str(folder), str(tmp_path / "ckpt"))[-1]
-    np.testing.assert_allclose(logits, expected, atol=2e-5, rtol=0)
+    # Gemma 3's hidden states are the largest.
+    np.testing.assert_allclose(logits, expected, atol=2e-5 if case.startswith("gemma3") else 1e-5, rtol=0)
     export_hf(tmp_path / "ckpt", tmp_path / "out")
     assert_same_weights(folder, tmp_path / "out")
 

@@ -1,4 +1,4 @@
-"""Gemma 3 for text and images: its text part is a text model with the same logits."""
+"""Models for text and images: their text part is a text model with the same logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from megalite.base.errors import UserError
 from megalite.checkpoint.hf.start import hf_model_config
 from megalite.extras.convert.hf import export_hf, import_hf
-from tests.unit.checkpoint.hf_models import GROUPED, logits_of, tokens
+from tests.unit.checkpoint.hf_models import GROUPED, logits_of, make_model, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,3 +105,30 @@ def test_what_a_text_config_may_omit(model: tuple[Path, np.ndarray], tmp_path: P
     )
     with pytest.raises(UserError, match="model_type gemma3 has no text_config"):
         hf_model_config(tmp_path)
+
+
+def test_the_text_part_of_llama_4(models_of_llama_4: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Under the names of the hub."""
+    from safetensors.torch import load_file, save_file
+
+    text = load_file(models_of_llama_4 / "model.safetensors")
+    config = json.loads((models_of_llama_4 / "config.json").read_text())
+    whole = {f"language_model.{name}": x for name, x in text.items()}
+    whole |= {"vision_model.class_embedding": torch.zeros(4), "multi_modal_projector.linear_1.weight": torch.zeros(2)}
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    save_file(whole, hub / "model.safetensors")
+    (hub / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": config}))
+    import_hf(hub, tmp_path / "ckpt")
+    assert "2 tensors for images are left out" in caplog.text
+    written = export_hf(tmp_path / "ckpt", tmp_path / "out")
+    assert written["model_type"] == "llama4_text"
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == text.keys()
+    assert all(torch.equal(out[name], text[name]) for name in text)
+
+
+@pytest.fixture
+def models_of_llama_4(tmp_path: Path) -> Path:
+    make_model("llama4", tmp_path / "text")
+    return tmp_path / "text"

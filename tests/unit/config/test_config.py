@@ -75,7 +75,7 @@ BAD: list[tuple[type, dict[str, Any], str, str]] = [
         "longer than the 32 learned positions",
     ),
     (RopeScaling, {"factor": 0.5}, "--rope-scaling", "needs factor >= 1"),
-    (RopeScaling, {"low_freq_factor": 4.0}, "--rope-scaling", "low_freq_factor < high_freq_factor"),
+    (RopeScaling, {"low_freq_factor": 5.0}, "--rope-scaling", "low_freq_factor <= high_freq_factor"),
     (ParallelConfig, {"tp": 0}, "--tp 0", "must be at least 1"),
     (ParallelConfig, {"tp_chunks": 2}, "--tp-chunks 2", "requires --tp above 1 with sequence parallelism"),
     (ParallelConfig, {"bucket_size": 0}, "--bucket-size 0", "must be at least 1"),
