@@ -76,7 +76,7 @@ def triton_cases() -> list[Case]:
     from megalite.ops.triton import activation, cross_entropy, flat, fp8, norm, rope
     from megalite.ops.triton.support import row_launch
 
-    cases, to_fp8 = [], "F2FP.SATFINITE.E4M3"
+    cases, to_fp8, no_codes = [], "F2FP.SATFINITE.E4M3", {"GROUP": 0, "LARGEST": 448.0}
     for name, width, rms, forward, backward in (
         ("add_rmsnorm", 4096, True, Limit(48, 6), Limit(96, 8, 1)),
         ("add_rmsnorm_wide", 12288, True, Limit(48, 6), Limit(112, 14, 1)),
@@ -85,7 +85,11 @@ def triton_cases() -> list[Case]:
     ):
         constants = {"RMS": rms, "RESIDUAL": True}
         block, warps = row_launch(width)
-        cases.append(Case(name, norm.norm_forward_kernel, {**constants, "BLOCK": block}, warps, forward))
+        cases.append(Case(name, norm.norm_forward_kernel, {**constants, **no_codes, "BLOCK": block}, warps, forward))
+        for group in (128, 32):
+            case = {**constants, **no_codes, "GROUP": group, "BLOCK": block}
+            limit = replace(forward, registers=forward.registers + 48)
+            cases.append(Case(f"{name}_fp8_{group}", norm.norm_forward_kernel, case, warps, limit, 89, to_fp8))
         chunks, block, warps = norm.backward_launch(width)
         constants |= {"CHUNKS": chunks, "BLOCK": block}
         cases.append(Case(f"{name}_backward", norm.norm_backward_kernel, constants, warps, backward))
@@ -97,7 +101,12 @@ def triton_cases() -> list[Case]:
     cases.append(Case("rope_pack", rope.rope_pack_kernel, packed, 4, Limit(64, 10)))
     for kind, label in ((0, "silu"), (1, "gelu"), (2, "gelu_tanh")):
         constants = {"KIND": kind, "BLOCK": 1024}
-        cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, constants, 4, Limit(40, 2)))
+        cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, {**constants, **no_codes}, 4, Limit(40, 2)))
+        for group in (128, 32):
+            case = {**constants, **no_codes, "GROUP": group}
+            cases.append(
+                Case(f"glu_{label}_fp8_{group}", activation.glu_forward_kernel, case, 4, Limit(64, 2), 89, to_fp8)
+            )
         cases.append(Case(f"glu_{label}_backward", activation.glu_backward_kernel, constants, 4, Limit(48, 3)))
         if kind:
             cases.append(Case(label, activation.gelu_forward_kernel, constants, 4, Limit(40, 1)))
@@ -195,12 +204,13 @@ def compile_triton(case: Case, arch: int) -> Code:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature = {}
+    # A kernel that writes codes only for some callers gets another pointer from others.
+    signature, types = {}, {**TYPES, "codes_ptr": "*bf16"} if case.constants.get("GROUP") == 0 else TYPES
     for name in case.kernel.arg_names:
         if name in case.constants:
             signature[name] = "constexpr"
         else:
-            signature[name] = TYPES.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+            signature[name] = types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
     divisible = {
         (i,): [["tt.divisibility", 16]]
         for i, kind in enumerate(signature.values())

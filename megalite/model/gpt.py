@@ -42,7 +42,12 @@ class Block(nn.Module):
         self.mlp = FEED_FORWARDS[kind.feed_forward].module(layers, index)
         # Registered under their global names, called by their place. The order of registration is that of their
         # gradients in a bucket, and so decides the last bit of the gradient norm.
-        by_name = {leaf: layers.norm(f"{name}.{leaf}") for leaf in (norms[1], norms[2], norms[0], norms[3]) if leaf}
+        multiplied = {norms[0]: kind.mixer == "gqa", norms[2]: kind.feed_forward == "mlp"}
+        by_name = {
+            leaf: layers.norm(f"{name}.{leaf}", layers.ops_before(index) if multiplied.get(leaf) else None)
+            for leaf in (norms[1], norms[2], norms[0], norms[3])
+            if leaf
+        }
         for leaf, norm in by_name.items():
             self.add_module(leaf, norm)
         self._norms = tuple(by_name[leaf] if leaf else NoNorm() for leaf in norms)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -164,10 +165,18 @@ class Layers:
         scale = torch.tensor(scale, dtype=self.dtype).item()
         return VocabParallelEmbedding(self.param(f"{name}.weight", True), self.tp, self.sequence_parallel, scale)
 
-    def norm(self, name: str) -> Norm:
-        """Make a norm over the hidden size, of the model's kind."""
+    @cached_property
+    def _noting(self) -> Ops:
+        return self.ops if self.fp8 is None else self.fp8.noting(self.ops)
+
+    def ops_before(self, index: int) -> Ops:
+        """Return the ops of what a dense linear layer of block `index` reads: with `--fp8`, they may note its codes."""
+        return self._noting if self.fp8 is not None and index in self.fp8.layers else self.ops
+
+    def norm(self, name: str, ops: Ops | None = None) -> Norm:
+        """Make a norm over the hidden size, of the model's kind; `ops`: see `ops_before`."""
         bias = self.param(f"{name}.bias") if f"{name}.bias" in self.specs else None
-        functions = self.cfg.norm_kind.make(self.ops)
+        functions = self.cfg.norm_kind.make(ops or self.ops)
         return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, functions, self.cfg.zero_centered_norm)
 
     def dropout(self, site: str, layer: int) -> Dropout:

@@ -19,7 +19,7 @@ class MLP(nn.Module):
             self.gate_up_proj = layers.column(f"{name}.gate_up_proj")
         else:
             self.up_proj = layers.column(f"{name}.up_proj")
-        self.activation = layers.cfg.activation_kind.make(layers.ops)
+        self.activation = layers.cfg.activation_kind.make(layers.ops_before(int(name.split(".")[1])))
         self.down_proj = layers.row(f"{name}.down_proj")
 
     def forward(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,15 @@ from torch import Tensor
 from megalite.base.errors import UserError
 from megalite.base.fp8_recipes import RECIPES, Recipe
 
+if TYPE_CHECKING:
+    from megalite.ops.choose import Ops
+
+# Functions whose results are multiplied, by op.
+NOTING = {
+    "rmsnorm": ("rmsnorm", "add_rmsnorm"),
+    "layernorm": ("layernorm", "add_layernorm"),
+    "glu": ("swiglu", "geglu"),
+}
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Smaller scales have no reciprocal in fp32.
 _SMALLEST = 2.0**-126
@@ -133,6 +143,20 @@ def _cuda_scale(x: Codes) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).to(torch.float8_e8m0fnu).flatten()
 
 
+def _with_codes(function: Callable[..., Any], codes: Callable[..., Codes], *args: Any) -> Any:
+    """Torch reference of the functions that write codes: one after the other."""
+    out = function(*args)
+    y = out[0] if isinstance(out, tuple) else out
+    y.fp8_codes = codes(y.detach().flatten(0, -2), "NI")[:2]
+    return out
+
+
+def noted(x: Tensor, block: tuple[int, int]) -> Codes | None:
+    """Return the codes that are noted with a tensor, and forget them; None if there are none."""
+    held = vars(x).pop("fp8_codes", None)
+    return None if held is None else Codes(held[0], held[1], block)
+
+
 @dataclass(frozen=True)
 class Fp8:
     """A recipe, and the functions that carry it out.
@@ -142,6 +166,7 @@ class Fp8:
         layers: blocks that it applies to.
         quantize, product: implementations of the module's functions.
         wide_wgrad: whether weight gradients come out in fp32; else in the type of the activations.
+        notes: whether norms and activations may note codes, see `noting`.
     """
 
     recipe: Recipe
@@ -149,12 +174,30 @@ class Fp8:
     quantize: Callable[..., Codes]
     product: Callable[..., Tensor]
     wide_wgrad: bool
+    notes: bool = True
 
     def codes(self, x: Tensor, dims: str, amax: Tensor | None = None) -> Codes:
         """Quantize an operand [rows, contracted]; for `dims` see `block`."""
         grad = "N" in dims and "O" in dims
         dtype = FORMATS[self.recipe.grad_format if grad else "e4m3"]
         return self.quantize(x, self.block(dims), dtype, self.recipe.power_of_2, amax)
+
+    def noting(self, ops: Ops) -> Ops:
+        """Return ops whose norms and gated activations quantize what they return, for the product that reads it.
+
+        The codes are those of `codes`, noted as `fp8_codes`. Triton writes them in the same kernel: 1 byte per element
+        instead of 2 read and 1 written. Scales of whole rows or tensors are not noted: other ranks may decide them.
+        """
+        rows, group = self.recipe.activation
+        changes: dict[str, Any] = {}
+        backends = {choice.op: choice.backend for choice in ops.choices}
+        for op, names in NOTING.items() if self.notes and rows == 1 and group else ():
+            for name in names:
+                if backends[op] == "triton":
+                    changes[name] = partial(getattr(ops, name), group=group)
+                elif self.product is emulated_product:
+                    changes[name] = partial(_with_codes, getattr(ops, name), self.codes)
+        return replace(ops, **changes)
 
     def block(self, dims: str) -> tuple[int, int]:
         """Return what shares a scale; `dims`: the letters N (tokens), I, O of rows and columns. Weights have no N."""
@@ -172,7 +215,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     return None
 
 
-def select(name: str, layers: range, device: torch.device, emulate: bool) -> Fp8 | None:
+def select(name: str, layers: range, device: torch.device, emulate: bool, notes: bool = True) -> Fp8 | None:
     """Return the functions of `--fp8 NAME`; None for off.
 
     Raises:
@@ -182,11 +225,11 @@ def select(name: str, layers: range, device: torch.device, emulate: bool) -> Fp8
         return None
     wide = name != "rowwise"
     if emulate:
-        return Fp8(RECIPES[name], layers, quantize, emulated_product, wide)
+        return Fp8(RECIPES[name], layers, quantize, emulated_product, wide, notes)
     if reason := why_not(name, device):
         able = [other for other in RECIPES if why_not(other, device) is None]
         others = f"use --fp8 {' or '.join(able)}, or " if able else ""
         raise UserError(
             f"--fp8 {name}", reason, f"{others}add --fp8-emulate (its values, slower than bf16), or drop it"
         )
-    return Fp8(RECIPES[name], layers, fused_quantize, scaled_product, wide)
+    return Fp8(RECIPES[name], layers, fused_quantize, scaled_product, wide, notes)

@@ -1,6 +1,8 @@
 """The functions of the ops on C++, CUDA and Triton kernels, which share schemas (`native.KERNELS`).
 
-`kernels` selects the kernels: "cpp", "cuda" or "triton". Contracts: the modules of the ops.
+`kernels` selects the kernels: "cpp", "cuda" or "triton". `group`: Triton's norms and gated activations also write the
+FP8 codes of their results, one scale for so many elements of a row (`fp8_codes`, see `Fp8.noting`); 0: none. Contracts:
+the modules of the ops.
 """
 
 from __future__ import annotations
@@ -81,9 +83,20 @@ CUDA = Backend("cuda", lambda op: functions(op, "cuda"), native.why_no_cuda)
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kernels: str
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        kernels: str,
+        group: int,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, total, mean, rstd = _kernel(kernels, "norm")(x, residual, weight, bias, eps)
+        if group:
+            y, total, mean, rstd, *codes = _kernel(kernels, "norm_codes")(x, residual, weight, bias, eps, group)
+            y.fp8_codes = codes
+        else:
+            y, total, mean, rstd = _kernel(kernels, "norm")(x, residual, weight, bias, eps)
         ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
         ctx.has_bias, ctx.kernels = bias is not None, kernels
         # Only parameters are kept on ctx: recomputation could not free a computed weight.
@@ -107,23 +120,27 @@ class _Norm(torch.autograd.Function):
             weight.grad_added()
             if ctx.has_bias:
                 bias.grad_added()
-        return dx, None if dtotal is None else dx, dweight, dbias, None, None
+        return dx, None if dtotal is None else dx, dweight, dbias, None, None, None
 
 
 class _Activation(torch.autograd.Function):
     """A kernel of one input, the only tensor kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, kind: str, kernels: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str, kind: str, kernels: str, group: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name, ctx.kind, ctx.kernels = name, KINDS[kind], kernels
-        return _kernel(kernels, name)(x, ctx.kind)
+        if not group:
+            return _kernel(kernels, name)(x, ctx.kind)
+        y, *codes = _kernel(kernels, name + "_codes")(x, ctx.kind, group)
+        y.fp8_codes = codes
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx = _kernel(ctx.kernels, ctx.name + "_backward")(dy, *ctx.saved_tensors, ctx.kind)
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 class _RopeQKV(torch.autograd.Function):
@@ -159,41 +176,43 @@ class _Rope(torch.autograd.Function):
         return _kernel(ctx.kernels, "rope")(dy, *ctx.saved_tensors, True), None, None, None
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, kernels: str) -> Tensor:
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, kernels: str, group: int = 0) -> Tensor:
     """Run `rmsnorm` in one kernel each way."""
-    return _Norm.apply(x, None, weight, None, eps, kernels)
+    return _Norm.apply(x, None, weight, None, eps, kernels, group)
 
 
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, kernels: str) -> tuple[Tensor, Tensor]:
+def add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, kernels: str, group: int = 0
+) -> tuple[Tensor, Tensor]:
     """Run `add_rmsnorm` in one kernel each way."""
-    return _Norm.apply(x, residual, weight, None, eps, kernels)
+    return _Norm.apply(x, residual, weight, None, eps, kernels, group)
 
 
-def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, kernels: str) -> Tensor:
+def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, kernels: str, group: int = 0) -> Tensor:
     """Run `layernorm` in one kernel each way."""
-    return _Norm.apply(x, None, weight, bias, eps, kernels)
+    return _Norm.apply(x, None, weight, bias, eps, kernels, group)
 
 
 def add_layernorm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *, kernels: str
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *, kernels: str, group: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Run `add_layernorm` in one kernel each way."""
-    return _Norm.apply(x, residual, weight, bias, eps, kernels)
+    return _Norm.apply(x, residual, weight, bias, eps, kernels, group)
 
 
-def swiglu(gate_up: Tensor, *, kernels: str) -> Tensor:
+def swiglu(gate_up: Tensor, *, kernels: str, group: int = 0) -> Tensor:
     """Run `swiglu` in one kernel each way."""
-    return _Activation.apply(gate_up, "glu", "silu", kernels)
+    return _Activation.apply(gate_up, "glu", "silu", kernels, group)
 
 
-def geglu(gate_up: Tensor, approximate: str = "none", *, kernels: str) -> Tensor:
+def geglu(gate_up: Tensor, approximate: str = "none", *, kernels: str, group: int = 0) -> Tensor:
     """Run `geglu` in one kernel each way."""
-    return _Activation.apply(gate_up, "glu", approximate, kernels)
+    return _Activation.apply(gate_up, "glu", approximate, kernels, group)
 
 
 def gelu(x: Tensor, approximate: str = "none", *, kernels: str) -> Tensor:
     """Run `gelu` in one kernel each way."""
-    return _Activation.apply(x, "gelu", approximate, kernels)
+    return _Activation.apply(x, "gelu", approximate, kernels, 0)
 
 
 def rope_qkv(

@@ -30,6 +30,12 @@ def _norm(
     return x.new_empty(x.shape), total, mean, x.new_empty(rows, dtype=torch.float32)
 
 
+def _codes(x: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    codes = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)
+    return codes, x.new_empty(rows, -(-width // group), dtype=torch.float32)
+
+
 def _norm_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *into: Any
 ) -> Tensor:
@@ -48,6 +54,12 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
         _norm,
     ),
+    # Also the codes and scales of y for FP8 products, `group` elements of a row to a scale.
+    "norm_codes": (
+        "(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, int group) "
+        "-> (Tensor y, Tensor total, Tensor mean, Tensor rstd, Tensor codes, Tensor scale)",
+        lambda *args: (*_norm(*args[:5]), *_codes(args[0], args[0].shape[-1], args[5])),
+    ),
     # dweight and dbias are overwritten, or added to with add_weight and add_bias. Without dbias: RMSNorm.
     "norm_backward": (
         "(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor(a!) dweight, "
@@ -58,6 +70,13 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
     "glu": (
         "(Tensor gate_up, int kind) -> Tensor",
         lambda gate_up, kind: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+    ),
+    "glu_codes": (
+        "(Tensor gate_up, int kind, int group) -> (Tensor, Tensor, Tensor)",
+        lambda x, kind, group: (
+            x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+            *_codes(x, x.shape[-1] // 2, group),
+        ),
     ),
     "glu_backward": ("(Tensor dy, Tensor gate_up, int kind) -> Tensor", lambda dy, x, kind: x.new_empty(x.shape)),
     "gelu": ("(Tensor x, int kind) -> Tensor", lambda x, kind: x.new_empty(x.shape)),

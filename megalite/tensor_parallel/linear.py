@@ -124,9 +124,7 @@ class _ColumnLinear(torch.autograd.Function):
         if (num_chunks := layer.num_chunks(len(x))) > 1:
             y = gather_linear(x, weight, layer.tp, layer.ops, num_chunks)
             return y if bias is None else y.add_(bias)
-        x, work = layer.gather(x)
-        work.wait()
-        return layer.products.forward(x, weight, bias)
+        return layer.products.forward_of_shards(x, weight, bias, layer.gather)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -13,7 +13,7 @@ micro-batches of all its ranks: a scale that covers tokens then covers those.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops import Ops
-from megalite.ops.fp8 import Codes, Fp8, amaxes
+from megalite.ops.fp8 import Codes, Fp8, amaxes, noted
 from megalite.ops.grouped import groups
 from megalite.sharding.parameter import ShardedParameter
+
+Gather = Callable[[torch.Tensor], tuple[torch.Tensor, collectives.Work]]
 
 
 class Products:
@@ -35,6 +37,14 @@ class Products:
     def forward(self, x: torch.Tensor, weight: ShardedParameter, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x W^T + b: x [..., I] -> [..., O]."""
         return self.ops.linear(x, weight, bias)
+
+    def forward_of_shards(
+        self, x: torch.Tensor, weight: ShardedParameter, bias: torch.Tensor | None, gather: Gather
+    ) -> torch.Tensor:
+        """Return x W^T + b for an input that `gather` makes whole, along its first dimension."""
+        x, work = gather(x)
+        work.wait()
+        return self.forward(x, weight, bias)
 
     def dgrad(self, dy: torch.Tensor, weight: ShardedParameter) -> torch.Tensor:
         """Return dy W: [..., O] -> [..., I]."""
@@ -87,7 +97,23 @@ class Fp8Products(Products):
     def forward(self, x: torch.Tensor, weight: ShardedParameter, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x W^T + b: x [..., I] -> [..., O]."""
         ((w, _),) = self.weights(weight)
-        y = self.product(x.flatten(0, -2), w).view(*x.shape[:-1], -1)
+        codes = noted(x, self.fp8.recipe.activation)
+        y = self.product(x.flatten(0, -2), w, codes).view(*x.shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
+
+    def forward_of_shards(
+        self, x: torch.Tensor, weight: ShardedParameter, bias: torch.Tensor | None, gather: Gather
+    ) -> torch.Tensor:
+        """Return x W^T + b for an input that `gather` makes whole: by its codes, where they are noted."""
+        codes = noted(x, self.fp8.recipe.activation)
+        if codes is None:
+            return super().forward_of_shards(x, weight, bias, gather)
+        (bits, first), (scale, second) = gather(codes.codes.view(torch.uint8)), gather(codes.scale)
+        first.wait()
+        second.wait()
+        ((w, _),) = self.weights(weight)
+        y = self.product(x, w, Codes(bits.view(codes.codes.dtype), scale, codes.block))
+        y = y.view(-1, *x.shape[1:-1], y.shape[-1])
         return y if bias is None else y.add_(bias)
 
     def dgrad(self, dy: torch.Tensor, weight: ShardedParameter) -> torch.Tensor:
@@ -100,9 +126,9 @@ class Fp8Products(Products):
         grad = self.grad_of_weight(dy.flatten(0, -2), x.flatten(0, -2))
         (weight.main_grad.add_ if weight.has_grad else weight.main_grad.copy_)(grad)
 
-    def product(self, x: torch.Tensor, w: Codes) -> torch.Tensor:
-        """Return x W^T for codes of W: [N, I] -> [N, O]."""
-        codes = self._codes(x, "NI")
+    def product(self, x: torch.Tensor, w: Codes, codes: Codes | None = None) -> torch.Tensor:
+        """Return x W^T for codes of W, and of x if they are known: [N, I] -> [N, O]."""
+        codes = self._codes(x, "NI") if codes is None else codes
         peak = codes.scale.amax() * torch.finfo(codes.codes.dtype).max
         self.peak = peak if self.peak is None else torch.maximum(self.peak, peak)
         return self.fp8.product(codes, w, x.dtype, fast=True)

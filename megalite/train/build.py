@@ -60,7 +60,9 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
         needed = offloaded_bytes(cfg, ctx.dp.size, schedule.name, layers, pinned=ctx.device.type != "cpu")
         remedy = "lower --micro-batch-size, or drop --offload"
         check_host_memory(needed[ctx.pp.rank], "--offload activations", remedy)
-    fp8 = select_fp8(cfg.train.fp8, fp8_layers(cfg.model, cfg.train), ctx.device, cfg.train.fp8_emulate)
+    t = cfg.train
+    # A compiled graph does not see what is noted with a tensor.
+    fp8 = select_fp8(t.fp8, fp8_layers(cfg.model, t), ctx.device, t.fp8_emulate, notes=not t.compile)
     stages = build_stages(cfg, ctx, schedule.placement, dtype, ops, fp8)
     message = next(iter(stages.values())).message(cfg.model.seq_len // cfg.parallel.cp, cfg.train.micro_batch_size)
     executor = Executor(stages, *(Channel(axis, message, ctx.device) for axis in (ctx.pp, ctx.pp_grad)))

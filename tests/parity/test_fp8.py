@@ -20,6 +20,9 @@ import pytest
 import torch
 
 from megalite.config.run import Config
+from megalite.dist import collectives
+from megalite.ops import fp8
+from megalite.tensor_parallel import products
 from megalite.train import fp8_amax
 from megalite.train.step import train_step
 from tests.parity import jobs, test_resume
@@ -128,6 +131,43 @@ def test_promises_of_layouts_with_experts(pool: WorkerPool, row: int) -> None:
     assert_promised(pool.run(world, losses, make(layout, **train), world), make(), 2)
 
 
+def noted(rank: int, cfg: Config, world: int, how: str) -> tuple[list[tuple[float, float]], list[torch.dtype]]:
+    """`losses` of two steps, and the types of what is gathered over tp."""
+    gathered: list[torch.dtype] = []
+    gather = collectives.start_all_gather
+
+    def start(x: torch.Tensor, axis: Any) -> Any:
+        gathered.append(x.dtype)
+        return gather(x, axis)
+
+    def wrong(x: torch.Tensor, block: tuple[int, int]) -> fp8.Codes | None:
+        codes = original(x, block)
+        return None if codes is None else fp8.Codes(codes.codes, codes.scale * 2, block)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "start_all_gather", start)
+        original = fp8.noted
+        if how == "nothing noted":
+            patch.setattr(fp8.Fp8, "noting", lambda self, ops: ops)
+        if how == "wrong":
+            patch.setattr(products, "noted", wrong)
+        return losses(rank, cfg, world, 2), gathered
+
+
+@pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.full), "mxfp8"])
+def test_codes_of_norms_and_activations(pool: WorkerPool, recipe: str) -> None:
+    """What norms and SwiGLU note is multiplied, and gathered in 8 bits: the same bits as quantized by the products."""
+    cfg = config(recipe, {"tp": 2})
+    (got, sent), (expected, wide), (wrong, _) = (
+        pool.run(2, noted, cfg, 2, how)[0] for how in ("noted", "nothing noted", "wrong")
+    )
+    assert got == expected
+    assert torch.uint8 not in wide
+    # Codes of both norms in every forward pass: with their scales.
+    assert sent.count(torch.uint8) == 2 * 4 * 2 * cfg.train.global_batch_size
+    assert wrong != expected
+
+
 @pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.full), "tensorwise"])
 def test_recomputation_and_split_backward_change_not_a_bit(pool: WorkerPool, recipe: str) -> None:
     """What backward quantizes again has the same codes."""
@@ -226,11 +266,11 @@ def text_batches(cfg: Config, steps: int) -> np.ndarray:
     return data[at[..., None] + np.arange(length)]
 
 
-def learned(fp8: str, fault: str = "", **train: Any) -> float:
+def learned(recipe: str, fault: str = "", **train: Any) -> float:
     """Mean loss of the last half of 200 steps."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "ffn_hidden_size": 384}
     model = jobs.llama(2, **sizes, seq_len=128, vocab_size=256)
-    train = {"precision": "bf16", "fp8": fp8, "fp8_emulate": fp8 != "off", "train_steps": 200, **train}
+    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 200, **train}
     cfg = jobs.make_config(model, **{"micro_batch_size": 2, "global_batch_size": 4, **train})
     cfg = replace(cfg, optim=replace(cfg.optim, lr=2e-3, warmup_steps=20))
     with pytest.MonkeyPatch.context() as patch:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite.ops.triton.fp8 import LARGEST, empty_codes, store_codes
 from megalite.ops.triton.support import FUSE, register, rows_of
 
 _BLOCK = 1024  # columns per program: 8 elements per thread with 4 warps
@@ -33,7 +34,11 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def glu_forward_kernel(gate_up_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def glu_forward_kernel(
+    gate_up_ptr, out_ptr, codes_ptr, scale_ptr, width,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Activate and multiply a part of a row; with GROUP, also write its FP8 codes, of which so many share a scale."""
     row = tl.cast(tl.program_id(0), tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -41,7 +46,12 @@ def glu_forward_kernel(gate_up_ptr, out_ptr, width, KIND: tl.constexpr, BLOCK: t
     gate = tl.load(packed, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(packed + width, mask=mask, other=0.0).to(tl.float32)
     value, _ = activate(gate, KIND)
-    tl.store(out_ptr + row * width + columns, (value * up).to(out_ptr.dtype.element_ty), mask=mask)
+    out = (value * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + columns, out, mask=mask)
+    if GROUP:
+        out = tl.where(mask, out.to(tl.float32), 0.0)
+        scales = scale_ptr + row * tl.cdiv(width, GROUP)
+        store_codes(out, columns, width, codes_ptr + row * width, scales, LARGEST, GROUP, BLOCK)
 
 
 @triton.jit
@@ -75,14 +85,20 @@ def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, n, KIND: tl.constexpr, BLOCK: tl
     tl.store(dx_ptr + at, (dy * slope).to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def _glu(gate_up: Tensor, kind: int) -> Tensor:
+def _glu_codes(gate_up: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = rows_of(gate_up)
     width = rows.shape[1] // 2
     out = rows.new_empty(len(rows), width)
+    codes, scale = empty_codes(rows, width, group)
     if out.numel():
-        grid = (len(rows), triton.cdiv(width, _BLOCK))
-        glu_forward_kernel[grid](rows, out, width, KIND=kind, BLOCK=_BLOCK, num_warps=4, **FUSE)
-    return out.view(*gate_up.shape[:-1], width)
+        glu_forward_kernel[len(rows), triton.cdiv(width, _BLOCK)](
+            rows, out, codes, scale, width, KIND=kind, BLOCK=_BLOCK, GROUP=group, LARGEST=LARGEST, num_warps=4, **FUSE
+        )
+    return out.view(*gate_up.shape[:-1], width), codes, scale
+
+
+def _glu(gate_up: Tensor, kind: int) -> Tensor:
+    return _glu_codes(gate_up, kind, 0)[0]
 
 
 def _glu_backward(dy: Tensor, gate_up: Tensor, kind: int) -> Tensor:
@@ -113,6 +129,7 @@ def _gelu_backward(dy: Tensor, x: Tensor, kind: int) -> Tensor:
 
 
 register("glu", _glu)
+register("glu_codes", _glu_codes)
 register("glu_backward", _glu_backward)
 register("gelu", _gelu)
 register("gelu_backward", _gelu_backward)

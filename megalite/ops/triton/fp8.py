@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalite.ops.triton.support import FUSE, register
 
+LARGEST = 448.0  # code of E4M3
 _ROWS, _COLUMNS = 32, 128  # of a tile: 32 elements per thread with 4 warps
 
 
@@ -20,6 +21,37 @@ def to_codes(x, inverse, codes_ptr, LARGEST: tl.constexpr):
     """Return clamp(x * inverse) in the type of the codes; NaN stays."""
     scaled = tl.minimum(x * inverse, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(scaled, -LARGEST, propagate_nan=tl.PropagateNan.ALL).to(codes_ptr.dtype.element_ty)
+
+
+@triton.jit
+def power_of_2(amax, LARGEST: tl.constexpr):
+    """Return the scales of blocks with these maxima, rounded up to powers of 2; 1 where the maximum is 0."""
+    bits = tl.maximum(tl.div_rn(amax, LARGEST), 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(amax == 0.0, 1.0, scale)
+
+
+@triton.jit
+def load_tile(x_ptr, row, column, rows, columns, row_stride, column_stride):
+    """Return (fp32 values, positions in a matrix without gaps, mask) of a tile of a matrix with any strides."""
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    from_x = tl.cast(row, tl.int64)[:, None] * row_stride + tl.cast(column, tl.int64)[None, :] * column_stride
+    at = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
+    return tl.load(x_ptr + from_x, mask=inside, other=0.0).to(tl.float32), at, inside
+
+
+@triton.jit
+def store_codes(
+    y, columns, width, codes_ptr, scale_ptr, LARGEST: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Quantize BLOCK values of a row, each GROUP with a scale of its own; the pointers are those of the row."""
+    grouped = tl.reshape(y, (BLOCK // GROUP, GROUP))
+    amax = tl.max(tl.where(grouped == grouped, tl.abs(grouped), float("inf")), axis=1, keep_dims=True)
+    scale = power_of_2(amax, LARGEST)
+    codes = to_codes(grouped, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), codes_ptr, LARGEST)
+    tl.store(codes_ptr + columns, tl.reshape(codes, (BLOCK,)), mask=columns < width)
+    first = tl.max(tl.reshape(columns, (BLOCK // GROUP, GROUP)), axis=1)
+    tl.store(scale_ptr + first // GROUP, tl.reshape(scale, (BLOCK // GROUP,)), mask=first - GROUP + 1 < width)
 
 
 @triton.jit
@@ -39,16 +71,11 @@ def quantize_kernel(
     """Quantize a tile whose columns share a scale, and with SQUARE its rows too; scales are powers of 2."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    from_x = tl.cast(row, tl.int64)[:, None] * row_stride + tl.cast(column, tl.int64)[None, :] * column_stride
-    x = tl.load(x_ptr + from_x, mask=inside, other=0.0).to(tl.float32)
+    x, at, inside = load_tile(x_ptr, row, column, rows, columns, row_stride, column_stride)
     amax = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1, keep_dims=True)
     if SQUARE:
         amax = tl.max(amax, axis=0, keep_dims=True)
-    bits = tl.maximum(tl.div_rn(amax, LARGEST), 1.1754943508222875e-38).to(tl.int32, bitcast=True)
-    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-    scale = tl.where(amax == 0.0, 1.0, scale)
-    at = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
+    scale = power_of_2(amax, LARGEST)
     codes = to_codes(x, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), codes_ptr, LARGEST)
     tl.store(codes_ptr + at, codes, mask=inside)
     if SQUARE:
@@ -75,13 +102,21 @@ def cast_kernel(
     """Cast a tile by the scales of its rows, or by one of all."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    from_x = tl.cast(row, tl.int64)[:, None] * row_stride + tl.cast(column, tl.int64)[None, :] * column_stride
-    x = tl.load(x_ptr + from_x, mask=inside, other=0.0).to(tl.float32)
+    x, at, inside = load_tile(x_ptr, row, column, rows, columns, row_stride, column_stride)
     scale = tl.load(scale_ptr + row * BY_ROW, mask=row < rows, other=1.0)
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    at = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
     tl.store(codes_ptr + at, to_codes(x, inverse[:, None], codes_ptr, LARGEST), mask=inside)
+
+
+def empty_codes(rows: Tensor, width: int, group: int) -> tuple[Tensor, Tensor]:
+    """Make memory for E4M3 codes of as many rows of `width`, and for a scale of each `group`.
+
+    Without groups the results only stand in for them: GPUs before Ada compile no pointer to codes.
+    """
+    if not group:
+        return rows, rows
+    codes = rows.new_empty(len(rows), width, dtype=torch.float8_e4m3fn)
+    return codes, rows.new_empty(len(rows), triton.cdiv(width, group), dtype=torch.float32)
 
 
 def _quantize(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:

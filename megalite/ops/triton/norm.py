@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite.ops.triton.fp8 import LARGEST, empty_codes, store_codes
 from megalite.ops.triton.support import FUSE, num_multiprocessors, register, row_launch, rows_of
 
 # Columns per program in backward: 16384 would spill, because 1024 threads have 64 registers each.
@@ -28,9 +29,10 @@ def backward_launch(width: int) -> tuple[int, int, int]:
 
 @triton.jit
 def norm_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, width, eps,
-    RMS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr, codes_ptr, scale_ptr, width, eps,
+    RMS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
+    """Normalize a row; with GROUP, also write its FP8 codes, of which so many share a scale."""
     row = tl.program_id(0)
     start = tl.cast(row, tl.int64) * width
     columns = tl.arange(0, BLOCK)
@@ -51,7 +53,12 @@ def norm_forward_kernel(
     y = x * rstd * tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if not RMS:
         y += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + start + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + start + columns, y, mask=mask)
+    if GROUP:
+        y = tl.where(mask, y.to(tl.float32), 0.0)
+        scales = scale_ptr + row * tl.cdiv(width, GROUP)
+        store_codes(y, columns, width, codes_ptr + start, scales, LARGEST, GROUP, BLOCK)
 
 
 @triton.jit
@@ -139,10 +146,11 @@ def norm_finish_kernel(
     tl.store(out_ptr + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_codes(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, group: int
+) -> tuple[Tensor, ...]:
     rows = rows_of(x)
+    codes, scale = empty_codes(rows, rows.shape[1], group)
     y = torch.empty_like(rows)
     total = torch.empty_like(rows) if residual is not None else rows.new_empty(0)
     mean = rows.new_empty(len(rows) if bias is not None else 0, dtype=torch.float32)
@@ -151,10 +159,14 @@ def _forward(
     if rows.numel():
         norm_forward_kernel[(len(rows),)](
             rows, rows_of(residual) if residual is not None else rows, weight, weight if bias is None else bias,
-            y, total, mean, rstd, x.shape[-1], eps,
-            RMS=bias is None, RESIDUAL=residual is not None, BLOCK=block, num_warps=warps, **FUSE,
+            y, total, mean, rstd, codes, scale, x.shape[-1], eps, RMS=bias is None, RESIDUAL=residual is not None,
+            BLOCK=block, GROUP=group, LARGEST=LARGEST, num_warps=warps, **FUSE,
         )  # fmt: skip
-    return y.view(x.shape), total.view(x.shape) if residual is not None else total, mean, rstd
+    return y.view(x.shape), total.view(x.shape) if residual is not None else total, mean, rstd, codes, scale
+
+
+def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    return _forward_codes(x, residual, weight, bias, eps, 0)[:4]
 
 
 def _finish(partial: Tensor, out: Tensor, add: bool) -> None:
@@ -196,4 +208,5 @@ def _backward(
 
 
 register("norm", _forward)
+register("norm_codes", _forward_codes)
 register("norm_backward", _backward)

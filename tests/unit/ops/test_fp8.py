@@ -207,12 +207,49 @@ assert fused_quantize(x, (1, 128), FORMATS["e4m3"], True).scale[3].tolist()[0] =
 assert torch.equal(fused_quantize(x.abs().zero_(), (1, 32), FORMATS["e4m3"], True).scale, torch.ones(144, 9))
 """
 
+FUSED = """
+import torch
+from megalite.ops import resolve
+from megalite.ops.fp8 import fused_quantize, noted, select
 
-def test_triton_kernels_in_the_interpreter() -> None:
+ops = resolve("triton", "cpu", torch.bfloat16)
+generator = torch.Generator().manual_seed(1)
+for name, width in (("blockwise", 384), ("mxfp8", 96), ("blockwise", 1536), ("mxfp8", 272)):
+    fp8 = select(name, range(1), torch.device("cpu"), emulate=True)
+    x, residual, gate_up = (
+        torch.randn(3, 2, n, generator=generator).bfloat16() for n in (width, width, 2 * width)
+    )
+    gate_up[1, 0] = 0.0
+    gate_up[2, 1, 5] = torch.inf
+    weight, bias = torch.randn(2, width, generator=generator).bfloat16()
+    for call, arguments in (
+        ("rmsnorm", (x, weight, 1e-5)), ("add_rmsnorm", (x, residual, weight, 1e-5)),
+        ("layernorm", (x, weight, bias, 1e-5)), ("add_layernorm", (x, residual, weight, bias, 1e-5)),
+        ("swiglu", (gate_up,)), ("geglu", (gate_up, "tanh")),
+    ):
+        arguments = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments]
+        y, alone = (getattr(each, call)(*arguments) for each in (fp8.noting(ops), ops))
+        first, expected = (z[0] if isinstance(z, tuple) else z for z in (y, alone))
+        assert torch.equal(first.nan_to_num(), expected.nan_to_num()), call
+        codes, separate = noted(first, fp8.recipe.activation), fused_quantize(
+            expected.detach().flatten(0, -2), fp8.recipe.activation, torch.float8_e4m3fn, True
+        )
+        assert torch.equal(codes.scale, separate.scale), (name, call)
+        assert torch.equal(codes.codes.view(torch.uint8), separate.codes.view(torch.uint8)), (name, call)
+        assert noted(first, (1, 128)) is None
+        first.sum().backward()
+"""
+
+
+@pytest.mark.parametrize("script", ["TRITON", "FUSED"])
+def test_triton_kernels_in_the_interpreter(script: str) -> None:
+    """The kernel of `quantize`; norms and activations that write codes too, bit for bit those of two kernels."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", TRITON], env=environment, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", globals()[script]], env=environment, cwd=root, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
