@@ -175,7 +175,22 @@ def test_coordinates(optimizer: str, widths: tuple[int, ...]) -> None:
     blocks = [name for name in with_mup if name.startswith("layers.")]
     assert len(blocks) == 6
     assert max(abs(with_mup[name]) for name in blocks) < 0.15, with_mup
-    assert max(without[name] for name in blocks) > 0.7, without
+    assert min(without[name] for name in blocks) > 0.7, without
+
+
+def test_the_published_best_rate_stays() -> None:
+    """Within a factor of 2 from width 64 to 512 with muP; without, it falls fourfold."""
+    (path,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("mup_sweep_*.json")
+    losses = json.loads(path.read_text())["losses"]
+    best = {case: {int(w): best_of(row) for w, row in rows.items()} for case, rows in losses.items()}
+    assert list(best["muP"]) == list(best["standard"]) == [64, 128, 256, 512]
+    assert {abs(k - best["muP"][64]) <= 1 for k in best["muP"].values()} == {True}
+    assert best["standard"][512] <= best["standard"][64] - 2
+
+
+def best_of(row: dict[str, float]) -> int:
+    """Exponent of the rate with the lowest loss."""
+    return int(min(row, key=row.__getitem__).removeprefix("2^"))
 
 
 def test_export_gives_the_same_logits(tmp_path: Path) -> None:

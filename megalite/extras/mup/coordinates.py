@@ -16,12 +16,16 @@ import torch
 from megalite.extras.mup.models import make, skewed, train
 from megalite.train.step import eval_step
 
-STEPS, RATE = 4, 2.0**-9
+STEPS = 4
+# Large enough that what four steps add stands out from the initial values: Muon's block outputs start from more.
+RATES = {"muon": 2.0**-7}
+RATE = 2.0**-9
 
 
 def measure(width: int, optimizer: str, base: int | None) -> dict[str, float]:
     """Return the mean size of the output of every layer after four steps on one batch, by the layer's name."""
-    engine, batch = make(width, optimizer, base, RATE, STEPS, "--lr-decay", "constant"), skewed(1)[0]
+    rate = RATES.get(optimizer, RATE)
+    engine, batch = make(width, optimizer, base, rate, STEPS, "--lr-decay", "constant"), skewed(1)[0]
     train(engine, [batch] * STEPS)
     engine.optimizer.wait_weights()
     (stage,) = engine.stages.values()
