@@ -27,6 +27,7 @@ class Device:
         host_memory: bytes of host memory per GPU, as in the vendor's own servers.
         host_bandwidth: bytes/s of host memory per GPU.
         tile: number of rows and columns of a tile.
+        fp8: its FP8 peak over `peak`; 0 without such products.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Device:
     host_memory: float = 250e9
     host_bandwidth: float = 40e9
     tile: int = 128
+    fp8: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ class Gpu:
 
 _H100 = Device("h100", 989e12, 67e12, 0.66, 3.35e12, 450e9, 50e9, 85.0e9, 132, host_link=55e9)
 GPUS = (
-    Gpu(Device("a100-40g", 312e12, 19.5e12, 0.80, 1.555e12, 300e9, 25e9, 42.3e9, 108, host_memory=125e9), "A100"),
-    Gpu(Device("a100-80g", 312e12, 19.5e12, 0.80, 2.04e12, 300e9, 25e9, 85.1e9, 108), "A100"),
+    Gpu(
+        Device("a100-40g", 312e12, 19.5e12, 0.80, 1.555e12, 300e9, 25e9, 42.3e9, 108, host_memory=125e9, fp8=0), "A100"
+    ),
+    Gpu(Device("a100-80g", 312e12, 19.5e12, 0.80, 2.04e12, 300e9, 25e9, 85.1e9, 108, fp8=0), "A100"),
     Gpu(_H100, "H100", boards=(("PCIe", 756e12), ("NVL", 835e12))),
     # torchtitan's: 96 GB and 500 W, at which long matrix products run at four fifths of the clock.
     Gpu(replace(_H100, name="h100-500w", peak=0.8 * 989e12, hbm=2.4e12, memory=102e9)),
@@ -72,7 +76,7 @@ GPUS = (
         Device("b200", 2250e12, 80e12, 0.445, 8e12, 900e9, 50e9, 191e9, 148, host_link=55e9, host_memory=500e9), "B200"
     ),
     # From data sheets alone: no published run checks their share of peak, which is that of a chip like them.
-    Gpu(Device("a800", 312e12, 19.5e12, 0.80, 2.04e12, 200e9, 25e9, 85.1e9, 108), "A800"),
+    Gpu(Device("a800", 312e12, 19.5e12, 0.80, 2.04e12, 200e9, 25e9, 85.1e9, 108, fp8=0), "A800"),
     Gpu(replace(_H100, name="h800", nvlink=200e9), "H800"),
     Gpu(replace(_H100, name="h20", peak=148e12, fp32=44e12, gemm=0.80, hbm=4.0e12, memory=102e9, units=78), "H20"),
     # Eight on PCIe 4.0; the 4090 copies to its peers through host memory.

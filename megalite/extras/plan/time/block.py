@@ -199,10 +199,9 @@ def _matrices(load: Workload, kind: BlockKind) -> tuple[float, float, float]:
         # What is whole on every rank works on its shard of the sequence, the core on the tokens of all ranks of cp.
         rows = load.tokens // (tp if load.sequence_parallel and not matrix.sharded_dims else 1)
         rows *= load.context.ranks if matrix in core else 1
-        ahead = rates.gemm(rows, n, k)
-        forward += ahead
+        ahead, back = rates.products(rows, n, k)
+        forward, backward = forward + ahead, backward + back
         in_core += ahead if matrix in core else 0.0
-        backward += rates.gemm(rows, k, n) + rates.gemm(n, k, rows)
     return forward, backward, in_core
 
 

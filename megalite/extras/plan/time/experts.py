@@ -20,8 +20,7 @@ def experts_time(cfg: Config, load: Workload) -> Block:
     rows = rows_received(cfg)
     each = max(1, round(rows / local))
     shapes = [((2 if m.gated else 1) * width, m.hidden_size), (m.hidden_size, width)]
-    products = sum(rates.gemm(each, n, k, local) for n, k in shapes)
-    products_back = sum(rates.gemm(each, k, n, local) + rates.gemm(n, k, each, local) for n, k in shapes)
+    products, products_back = map(sum, zip(*(rates.products(each, n, k, local) for n, k in shapes)))
     gathers = p.moe_dispatch == "allgather"
     rows = rows_sent(cfg) * p.ep // m.moe_topk if gathers else rows
     sent = rates.element * rows * m.hidden_size * (p.ep - 1) / p.ep
