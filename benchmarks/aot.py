@@ -55,17 +55,18 @@ class Case:
     limit: Limit
     least_arch: int = 80
     instruction: str = ""
+    last_arch: int = ARCHS[-1]
 
     @property
     def archs(self) -> list[int]:
-        return [arch for arch in ARCHS if arch >= self.least_arch]
+        return [arch for arch in ARCHS if self.least_arch <= arch <= self.last_arch]
 
 
 # Argument types of the kernels by name; other pointers are bf16, other arguments i32.
 TYPES = {"target_ptr": "*i64"}
 TYPES |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr", "cos_ptr", "sin_ptr", "flat_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("stats_ptr", "lse_ptr", "scale_ptr", "partial_ptr", "multiplier_ptr", "param_ptr"), "*fp32")
-TYPES["codes_ptr"] = "*fp8e4nv"
+TYPES |= dict.fromkeys(("codes_ptr", "second_codes_ptr"), "*fp8e4nv") | {"second_scale_ptr": "*fp32"}
 TYPES |= dict.fromkeys(("exp_avg_ptr", "exp_avg_sq_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("eps", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"), "fp32")
 TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
@@ -73,7 +74,7 @@ TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.ops.triton import activation, cross_entropy, flat, fp8, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, norm, rope
     from megalite.ops.triton.support import row_launch
 
     cases, to_fp8, no_codes = [], "F2FP.SATFINITE.E4M3", {"GROUP": 0, "LARGEST": 448.0}
@@ -86,7 +87,7 @@ def triton_cases() -> list[Case]:
         constants = {"RMS": rms, "RESIDUAL": True}
         block, warps = row_launch(width)
         cases.append(Case(name, norm.norm_forward_kernel, {**constants, **no_codes, "BLOCK": block}, warps, forward))
-        for group in (128, 32):
+        for group in (128, 32) if name == "add_rmsnorm" else ():
             case = {**constants, **no_codes, "GROUP": group, "BLOCK": block}
             limit = replace(forward, registers=forward.registers + 48)
             cases.append(Case(f"{name}_fp8_{group}", norm.norm_forward_kernel, case, warps, limit, 89, to_fp8))
@@ -102,7 +103,7 @@ def triton_cases() -> list[Case]:
     for kind, label in ((0, "silu"), (1, "gelu"), (2, "gelu_tanh")):
         constants = {"KIND": kind, "BLOCK": 1024}
         cases.append(Case(f"glu_{label}", activation.glu_forward_kernel, {**constants, **no_codes}, 4, Limit(40, 2)))
-        for group in (128, 32):
+        for group in (128, 32) if label == "silu" else ():
             case = {**constants, **no_codes, "GROUP": group}
             cases.append(
                 Case(f"glu_{label}_fp8_{group}", activation.glu_forward_kernel, case, 4, Limit(64, 2), 89, to_fp8)
@@ -123,6 +124,13 @@ def triton_cases() -> list[Case]:
     for name, by_row, unit in (("fp8_cast_rows", 1, "column_stride"), ("fp8_cast_tensor_transposed", 0, "row_stride")):
         case = {"LARGEST": 448.0, "BY_ROW": by_row, "ROWS": 32, "COLUMNS": 128, unit: 1}
         cases.append(Case(name, fp8.cast_kernel, case, 4, Limit(128, 4, 8), 89, to_fp8))
+    # On sm_100 accumulators lie in the tensor memory: other instructions.
+    for arch, instruction in ((90, "QGMMA"), (100, "UTCQMMA")):
+        for together in (1, 128):
+            case = {"SECOND_ROWS": together, "WIDEN": False, "SIDE": 128, "GROUP": 128}
+            name = f"fp8_product_{together}_sm_{arch}"
+            kernel, limit = fp8_product.block_product_kernel, Limit(255, 24, 48)
+            cases.append(Case(name, kernel, case, 8, limit, arch, instruction, last_arch=arch))
     adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
     return [
         *cases,

@@ -36,7 +36,7 @@ class Recipe:
 _ADA, _HOPPER, _BLACKWELL = (8, 9), (9, 0), ((10, 0), (10, 3), (12, 0))
 
 RECIPES = {
-    "blockwise": Recipe((1, 128), (128, 128), "e4m3", True, 128, (_HOPPER,)),
+    "blockwise": Recipe((1, 128), (128, 128), "e4m3", True, 128, (_HOPPER, *_BLACKWELL[:2])),
     "rowwise": Recipe((1, 0), (1, 0), "e4m3", True, 16, (_HOPPER, *_BLACKWELL)),
     "tensorwise": Recipe((0, 0), (0, 0), "e5m2", False, 16, (_ADA, _HOPPER, *_BLACKWELL)),
     "mxfp8": Recipe((1, 32), (1, 32), "e4m3", True, 32, _BLACKWELL),

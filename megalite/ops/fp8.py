@@ -124,6 +124,12 @@ def scaled_product(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool = Fals
     return torch._scaled_mm(a.codes, b.codes.t(), left, right.t(), out_dtype=out_dtype, use_fast_accum=fast)
 
 
+def block_product(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Triton implementation of `product` for blocks of 128, of which those of `a` are rows; see the contract."""
+    importlib.import_module("megalite.ops.triton.fp8_product")
+    return torch.ops.megalite.triton_block_product(a.codes, a.scale, b.codes, b.scale, b.block[0], out_dtype)
+
+
 def _readable(x: Codes) -> Codes:
     """Return codes whose scales cuBLAS reads as torch passes them on: of squares, it takes 4 columns at a time."""
     if x.block != (128, 128) or x.scale.shape[1] % 4 == 0:
@@ -232,4 +238,6 @@ def select(name: str, layers: range, device: torch.device, emulate: bool, notes:
         raise UserError(
             f"--fp8 {name}", reason, f"{others}add --fp8-emulate (its values, slower than bf16), or drop it"
         )
-    return Fp8(RECIPES[name], layers, fused_quantize, scaled_product, wide, notes)
+    # cuBLAS takes blocks of 128 on Hopper alone.
+    ours = name == "blockwise" and torch.cuda.get_device_capability(device) != (9, 0)
+    return Fp8(RECIPES[name], layers, fused_quantize, block_product if ours else scaled_product, wide, notes)

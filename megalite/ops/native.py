@@ -129,6 +129,12 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
             x.new_empty(-(-x.shape[0] // rows), -(-x.shape[1] // columns), dtype=torch.float32),
         ),
     ),
+    "block_product": (
+        "(Tensor codes, Tensor scale, Tensor second, Tensor second_scale, int second_rows, ScalarType dtype) -> Tensor",
+        lambda codes, scale, second, second_scale, second_rows, dtype: codes.new_empty(
+            len(codes), len(second), dtype=dtype
+        ),
+    ),
     "cast_fp8": (
         "(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
         lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),

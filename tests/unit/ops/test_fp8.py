@@ -19,6 +19,7 @@ from megalite.ops.fp8 import (
     Codes,
     _cuda_scale,
     amaxes,
+    block_product,
     emulated_product,
     quantize,
     scaled_product,
@@ -241,9 +242,26 @@ for name, width in (("blockwise", 384), ("mxfp8", 96), ("blockwise", 1536), ("mx
 """
 
 
-@pytest.mark.parametrize("script", ["TRITON", "FUSED"])
+PRODUCT = """
+import torch
+from megalite.ops.fp8 import block_product, emulated_product, quantize
+
+generator = torch.Generator().manual_seed(1)
+for rows, columns, inner in ((144, 272, 384), (5, 16, 256)):
+    x = torch.randn(rows, inner, generator=generator) * torch.exp(torch.randn(rows, 1, generator=generator))
+    a = quantize(x, (1, 128), torch.float8_e4m3fn, True)
+    for together in (1, 128):
+        w = torch.randn(columns, inner, generator=generator) * torch.exp(torch.randn(inner, generator=generator))
+        b = quantize(w, (together, 128), torch.float8_e4m3fn, True)
+        y, expected = block_product(a, b, torch.float32), emulated_product(a, b, torch.float32)
+        assert y.shape == expected.shape
+        assert (y - expected).abs().max() < 1e-6 * expected.abs().max(), (rows, together)
+"""
+
+
+@pytest.mark.parametrize("script", ["TRITON", "FUSED", "PRODUCT"])
 def test_triton_kernels_in_the_interpreter(script: str) -> None:
-    """The kernel of `quantize`; norms and activations that write codes too, bit for bit those of two kernels."""
+    """The kernel of `quantize`; norms and activations that write codes too, bit for bit as two kernels; the product."""
     pytest.importorskip("triton", reason="triton is not installed")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[3]
@@ -274,14 +292,17 @@ def test_missing_hardware_is_one_line() -> None:
         ((8, 0), ""),
         ((8, 9), "tensorwise"),
         ((9, 0), "blockwise rowwise tensorwise"),
-        ((10, 0), "rowwise tensorwise mxfp8"),
+        ((10, 0), "blockwise rowwise tensorwise mxfp8"),
     ],
 )
 def test_recipes_by_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], able: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     for name in RECIPES:
         if name in able.split():
-            assert select(name, range(2), torch.device("cuda"), emulate=False).product is scaled_product  # type: ignore[union-attr]
+            fp8 = select(name, range(2), torch.device("cuda"), emulate=False)
+            assert fp8 is not None
+            # torch has no product of blocks of 128 but on Hopper.
+            assert fp8.product is (block_product if (name, capability) == ("blockwise", (10, 0)) else scaled_product)
         else:
             with pytest.raises(UserError, match="needs compute capability"):
                 select(name, range(2), torch.device("cuda"), emulate=False)

@@ -49,9 +49,9 @@ def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int) -> None
 
 
 def test_every_triton_kernel_has_a_case(aot: ModuleType) -> None:
-    from megalite.ops.triton import activation, cross_entropy, flat, fp8, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, norm, rope
 
-    modules = (activation, cross_entropy, flat, fp8, norm, rope)
+    modules = (activation, cross_entropy, flat, fp8, fp8_product, norm, rope)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert kernels == {case.kernel.__name__ for case in aot.triton_cases()}
 
@@ -83,6 +83,17 @@ def test_gate_catches_an_instruction_that_is_absent(aot: ModuleType) -> None:
     assert aot.compile_triton(case, 90).absent == ""
     other = dataclasses.replace(case, instruction="F2FP.SATFINITE.E5M2")
     assert any("no F2FP.SATFINITE.E5M2" in line for line in aot.breaches(aot.compile_triton(other, 90), case.limit))
+
+
+def test_the_fp8_product_runs_on_tensor_cores(aot: ModuleType) -> None:
+    """With the FP8 instruction of its GPU, which a product of widened codes has not."""
+    import dataclasses
+
+    for arch, instruction in ((90, "QGMMA"), (100, "UTCQMMA")):
+        case = next(c for c in aot.triton_cases() if c.name == f"fp8_product_128_sm_{arch}")
+        assert case.instruction == instruction
+    wide = dataclasses.replace(case, constants={**case.constants, "WIDEN": True, "SIDE": 64})
+    assert aot.compile_triton(wide, arch).absent == instruction
 
 
 def test_gate_catches_narrow_loads(aot: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
