@@ -1,4 +1,4 @@
-"""A layer of experts alone in benchmarks/peers.py: forward and backward passes over eight micro-batches.
+"""A layer of experts alone in benchmarks/peers.py: forward and backward passes over micro-batches of 2 or 16 samples.
 
 Sizes are those of the model in peer_models.py, with 8 experts of which each token takes 2. transformers has several
 ways to multiply by experts, under `experts_implementation`: "eager", the loop in the model's own file, and
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peer_models import EXPERT_FLAGS, GLOBAL_BATCH, HIDDEN, MICRO_BATCH, MODEL_FLAGS, SEED, VOCAB, Step, initial_weights
+from peer_models import EXPERT_FLAGS, GLOBAL_BATCH, HIDDEN, MODEL_FLAGS, SEED, VOCAB, Step, initial_weights
 from torch import nn
 
 from megalite.batch import ForwardPass
@@ -22,19 +22,18 @@ from megalite.dist.grid import Grid
 from megalite.train.build import build_engine
 
 _LAYER = "layers.0.mlp."
-_SUM_OF = GLOBAL_BATCH // MICRO_BATCH
 
 
-def _stepper(apply: Callable[[torch.Tensor, int], torch.Tensor]) -> Step:
+def _stepper(apply: Callable[[torch.Tensor, int], torch.Tensor], samples: int) -> Step:
     """A step: every micro-batch's tokens are rows of a table, passed through the layer and back."""
     table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(SEED))
 
     def step(batch: np.ndarray) -> float:
         total = 0.0
-        for i, tokens in enumerate(torch.from_numpy(batch[:, :-1]).split(MICRO_BATCH)):
+        for i, tokens in enumerate(torch.from_numpy(batch[:, :-1]).split(samples)):
             x = table[tokens.t().contiguous()].requires_grad_()  # [S, B, H]
             y = apply(x, i)
-            loss = y.square().mean() / (2 * _SUM_OF)
+            loss = y.square().mean() / (2 * GLOBAL_BATCH // samples)
             loss.backward()
             total += loss.item()
         return total
@@ -42,7 +41,7 @@ def _stepper(apply: Callable[[torch.Tensor, int], torch.Tensor]) -> Step:
     return step
 
 
-def transformers_layer(implementation: str) -> Callable[[int, int, int], Step]:
+def transformers_layer(implementation: str, samples: int) -> Callable[[int, int, int], Step]:
     def make(tp: int, pp: int, vp: int) -> Step:
         from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 
@@ -60,7 +59,7 @@ def transformers_layer(implementation: str) -> Callable[[int, int, int], Step]:
         names |= {f"experts.{leaf}.weight": f"experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")}
         weights = initial_weights(cfg)
         layer.load_state_dict({theirs: weights[_LAYER + ours] for ours, theirs in names.items()})
-        run = _stepper(lambda x, i: layer(x))
+        run = _stepper(lambda x, i: layer(x), samples)
 
         def step(batch: np.ndarray) -> float:
             layer.zero_grad()
@@ -71,20 +70,23 @@ def transformers_layer(implementation: str) -> Callable[[int, int, int], Step]:
     return make
 
 
-def megalite_layer(tp: int, pp: int, vp: int) -> Step:
-    cfg = cli.parse([*MODEL_FLAGS, *EXPERT_FLAGS]).config
-    engine = build_engine(cfg, ParallelContext.create(Grid.of(1), torch.device("cpu")))
-    engine.optimizer.init_parameters(SEED)
-    (stage,) = engine.stages.values()
-    layer: Any = stage.get_submodule("layers.0.mlp")
-    parameters = list(layer.parameters())
-    for parameter in parameters:
-        parameter.after_grad = None  # nothing is reduced or updated after a step of one layer
-    run = _stepper(lambda x, i: layer(x, ForwardPass(1, i, 0, training=True)))
-
-    def step(batch: np.ndarray) -> float:
+def megalite_layer(samples: int) -> Callable[[int, int, int], Step]:
+    def make(tp: int, pp: int, vp: int) -> Step:
+        cfg = cli.parse([*MODEL_FLAGS, *EXPERT_FLAGS]).config
+        engine = build_engine(cfg, ParallelContext.create(Grid.of(1), torch.device("cpu")))
+        engine.optimizer.init_parameters(SEED)
+        (stage,) = engine.stages.values()
+        layer: Any = stage.get_submodule("layers.0.mlp")
+        parameters = list(layer.parameters())
         for parameter in parameters:
-            parameter.has_grad = False
-        return run(batch)
+            parameter.after_grad = None  # nothing is reduced or updated after a step of one layer
+        run = _stepper(lambda x, i: layer(x, ForwardPass(1, i, 0, training=True)), samples)
 
-    return step
+        def step(batch: np.ndarray) -> float:
+            for parameter in parameters:
+                parameter.has_grad = False
+            return run(batch)
+
+        return step
+
+    return make

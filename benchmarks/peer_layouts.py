@@ -69,6 +69,16 @@ ZERO3: dict[str, Maker] = {
     "megalite": megalite("--zero", "3"),
 }
 
+
+def expert_layer(samples: int) -> tuple[tuple[int, int, int, int], dict[str, Maker]]:
+    """Peers of a layer of experts, on micro-batches of so many samples."""
+    return (1, 1, 1, 1), {
+        "transformers, loop": transformers_layer("eager", samples),
+        "transformers, grouped_mm": transformers_layer("grouped_mm", samples),
+        "megalite": megalite_layer(samples),
+    }
+
+
 # Layout -> ((world, tp, pp, vp), {peer: its maker}); megalite comes last and all others are compared with it.
 LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Maker]]] = {
     "single": (
@@ -81,14 +91,8 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Maker]]] = {
         },
     ),
     "experts": ((1, 1, 1, 1), {"transformers": hf_mixtral, "megalite": megalite(*EXPERT_FLAGS)}),
-    "expert layer": (
-        (1, 1, 1, 1),
-        {
-            "transformers, loop": transformers_layer("eager"),
-            "transformers, grouped_mm": transformers_layer("grouped_mm"),
-            "megalite": megalite_layer,
-        },
-    ),
+    "expert layer": expert_layer(2),
+    "expert layer, 16 samples": expert_layer(16),
     "dp2": ((2, 1, 1, 1), {"DDP": plain_torch, "transformers + DDP": hf_transformers, "megalite": megalite()}),
     "tp2": (
         (2, 2, 1, 1),

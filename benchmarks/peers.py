@@ -34,7 +34,17 @@ from typing import Any
 from megalite.base.errors import UserError
 from megalite.extras.tool import run_tool
 
-WORLDS = {"single": 1, "experts": 1, "expert layer": 1, "dp2": 2, "tp2": 2, "pp2": 2, "pp2 vp2": 2, "tp2 pp2": 4}
+WORLDS = {
+    "single": 1,
+    "experts": 1,
+    "expert layer": 1,
+    "expert layer, 16 samples": 1,
+    "dp2": 2,
+    "tp2": 2,
+    "pp2": 2,
+    "pp2 vp2": 2,
+    "tp2 pp2": 4,
+}
 WORLDS |= {"dp2 zero2": 2, "dp2 zero3": 2, "dp4 zero2": 4, "dp4 zero3": 4}
 
 
