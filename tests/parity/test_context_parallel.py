@@ -116,6 +116,21 @@ def test_same_gradients_however_samples_are_shared(pool: WorkerPool, grid: Shape
     check(pool, grid, STRONG[grid])
 
 
+def owned(rank: int, cfg: Config, world: int) -> list[tuple[int, slice]]:
+    """By bucket: its padded size, and the part whose optimizer states this rank has."""
+    (engine,) = jobs.engines([cfg], world)
+    return [(bucket.numel, bucket.owned) for bucket in engine.optimizer.buckets]
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_optimizer_states_are_cut_over_dp_and_cp(pool: WorkerPool, cp: int) -> None:
+    for buckets in zip(*pool.run(4, owned, config(LLAMA, 1, {"cp": cp, "zero_group": "full"}), 4), strict=True):
+        parts = sorted((part.start, part.stop) for _, part in buckets)
+        assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
+        assert parts[-1][1] == buckets[0][0]
+        assert len({stop - start for start, stop in parts}) == 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("grid", GRID)
 def test_grid(pool: WorkerPool, grid: Shape) -> None:
