@@ -78,7 +78,7 @@ class Heartbeat(Observer):
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
         read_end, self._alive = os.pipe()
         _pipes.add(self._alive)
-        with answering_thread() as flight:
+        with answering_thread(bool(self._settings["cuda"])) as flight:
             files = {"beats": beats, "stacks": stacks, "alive": read_end, "flight": flight}
             self._starts += 1
             self._process = start_child(

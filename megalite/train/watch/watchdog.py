@@ -258,15 +258,14 @@ class Watchdog:
 
 def ask(flight: int) -> tuple[str, bool]:
     """Ask the rank at the other end of a socket for its `flight.oldest_unfinished`; ("", True): it does not answer."""
-    text, deadline = b"", time.monotonic() + _ANSWER_S
-    with contextlib.suppress(OSError, ValueError):
-        os.write(flight, b"?")
-        while not text.endswith(b"\n") and readable(flight, max(0.0, deadline - time.monotonic())):
-            if not (part := os.read(flight, _MAX_ANSWER)):
-                break
-            text += part
-        what, begun = json.loads(text)
-        return str(what), bool(begun)
+    question, text, deadline = bytes([time.monotonic_ns() % 256]), b"", time.monotonic() + _ANSWER_S
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        os.write(flight, question)
+        while readable(flight, max(0.0, deadline - time.monotonic())) and (part := os.read(flight, _MAX_ANSWER)):
+            *lines, text = (text + part).split(b"\n")
+            for number, what, begun in map(json.loads, lines):
+                if number == question[0]:
+                    return str(what), bool(begun)
     return "", True
 
 

@@ -21,7 +21,7 @@ def late(rank: int) -> tuple[tuple[str, bool], tuple[str, bool]]:
     """What rank 0's flight recorder says before and after rank 1 has joined a sum."""
     group = dist.new_group([0, 1], group_desc="tp")
     store, x = dist.distributed_c10d._get_default_store(), torch.ones(2, 3)
-    with answering_thread() as end:
+    with answering_thread(cuda=False) as end:
         if rank:
             store.wait(["flight/asked"])
             dist.all_reduce(x, group=group)
@@ -40,7 +40,7 @@ def late(rank: int) -> tuple[tuple[str, bool], tuple[str, bool]]:
 
 def test_a_collective_that_a_rank_has_not_joined(pool: WorkerPool) -> None:
     (before, after), _ = pool.run(2, late)
-    assert before == ("all_reduce 1 of tp, [[2, 3]], scheduled", False)
+    assert before == ("all_reduce 1 of tp, [[2, 3]]", True)
     assert after == ("", False)
 
 
@@ -55,6 +55,7 @@ def entry(name: str, group: str, state: str, number: int, **more: Any) -> dict[s
         "p2p_seq_id": number if p2p else 0,
         "collective_seq_id": 0 if p2p else number,
         "input_sizes": [[64]],
+        "time_discovered_started_ns": 0 if state == "scheduled" else 1,
         **more,
     }
 
@@ -65,6 +66,10 @@ def test_what_a_gpu_waits_in_and_what_it_has_not_begun() -> None:
     assert oldest_unfinished([*ended, begun, enqueued]) == ("recv 3<-2 9 of pp, [[64]], started", True)
     assert oldest_unfinished([*ended, enqueued]) == ("all_reduce 4 of tp, [[64]], scheduled", False)
     assert oldest_unfinished(ended) == ("", False)
+    # Without TORCH_NCCL_ENABLE_TIMING nothing is said to begin; and nothing may have been recorded.
+    untimed = [{**e, "time_discovered_started_ns": 0} for e in (*ended, enqueued)]
+    assert oldest_unfinished(untimed) == ("all_reduce 4 of tp, [[64]]", True)
+    assert oldest_unfinished([]) == ("", True)
 
 
 def test_without_an_answer_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,18 +77,18 @@ def test_without_an_answer_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert ask(theirs.fileno()) == ("", True)
-        ours.recv(1)
-        ours.sendall(b"not JSON\n")
-        assert ask(theirs.fileno()) == ("", True)
+        for nonsense in (b"not JSON\n", b"7\n", b'[256, "an answer to another question", false]\n'):
+            ours.sendall(nonsense)
+            assert ask(theirs.fileno()) == ("", True)
         ours.close()
         assert ask(theirs.fileno()) == ("", True)
 
 
 def test_another_format_is_reported_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight, "_recorded", lambda: [{"state": "started"}])
-    with answering_thread() as end:
+    monkeypatch.setattr(flight, "_recorded", lambda cuda: [{"state": "started"}])
+    with answering_thread(cuda=False) as end:
         end = os.dup(end)
     try:
-        assert ask(end) == ("no flight recorder: 'retired'", True)
+        assert ask(end) == ("no flight recorder: 'time_discovered_started_ns'", True)
     finally:
         os.close(end)
