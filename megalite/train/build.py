@@ -50,7 +50,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     dtype = DTYPES[cfg.train.precision]
     if ctx.device.type == "cpu":
         keep_freed_memory()
-    ops = _with_attention(cfg, kernels.resolve(cfg.train.ops, ctx.device, dtype), ctx)
+    ops = resolve_ops(cfg, ctx)
     logger.info(ops.describe())
     schedule = schedule_of(cfg, ctx.dp.size)
     if cfg.parallel.schedule == "auto" and ctx.pp.size > 1:
@@ -84,9 +84,10 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     )
 
 
-def _with_attention(cfg: Config, ops: Ops, ctx: ParallelContext) -> Ops:
-    """Set the requested attention kernel, log which kernels torch may choose from, and share sequences over cp."""
+def resolve_ops(cfg: Config, ctx: ParallelContext) -> Ops:
+    """Choose a rank's ops, with the requested attention, which shares sequences over cp; log its kernels."""
     m, device = cfg.model, ctx.device
+    ops = kernels.resolve(cfg.train.ops, device, DTYPES[cfg.train.precision])
     case = AttentionCase(
         device,
         DTYPES[cfg.train.precision],

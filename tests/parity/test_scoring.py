@@ -60,6 +60,8 @@ def scored(rank: int, path: str, tp: int, pp: int, world: int) -> tuple[list[tup
         ("gpt2", 1, 2, 4),
         ("gemma2", 2, 1, 2),
         pytest.param("qwen2_moe", 2, 2, 4, marks=pytest.mark.full),
+        pytest.param("gpt_oss", 2, 2, 4, marks=pytest.mark.full),
+        pytest.param("llama4", 2, 2, 4, marks=pytest.mark.full),
     ],
 )
 def test_scores_in_a_layout(pool: WorkerPool, tmp_path: Path, case: str, tp: int, pp: int, world: int) -> None:

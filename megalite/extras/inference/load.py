@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megalite import ops as kernels
 from megalite.base.errors import UserError, require
 from megalite.batch import Documents, ForwardPass, MicroBatch
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
@@ -25,7 +24,7 @@ from megalite.model.gpt import GPTStage
 from megalite.pipeline.choose import schedule_of
 from megalite.sharding import StateTensor
 from megalite.sharding.parameter import ShardedParameter
-from megalite.train.build import build_stages
+from megalite.train.build import build_stages, resolve_ops
 
 _HF_WINDOW = 2048
 """Longest window for a Hugging Face folder, which does not record the training length."""
@@ -142,8 +141,8 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     """
     ctx, weights = ParallelContext.single(device), find_weights(path, tokenizer)
     cfg = Config(model=weights.cfg, parallel=ParallelConfig(zero=0))
-    ops = kernels.resolve(None, device, torch.float32)
-    (stage,) = build_stages(cfg, ctx, schedule_of(cfg, 1).placement, torch.float32, ops).values()
+    placement = schedule_of(cfg, 1).placement
+    (stage,) = build_stages(cfg, ctx, placement, torch.float32, resolve_ops(cfg, ctx)).values()
     weights.load(stage, ctx)
     name = weights.tokenizer
     tokenizer_ = load_tokenizer(name) if name else None

@@ -11,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from megalite import ops as kernels
 from megalite.base.dtypes import DTYPES
 from megalite.base.errors import UserError, require
 from megalite.batch import ForwardPass, MicroBatch
@@ -26,7 +25,7 @@ from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.tensor_parallel.loss import vocab_parallel_cross_entropy
-from megalite.train.build import build_stages
+from megalite.train.build import build_stages, resolve_ops
 
 _END, _SCORE, _NEXT = range(3)
 
@@ -93,8 +92,7 @@ class Scorer:
     def __init__(self, cfg: Config, ctx: ParallelContext, weights: Weights) -> None:
         self.cfg, self.ctx, self.max_rows = cfg, ctx, cfg.train.global_batch_size
         schedule, dtype = schedule_of(cfg, ctx.dp.size), DTYPES[cfg.train.precision]
-        ops = kernels.resolve(cfg.train.ops, ctx.device, dtype)
-        (self._stage,) = build_stages(cfg, ctx, schedule.placement, dtype, ops).values()
+        (self._stage,) = build_stages(cfg, ctx, schedule.placement, dtype, resolve_ops(cfg, ctx)).values()
         weights.load(self._stage, ctx)
         self._program = forward_program(schedule.programs[ctx.pp.rank])
         self._index = ctx.pp.rank

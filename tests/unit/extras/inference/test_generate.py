@@ -28,7 +28,15 @@ pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", pytest.param("qwen2_moe", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "llama",
+        "gpt2",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_moe", "llama4", "deepseek_v3")),
+    ],
+)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A transformers model, and the checkpoint that was imported from it."""
     folder = tmp_path_factory.mktemp(request.param)
