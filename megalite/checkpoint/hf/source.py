@@ -78,7 +78,10 @@ class HFSource:
         return file_tensors(packing, spec, self.config.num_heads)
 
     def read(self, spec: ParamSpec, packing: Packing, offset: Sequence[int], out: torch.Tensor) -> None:
-        """Fill `out` (any type, any device) with the elements of megalite's tensor from `offset` on; read no others."""
+        """Fill `out` (any type, any device) with the elements of megalite's tensor from `offset` on.
+
+        No others are read, but for those between alternating rows.
+        """
         for part in self.parts(spec, packing):
             for there, box in part.overlaps(Slice(tuple(offset), tuple(out.shape))):
                 target = out[box_index([b - o for b, o in zip(box.offset, offset)], box.shape)]

@@ -100,7 +100,7 @@ all moments have one type, and bf16 is rounded stochastically -> use --moments-d
     use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype
 the model does not support this variant -> drop it, or see --help all for the model's options
     squared-relu quick-geglu apply-residual-connection-post-layernorm embed-layernorm
-    use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope no-rope-freq qk-l2-norm
+    use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope qk-l2-norm
     qk-clip* softmax-type=vanilla softmax-scale glu-linear-offset=0 activation-func-* multi-latent-attention mtp-*=0
     relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-* attention-output-gate

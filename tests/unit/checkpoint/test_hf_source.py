@@ -30,7 +30,9 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "preadv", counting)
     for spec, where in source.tensors():
         whole = source.full(spec, where)
-        assert read == [spec.numel]
+        # What lies between alternating rows is read with them.
+        most = max(part.step for part in source.parts(spec, where))
+        assert spec.numel <= read[0] <= most * spec.numel
         rows = [(a, b) for a in range(0, spec.shape[0], 7) for b in (a + 1, min(a + 17, spec.shape[0]))]
         inner = [[(0, n), (3, 11)] for n in spec.shape[1:]]
         for box in product(rows, *inner):
@@ -39,7 +41,7 @@ def test_parts_are_parts_of_the_whole(tmp_path: Path, monkeypatch: pytest.Monkey
             read[0] = 0
             source.read(spec, where, [low for low, _ in box], out)
             assert torch.equal(out, expected.double())
-            assert read == [expected.numel()]
+            assert expected.numel() <= read[0] <= most * expected.numel()
         read[0] = 0
 
 
