@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Long samples on this machine's CPU: one sample end to end with --cp, memory per rank beside one process's.
 
-    python benchmarks/long_samples.py train --tokens 1048576 --window 4096      # cp 4 and one process: one step each
+    python benchmarks/long_samples.py train --tokens 1048576 --window 1024 --layers 1 --hidden 32  # cp 4, one process
     python benchmarks/long_samples.py time --tokens 4096                        # a step with cp 2 against one process
     python benchmarks/long_samples.py torch                                     # torch's own context parallelism here
 
