@@ -127,7 +127,8 @@ def check(ranks: list[Any], expected: Any, saved: Path, what: str) -> None:
 
 def config(folder: Path, parallel: dict[str, Any]) -> Config:
     model = dataclasses.replace(hf_model_config(folder), seq_len=jobs.SEQ)
-    return jobs.make_config(model, parallel, train_steps=STEPS)
+    # The products of transformers: five steps of AdamW turn other roundings into 1.4e-5 (gpt-oss, a router).
+    return jobs.make_config(model, parallel, train_steps=STEPS, ops="grouped=torch")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
