@@ -93,7 +93,9 @@ class _Collect(torch.autograd.Function):
         heads = ctx.exchange._heads(dback)[0]
         dout, out, received = ctx.exchange.deal_out(dback, back, *qkv).tensor_split((heads, 2 * heads), 2)
         dout, out = (x.permute(1, 2, 0, 3) for x in (dout, out))
-        ctx.kept.put_back(out, *[received] * bool(qkv))
+        # Autograd frees what is saved as it goes, but no attribute.
+        kept, ctx.kept = ctx.kept, None
+        kept.put_back(out, *[received] * bool(qkv))
         return (dout, None, None, *(None for _ in qkv))
 
 
@@ -116,8 +118,13 @@ class _Kept:
         return self._back[which].as_strided(*view)
 
     def leave_out(self, *missing: Tensor) -> None:
-        """Forget the memory of these tensors; views of them are remembered as such."""
-        places = {x.untyped_storage()._cdata: i for i, x in enumerate(missing)}
+        """Forget the memory of these tensors; views of them are remembered as such.
+
+        One that is part of a larger storage, as a kernel that pads head sizes may return, stays.
+        """
+        places = {
+            x.untyped_storage()._cdata: i for i, x in enumerate(missing) if x.untyped_storage().nbytes() == x.nbytes
+        }
         for slot in self._slots:
             (x,) = slot
             which = places.get(x.untyped_storage()._cdata)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.batch import ForwardPass, MicroBatch
 from megalite.config.run import Config
+from megalite.context_parallel.heads import _Kept
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.families.parts import BlockKind
 from tests.parity import jobs
@@ -79,3 +80,15 @@ def test_a_block_saves_a_fourth(pool: WorkerPool, variant: tuple[str, int]) -> N
     for less, more in pool.run(4, saved, cfgs, 4):
         assert more - less == pytest.approx((many - few) / 4, rel=0.01)
         assert more - less == pytest.approx(2 * block_activations(cfgs[0], BlockKind()), rel=0.02)
+
+
+def test_a_part_of_a_larger_storage_is_kept() -> None:
+    """Flash attention may return one: it pads head sizes, and saves what it padded."""
+    dense, padded = torch.arange(32.0).view(4, 8), torch.arange(40.0).view(4, 10)
+    kept = _Kept()
+    slots = [kept.keep(x) for x in (dense.t(), padded)]
+    kept.leave_out(dense, padded[:, :8])
+    assert slots[1] == [padded]
+    kept.put_back(dense.clone(), padded[:, :8].clone())
+    assert torch.equal(kept.get(slots[0]), dense.t())
+    assert kept.get(slots[1]) is padded
