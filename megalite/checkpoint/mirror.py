@@ -112,14 +112,21 @@ class Mirror:
             logger.info(f"deleted the remains of an interrupted save: {', '.join(remains)}")
 
     def tidy(self, root: Path) -> None:
-        """Delete this host's parts once the last checkpoint is in the store, but those of weights that are not."""
+        """Delete this host's parts that nothing needs any more; the store decides which.
+
+        A full save waits until it is committed there, or a later one of this run is; weights until they are committed.
+        What an earlier process left incomplete goes with the first commit of this run.
+        """
         store = Store(self.url)
-
-        def waits(save: str) -> bool:
-            name = "-".join(save.rsplit("_", 1))
-            return remote.step_of(name) < 0 and not remote.exists(store, f"{name}/COMMIT")
-
         with contextlib.suppress(StoreError):
+            newest = max((remote.step_of(n) for n in remote.committed(store) if n in self._written), default=-1)
+
+            def waits(save: str) -> bool:
+                name = "-".join(save.rsplit("_", 1))
+                if newest >= 0 and (name not in self._written or 0 <= remote.step_of(name) <= newest):
+                    return False
+                return not remote.exists(store, f"{name}/COMMIT")
+
             clean_up(root, keep=waits)
 
     def continues(self, step: int, name: str) -> None:

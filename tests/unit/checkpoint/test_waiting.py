@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megalite.base import store as store_module
 from megalite.base.errors import UserError
@@ -34,6 +35,26 @@ def _save_without_an_owner(rank: int, url: str, disks: list[str], weights: bool)
         Store(f"{url}/checkpoints").delete(["owner"])
     write = checkpointer.save_model if weights else checkpointer.save
     write(4, cs.states_at(4, rank, 2), {"step": 4})
+    is_saved = checkpointer.settle()
+    # As a run does at its end, after its loop did.
+    checkpointer.settle()
+    checkpointer.close()
+    return is_saved
+
+
+def _save_weights_after_a_failure(rank: int, url: str, disks: list[str]) -> bool:
+    """Save step 4 while the store takes no commit, then weights that it takes."""
+    checkpointer, store = checkpointer_of(rank, url, disks), Store(f"{url}/checkpoints")
+    checkpointer.take()
+    owner = store.read("owner")
+    dist.barrier()
+    if rank == 0:
+        store.delete(["owner"])
+    checkpointer.save(4, cs.states_at(4, rank, 2), {"step": 4})
+    assert not checkpointer.settle()
+    if rank == 0:
+        store.write("owner", owner)
+    checkpointer.save_model(5, cs.states_at(5, rank, 2), {"step": 5})
     is_saved = checkpointer.settle()
     checkpointer.close()
     return is_saved
@@ -105,6 +126,12 @@ def test_parts_that_wait_are_uploaded_at_the_next_start(
     assert pool.run(2, _start, url, disks[::-1]) == [4, 4]
     assert waiting(disks) == []
     assert remote.committed(store)[0] == name
+
+
+def test_a_save_that_failed_waits_after_weights_that_did_not(pool: WorkerPool, url: str, disks: list[str]) -> None:
+    assert pool.run(2, _save_weights_after_a_failure, url, disks) == [True, True]
+    assert waiting(disks) == PARTS
+    assert pool.run(2, _start, url, disks) == [4, 4]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
