@@ -20,7 +20,7 @@ multiplied one after another, in fp32 by oneDNN where that is faster (ops/onednn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -91,9 +91,15 @@ def _load_onednn(op: Op) -> Mapping[str, Callable[..., Any]]:
     return {"grouped_linear": _onednn_linear, "grouped_dgrad": _onednn_dgrad, "grouped_wgrad": _onednn_wgrad}
 
 
+def numbers(values: Iterable[int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy numbers of the host to the device of `like`."""
+    host = torch.tensor(list(values), dtype=dtype)
+    # A copy from pageable memory would wait for the GPU's work.
+    return (host.pin_memory() if like.is_cuda else host).to(like.device, non_blocking=True)
+
+
 def _ends(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
-    return (ends.pin_memory() if x.is_cuda else ends).to(x.device, non_blocking=True)
+    return numbers(accumulate(sizes), x, torch.int32)
 
 
 def _load(op: Op) -> Mapping[str, Callable[..., Any]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megalite.ops import Ops
-from megalite.ops.grouped import groups
+from megalite.ops.grouped import groups, numbers
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.linear import WgradQueue
 from megalite.tensor_parallel.products import GroupedProducts
@@ -25,7 +25,7 @@ class _GroupedLinear(torch.autograd.Function):
         y = layer.products.forward(x, weight, sizes)
         if layer.bias is None or not layer.adds_bias:
             return y
-        counts = torch.tensor(sizes, device=y.device)
+        counts = numbers(sizes, y, torch.int64)
         return y.add_(layer.bias.repeat_interleave(counts, 0, output_size=len(y)))
 
     @staticmethod

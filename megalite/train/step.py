@@ -128,7 +128,7 @@ def update(engine: Engine, rates: StepRates, grad_norm: float, unscale: float) -
     limit = engine.cfg.optim.clip_grad
     clip = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
     with record_function(OPTIMIZER_RANGE):
-        multiplier = torch.tensor(clip * unscale, dtype=torch.float32, device=engine.ctx.device)
+        multiplier = torch.full((), clip * unscale, device=engine.ctx.device)
         engine.optimizer.step(rates.lr, multiplier, rates.weight_decay, rates.decoupled_lr)
 
 

@@ -226,6 +226,8 @@ class Tracker(TorchDispatchMode, Observer):
             return
         if func is _ATEN._to_copy.default and outputs[0].device.type == "cpu":
             self.syncs["copy to the host"] += 1
+        if func is _ATEN._to_copy.default and tensors[0].device.type == "cpu" and not kwargs.get("non_blocking"):
+            self.syncs["copy to the GPU"] += 1
         read, written = operands(func, arguments(func, args, kwargs), outputs)
         nbytes, flops = sum(x.nbytes for x in (*read, *written)), _flops(func, args, kwargs)
         output = flops > 0 and any((x.untyped_storage()._cdata, x.storage_offset()) in self._output for x in tensors)

@@ -24,7 +24,7 @@ FLAGS = (
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires")
 @pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
 def test_the_busiest_rank_of_ep(dispatch: str) -> None:
-    flags = [*FLAGS.split(), "--moe-dispatch", dispatch]
+    flags = [*FLAGS.split(), "--mlp-bias", "--moe-dispatch", dispatch]
     words = [*flags, "--rank", "0", "--world", "8", "--json"]
     done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -42,6 +42,7 @@ def test_the_busiest_rank_of_ep(dispatch: str) -> None:
     head = 6 * tokens * m.hidden_size * 512 / 2
     assert real["flops"] == pytest.approx(experts + router + attention + head, rel=0.05)
     # For each layer and micro-batch.
+    assert real["host_syncs_in"] == {"status of the step": 1, "rows of experts": 4 * 4}
     counts = {"all_to_all": 1 + 4} if dispatch == "alltoall" else {"all_gather": 1 + 3, "reduce_scatter": 3}
     assert {name: row["count"] for name, row in real["collectives"]["ep"].items()} == {
         name: 4 * 4 * count for name, count in counts.items()
