@@ -69,6 +69,7 @@ FAMILY = Family(
         "num_local_experts": 128,
         "attention_bias": True,
         "sliding_window": 128,
+        "rope_parameters": _YARN,
     },
     constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     presets={

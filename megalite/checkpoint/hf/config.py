@@ -133,7 +133,7 @@ def _check_types(values: dict[str, Any], family: Family, where: str) -> None:
             _check_type(where, key, values[key], hint)
     nested = [values.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
     nested += [inner for rope in nested for inner in rope.values() if isinstance(inner, dict)]
-    kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(("rope_type", "type"), str)}
+    kinds = {**dict.fromkeys(_NUMBERS, float), **dict.fromkeys(("rope_type", "type"), str), "truncate": bool}
     kinds |= dict.fromkeys(("full_attention", "sliding_attention"), dict)
     for key, value in (item for rope in nested for item in rope.items()):
         if key in kinds:
@@ -167,8 +167,9 @@ def _layer_types(cfg: ModelConfig) -> list[str]:
 
 def _read_rope(config: dict[str, Any], values: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
     """Read the rotary options from the new keys or the old ones; raise where both are present and differ."""
-    new = _new_rope(config.get("rope_parameters") or {}, family, where)
-    # A null rope_scaling means none.
+    # Without either key, readers take the family's. A null rope_scaling alone means that to some, and none to others.
+    assumed = {} if config.get("rope_scaling") else family.defaults.get("rope_parameters", {})
+    new = _new_rope(config.get("rope_parameters") or assumed, family, where)
     old = _with_type(config["rope_scaling"] or {}) if "rope_scaling" in config else {}
     old_keys = {
         "rope_theta": family.old_theta,
@@ -217,8 +218,7 @@ def _read_scaling(rope: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _with_type(rope: dict[str, Any]) -> dict[str, Any]:
     """Return a rope dictionary with its type under `rope_type`, whichever key it had."""
-    others = {k: v for k, v in rope.items() if k != "type"}
-    return {"rope_type": rope.get("type", "default"), **others}
+    return {"rope_type": rope.get("type", "default"), **{k: v for k, v in rope.items() if k != "type"}}
 
 
 def write_config(cfg: ModelConfig, dtype: str, special: dict[str, Any]) -> dict[str, Any]:

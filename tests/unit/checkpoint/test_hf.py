@@ -239,6 +239,19 @@ def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_p
         import_hf(packed, tmp_path / "other")
 
 
+def test_gpt_oss_without_keys_of_rope_is_read_as_transformers_reads_it(models: Any) -> None:
+    raw = json.loads((models("gpt_oss")[0] / "config.json").read_text())
+    bare = {k: v for k, v in raw.items() if not k.startswith("rope_")}
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(**bare).rope_parameters
+    assert read_config(bare, "config.json") == read_config({**raw, "rope_parameters": theirs}, "config.json")
+    with pytest.raises(UserError, match="rope_type: rope_parameters say 'yarn', the old keys 'default'"):
+        read_config({**bare, "rope_scaling": None}, "config.json")
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": None}
+    assert read_config({**bare, **plain}, "config.json").rope_scaling is None
+
+
 def test_layers_of_llama_4_that_follow_no_pattern_are_refused(models: Any) -> None:
     raw = json.loads((models("llama4")[0] / "config.json").read_text())
     for key, value in (

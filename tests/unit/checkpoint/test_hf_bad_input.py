@@ -126,6 +126,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "rope_as_list": (edit_config(rope_parameters=[1]), "rope_parameters [1]: is of the wrong type"),
     "rope_of_text": (edit_config(rope_parameters={"rope_theta": "big"}), "rope_theta 'big': is of the wrong type"),
     "rope_type_as_list": (edit_config(rope_parameters={"rope_type": [1]}), "rope_type [1]: is of the wrong type"),
+    "truncate_as_text": (
+        edit_config(rope_parameters={"rope_type": "yarn", "truncate": "false"}),
+        "truncate 'false': is of the wrong type",
+    ),
     "layer_types_as_number": (edit_config(layer_types=5), "layer_types 5: is of the wrong type"),
     "layer_types_of_a_family_without": (
         edit_config(layer_types=["sliding_attention"] * 2),
