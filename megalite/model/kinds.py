@@ -34,7 +34,7 @@ class LayerKind(ABC):
 
     def matrices(self, cfg: ModelConfig) -> list[ParamSpec]:
         """List the matrices [out, in] that every token is multiplied with."""
-        return [spec for spec in self.specs(cfg, "") if len(spec.shape) == 2 and not spec.name.endswith(".bias")]
+        return [spec for spec in self.specs(cfg, "") if spec.ndim == len(spec.shape) == 2]
 
     @abstractmethod
     def saved(self, cfg: Config) -> list[SavedTensor]:

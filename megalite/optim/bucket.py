@@ -98,7 +98,7 @@ class Bucket:
         self._contributions = self._outstanding = 0
         self._in_flight = [] if in_flight is None else in_flight
         self._sent = self.grad
-        entries = [BucketParam(p.shard.spec.name, p.shape, start) for p, start in zip(params, self.starts)]
+        entries = [BucketParam((s := p.shard.spec).name, p.shape, at, s.ndim > 1) for p, at in zip(params, self.starts)]
         self.codec: Codec | None = make_codec(compress, entries, self.numel, self.batch, like.device)
         self.bytes_sent, self._scale = 0, 1.0
         self._reducing: collectives.Work | Codec | None = None

@@ -22,11 +22,12 @@ from megalite.optim.shares import INT8_BLOCK
 
 @dataclass(frozen=True)
 class BucketParam:
-    """A parameter of a bucket: its name, local shape, and first element in the bucket."""
+    """A parameter of a bucket: its name, local shape, first element in the bucket, and whether it has matrices."""
 
     name: str
     shape: torch.Size
     start: int
+    matrix: bool
 
     @property
     def span(self) -> slice:
@@ -201,14 +202,14 @@ def largest(rows: Tensor, k: int) -> Tensor:
 class PowerSGD(Codec):
     """Rank-`rank` factors of each matrix, one power iteration per step (Vogels et al. 2019, algorithm 1).
 
-    Vectors, and matrices with no more elements than their factors, are sent uncompressed.
+    Vectors, those of stacked experts too, and matrices with no more elements than their factors are sent uncompressed.
     """
 
     def __init__(self, params: Sequence[BucketParam], numel: int, axis: Axis, device: torch.device, rank: int) -> None:
         super().__init__(params, numel, axis, device)
         self.residual = torch.zeros(numel, device=device)
         self.rank = rank
-        self.matrices = [p for p in params if len(p.shape) > 1 and rank * sum(_sides(p)) < p.shape.numel()]
+        self.matrices = [p for p in params if p.matrix and rank * sum(_sides(p)) < p.shape.numel()]
         self._dense = [p for p in params if p not in self.matrices]
         self.right = [torch.zeros(_sides(p)[1], rank, device=device) for p in self.matrices]
         self.finish_load()

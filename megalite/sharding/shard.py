@@ -69,6 +69,11 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, where experts are stacked that of one."""
+        return len(self.shape) - any(axis == "ep" for axis, _ in self.sharded_dims)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -262,37 +267,6 @@ def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[
         # Some at a time: all blocks of a large matrix would fill the memory.
         for i in range(0, len(blocks), threads):
             yield from zip(blocks[i : i + threads], pool.map(draw, blocks[i : i + threads]))
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """What this rank holds of one logical tensor of the optimizer state: the interface to checkpoints.
-
-    Attributes:
-        name: global parameter name (for a tied copy: the name it is tied to).
-        role: "master", or a state of the update rule ("exp_avg"); for compressed gradients "residual" and "powersgd".
-        shape: global shape, without vocabulary padding.
-        flat: flat view, fp32 or bf16, as it is saved; loading writes to it.
-        slices: boxes of the logical tensor in `flat`; empty if this rank holds nothing of it.
-        is_owner: whether this rank writes it to checkpoints; true on exactly one rank per element.
-        summand: (i, n): `flat` holds summand i of n, each saved as a tensor of its own; loaded into another number of
-            summands, each gets an equal fraction of their sum. None: `flat` holds the tensor itself.
-        exact: whether checkpoints of weights alone keep its type.
-    """
-
-    name: str
-    role: str
-    shape: tuple[int, ...]
-    flat: torch.Tensor
-    slices: list[Slice]
-    is_owner: bool
-    summand: tuple[int, int] | None = None
-    exact: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Name of the tensor in checkpoints, besides `name`: the role, with the number of the summand."""
-        return self.role if self.summand is None else f"{self.role}_{self.summand[0]}"
 
 
 def count_parameters(specs: Mapping[str, ParamSpec]) -> int:

@@ -98,7 +98,7 @@ def test_a_token_meets_and_multiplies_the_same_parameters(preset: str) -> None:
     m = model(preset)
     assert active_parameters(m) == ACTIVE.get(preset, count(m))
     apart = sum(s.numel for s in param_map(m).values() if len(s.shape) == 1 or s.name.startswith("embed_"))
-    of_experts = sum(s.numel for s in param_map(m).values() if ".experts." in s.name and s.name.endswith(".bias"))
+    of_experts = sum(s.numel for s in param_map(m).values() if ".experts." in s.name and not s.matrix)
     apart += of_experts * m.moe_topk // (m.num_experts or 1)
     tied = m.vocab * m.hidden_size if m.tie_embeddings else 0
     flops = flops_per_token(m)

@@ -16,7 +16,8 @@ from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
 from megalite.dist.seeding import philox
 from megalite.ops import resolve
-from megalite.optim.compress import TopK, dequantize, largest, orthonormalize, quantize
+from megalite.optim import bucket
+from megalite.optim.compress import BucketParam, PowerSGD, TopK, dequantize, largest, orthonormalize, quantize
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import INT8_BLOCK, Sharding
@@ -86,6 +87,19 @@ def test_orthonormal_columns_span_what_a_qr_spans() -> None:
     assert dependent.isfinite().all()
     assert dependent.square().sum(0).max() < 1.1
     assert not zero.any()
+
+
+def test_biases_of_experts_are_no_matrix() -> None:
+    ctx, sharded_dims = ParallelContext.single(), (("ep", 0), ("tp", 1))
+    params = [
+        ShardedParameter.empty(Shard(ParamSpec(name, shape, sharded_dims), Layout(ctx.grid, 0)), torch.float32, CPU)
+        for name, shape in {"up_proj.bias": (8, 12), "up_proj.weight": (8, 12, 6)}.items()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        made: list[BucketParam] = []
+        patch.setattr(bucket, "make_codec", lambda spec, entries, *_: made.extend(entries))
+        make_buckets([params], ctx, sharded=Sharding.stage(0), bucket_size=None, compress="powersgd:1")
+    assert [p.name for p in PowerSGD(made, 96 + 576, ctx.dp, CPU, 1).matrices] == ["up_proj.weight"]
 
 
 def optimizer_of(ctx: ParallelContext, compress: str, zero: int) -> DistributedOptimizer:

@@ -226,8 +226,8 @@ def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int],
     if codec != "powersgd":
         return 0, 0
     held_units = {name for names in names_of(cfg, layers, held) for name in names}
-    shapes = [shape for spec, shape in Cut.of(cfg, tp).shapes(cfg.model, experts) if unit_of(spec.name) in held_units]
-    matrices = [(math.prod(s[:-1]), s[-1]) for s in shapes if len(s) > 1]
+    shapes = Cut.of(cfg, tp).shapes(cfg.model, experts)
+    matrices = [(math.prod(s[:-1]), s[-1]) for p, s in shapes if p.ndim > 1 and unit_of(p.name) in held_units]
     matrices = [s for s in matrices if int(rank) * sum(s) < math.prod(s)]
     return sum(rows for rows, _ in matrices), sum(columns for _, columns in matrices)
 
