@@ -15,7 +15,14 @@ from megalite.ops import Ops
 
 
 def share_attention(
-    comm: str, head_ranks: int, ctx: ParallelContext, ops: Ops, sinks: bool = False, *, recomputed: bool, long: int
+    comm: str,
+    head_ranks: int,
+    ctx: ParallelContext,
+    ops: Ops,
+    sinks: bool = False,
+    *,
+    recomputed: bool,
+    long: int | None,
 ) -> Callable[..., Tensor]:
     """Return `ops.attention` for tokens that the ranks of cp share as `batch.runs_of` says.
 
@@ -28,12 +35,12 @@ def share_attention(
         ops: the kernels in use.
         sinks: whether calls have `sinks`, see `BlockAttention`.
         recomputed: whether backward computes attention again.
-        long: number of tokens of a sample from which a CPU needs blocks instead of a mask.
+        long: number of tokens of a sample from which a CPU needs blocks instead of a mask; None: no sample has as many.
     """
     cp, alone = ctx.axis("cp"), Axis("own")
     if cp.size == 1 or comm == "a2a":
         blocks = BlockAttention(Ring(alone), alone, ops)
-        attention = blocks if sinks else WholeSamples(ops, blocks, long)
+        attention = blocks if sinks else ops.attention if long is None else WholeSamples(ops, blocks, long)
         return HeadExchange(cp, attention, not recomputed) if cp.size > 1 else attention
     neighbors, others = ctx.split("cp", size=head_ranks) if "a2a" in comm else (None, cp)
     shared = BlockAttention((Ring if "ring" in comm else Gather)(others), others, ops)

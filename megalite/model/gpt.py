@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.batch import Documents, ForwardPass, Message, MicroBatch, Positions
-from megalite.model.attention import Attention, QKNorm
+from megalite.model.attention import QKNorm
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.layers import Layers, NoNorm, Rope
 from megalite.model.mixers import MIXERS
@@ -77,8 +77,6 @@ def compile_block(block: nn.Module) -> None:
     for part in block.modules():
         if isinstance(part, (ParallelLinear, MoELayer)) or (isinstance(part, QKNorm) and not part.per_head):
             part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
-        if isinstance(part, Attention) and part.sinks is not None:
-            part.attention = torch.compiler.disable(part.attention)
     block.forward = torch.compile(block.forward)
 
 

@@ -101,15 +101,18 @@ def resolve_ops(cfg: Config, ctx: ParallelContext) -> Ops:
     if device.type == "cuda":
         usable = [kernel for kernel in KERNELS if why_not(kernel, case) is None]
         order = ", ".join(usable)
-        logger.info(f"attention: {name}" + (f" (torch takes one of {order})" if name == "auto" else ""))
+        taken = f"{name} (torch takes one of {order})" if name == "auto" else name
+        logger.info(f"attention: {'block by block, merged with sinks' if m.attention_sinks else taken}")
     comm, why = choose_comm(m, cfg.parallel, cfg.data.within_documents)
     if cfg.parallel.cp > 1 and cfg.parallel.cp_comm == "auto":
         logger.info(f"--cp-comm auto: {comm} ({why})")
+    long = LONG_ON_CPU if device.type == "cpu" and m.seq_len >= LONG_ON_CPU else None
     shared = share_attention(
         comm, head_ranks(m, cfg.parallel), ctx, replace(ops, attention=attention), m.attention_sinks,
-        recomputed=cfg.train.recompute != "none", long=LONG_ON_CPU,
+        recomputed=cfg.train.recompute != "none", long=long,
     )  # fmt: skip
-    if cfg.train.compile and cfg.parallel.cp > 1:  # what communicates stays outside of compiled code
+    # What communicates, or goes block by block, stays outside of compiled code.
+    if cfg.train.compile and shared is not attention:
         shared = torch.compiler.disable(shared)
     return replace(ops, attention=shared)
 

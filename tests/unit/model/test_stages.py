@@ -16,6 +16,7 @@ from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
+from megalite.context_parallel.blocks import BlockAttention
 from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.model.parameters import param_map
@@ -25,6 +26,7 @@ from megalite.optim.shares import Sharding
 from megalite.pipeline.choose import schedule_of
 from megalite.sharding import Shard
 from megalite.sharding.parameter import ShardedParameter
+from megalite.train import build
 from megalite.train.build import build_stages
 from tests.parity import jobs
 from tests.shards import tp_shard
@@ -53,6 +55,28 @@ def rank_context(tp: int, tp_rank: int, pp: int, pp_rank: int) -> ParallelContex
         ("pp",): Axis("pp", pp, pp_rank, tuple(range(pp))),
     }
     return dataclasses.replace(single, grid=grid, rank=grid.rank(pp=pp_rank, tp=tp_rank), axes={**single.axes, **axes})
+
+
+@pytest.mark.parametrize("options", [{"window": 5}, {"attention_sinks": True}], ids=str)
+def test_attention_by_blocks_is_not_compiled(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    call, compiled = BlockAttention.__call__, []
+
+    def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        compiled.append(torch.compiler.is_compiling())
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(BlockAttention, "__call__", seen)
+    monkeypatch.setattr(build, "LONG_ON_CPU", 16)
+    model = dataclasses.replace(MODELS["llama"], num_layers=1, **options)
+    cfg, ctx = Config(model=model, train=TrainConfig(global_batch_size=8, compile=True)), ParallelContext.single()
+    ops = build.resolve_ops(cfg, ctx)
+    (stage,) = build_stages(cfg, ctx, schedule_of(cfg, 1).placement, torch.float32, ops).values()
+    jobs.init_parameters(stage, 1)
+    batch = MicroBatch.of_samples(torch.zeros(16, 1, dtype=torch.long), torch.zeros(16, 1, dtype=torch.long))
+    stage(batch.tokens_SB, batch, EVALUATION)
+    assert compiled == [False]
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
