@@ -121,7 +121,7 @@ class ModelConfig:
     o_bias: bool = False
     """Add a bias to the attention output projection."""
     mlp_bias: bool = False
-    """Add biases to the MLP."""
+    """Add biases to the MLP; with experts, to each of them and to the router."""
     qk_norm: Literal["none", "head", "full", "l2"] = "none"
     """RMSNorm on q and k: per head (Qwen 3), over the full projection (OLMo 2), or per head after rope, without weights
     and in layers with rope alone (l2; Llama 4)."""

@@ -99,12 +99,15 @@ the residual stream is in --precision; embedding, loss and matrix products have 
 all moments have one type, and bf16 is rounded stochastically -> use --moments-dtype, --master-dtype, --grad-dtype
     use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype
 the model does not support this variant -> drop it, or see --help all for the model's options
-    squared-relu quick-geglu apply-residual-connection-post-layernorm embed-layernorm
+    squared-relu apply-residual-connection-post-layernorm embed-layernorm
     use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope qk-l2-norm
-    qk-clip* softmax-type=vanilla softmax-scale glu-linear-offset=0 activation-func-* multi-latent-attention mtp-*=0
+    qk-clip* softmax-scale multi-latent-attention mtp-*=0
     relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-* attention-output-gate
     experimental-attention-variant
+gpt-oss's softmax and gate have names of their own here -> use --attention-sinks for a learnable softmax, \
+--activation clamped_swiglu for quick-geglu with offset 1 and clamp 7
+    softmax-type=vanilla quick-geglu glu-linear-offset=0 activation-func-*
 this gives windows of positions; layers without one follow --window-pattern -> give --window
     sliding-window
 separate vocabulary and merges files are not supported -> give --tokenizer tokenizer.json, or --vocab-size

@@ -176,7 +176,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
         own = torch.float32 if spec.name in buffers else dtype
 
         def make() -> list[torch.Tensor]:
-            full = torch.empty(part.shape)
+            full = torch.empty(part.shape, dtype=torch.float32 if spec.readout else own)
             for box, rows in part.views(full):
                 reader.read(tensors[spec.name], box, rows)
             if spec.readout:
