@@ -30,7 +30,11 @@ STRONG: Grid = {
 GRID: Grid = {
     ranks_of(2, tp=2): [(OSS, 1, {}, {"recompute": "full"}), (OSS, 1, {"overlap_tp_reduce": False}, {})],
     ranks_of(2, tp=2, etp="1"): [(OSS, 1, {}, {})],
-    ranks_of(2, ep=2): [(OSS, 2, {}, {"recompute": "full"}), (OSS, 1, {}, {"offload": "optimizer"})],
+    ranks_of(2, ep=2): [
+        (OSS, 2, {}, {"recompute": "full"}),
+        (OSS, 1, {"moe_dispatch": "allgather"}, {}),
+        (OSS, 1, {}, {"offload": "optimizer"}),
+    ],
     ranks_of(4, ep=4, tp=2, etp="1"): [(OSS, 3, {}, {})],
     ranks_of(2, cp=2): [
         (OSS, 1, {"cp_comm": comm}, {"recompute": recompute})
