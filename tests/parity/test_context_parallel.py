@@ -235,6 +235,8 @@ def test_chats(pool: WorkerPool, row: tuple[str, dict[str, Any], dict[str, Any]]
     ((figures, boxes),) = trained_on_chats(0, [jobs.make_config(model)], 1)
     ranks = pool.run(8, trained_on_chats, [jobs.make_config(model, parallel, **train)], 8)
     assert_close([rank[0] for rank in ranks], figures, put_together([boxes]), str(row))
+    for ((_, evaluated), _), *_ in ranks:
+        np.testing.assert_allclose(evaluated, figures[1], rtol=1e-6)
 
 
 def few_targets() -> Rows:

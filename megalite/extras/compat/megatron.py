@@ -50,6 +50,7 @@ _SPELLINGS: dict[str, str] = {
     "moe_topk": "moe-router-topk",
     "moe_ffn_size": "moe-ffn-hidden-size",
     "moe_shared_ffn_size": "moe-shared-expert-intermediate-size",
+    "moe_dispatch": "moe-token-dispatcher-type",
     # data
     "data": "data-path train-data-path",
     "valid_data": "valid-data-path",
@@ -88,6 +89,7 @@ VALUES: dict[str, dict[str, str]] = {
     "lr_decay": {"WSD": "wsd"},
     "optimizer": {"adam": "adamw", "dist_muon": "muon"},
     "device": {"nccl": "cuda", "gloo": "cpu"},
+    "moe_dispatch": {"flex": "alltoall"},
     "cp_comm": {"p2p": "ring", "all_gather": "gather", "a2a+p2p": "a2a+ring"},
     "zero": {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_params": "3"},
 }

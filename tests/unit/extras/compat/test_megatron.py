@@ -38,7 +38,8 @@ SAMPLE = {
     "muon_ns_steps": "4", "run_dir": "R", "save_every": "4", "eval_every": "6", "eval_steps": "8", "log_every": "3",
     "weight_decay": "0.3", "weight_decay_ramp": "constant",
     "data": "P", "valid_data": "Q", "rope_linear_factor": "8", "window_pattern": "2",
-    "max_minutes": "235", "ep": "2", "moe_topk": "3", "moe_ffn_size": "24", "moe_shared_ffn_size": "64",
+    "max_minutes": "235", "ep": "2", "moe_topk": "3", "moe_dispatch": "allgather",
+    "moe_ffn_size": "24", "moe_shared_ffn_size": "64",
 }  # fmt: skip
 
 
@@ -254,7 +255,7 @@ NO_EFFECT = """
     wandb-exp-name wandb-save-dir no-check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads
     manual-gc empty-unused-memory-level profile-step-start profile-ranks inference-max-requests
     straggler-minmax-count nccl-communicator-config-path te-rng-tracker use-sharp one-logger-project
-    no-one-logger exit-signal moe-token-dispatcher-type moe-permute-fusion moe-grouped-gemm
+    no-one-logger exit-signal moe-permute-fusion moe-grouped-gemm
 """
 """Dropping these changes nothing that is trained."""
 
