@@ -6,6 +6,7 @@ has it for all: one core of an AMD EPYC of the fifth generation does 200 GFLOP/s
 
 from __future__ import annotations
 
+import contextlib
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from torch import Tensor
 
 @lru_cache(maxsize=1)
 def _by_amd() -> bool:
-    cpus = Path("/proc/cpuinfo")
-    return cpus.exists() and "AuthenticAMD" in cpus.read_text()
+    # Not everywhere is there such a file, or may it be read.
+    with contextlib.suppress(OSError):
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    return False
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
