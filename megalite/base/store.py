@@ -13,14 +13,14 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megalite.base.errors import UserError, require
 from megalite.base.log import logger
 from megalite.base.redact import describe
-from megalite.base.waits import call, pause
+from megalite.base.waits import call, pause, tell
 
 T = TypeVar("T")
 
@@ -153,7 +153,8 @@ class Store:
             if (there := call(self.fs, "info", 0, self._path(name))["size"]) != size:
                 raise OSError(f"{there} of {size} bytes arrived")
 
-        self._try(name, put, 2 if is_large else ATTEMPTS)
+        # Only a file system that repeats requests of itself needs few attempts of the whole.
+        self._try(name, put, 2 if is_large and hasattr(fs, "retries") else ATTEMPTS)
 
     def download(self, name: str, path: Path, size: int, check: Callable[[Path], str] = lambda path: "") -> None:
         """Copy an object of a known size to a new file; `check` says what is wrong with it, "" if nothing is."""
@@ -177,14 +178,22 @@ class Store:
         self._try(name, get)
 
     def _get_parts(self, name: str, path: Path, size: int) -> None:
-        """Download ranges, each with attempts of its own."""
-        with path.open("wb") as f, ThreadPoolExecutor(4) as threads:
+        """Download ranges, each with attempts of its own; none begins after one that has failed."""
+        with path.open("wb") as f:
 
             def get(begin: int) -> None:
                 os.pwrite(f.fileno(), self.read(name, begin, min(begin + _CHUNK, size)), begin)
 
-            for done in [threads.submit(get, begin) for begin in range(0, size, _CHUNK)]:
-                done.result()
+            threads = ThreadPoolExecutor(4)
+            ranges = [threads.submit(get, begin) for begin in range(0, size, _CHUNK)]
+            try:
+                for done in ranges:
+                    _await([done])
+                    done.result()
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+                # The file is theirs until they end.
+                _await([begun for begun in ranges if not begun.cancelled()])
 
     def names(self, folder: str = "") -> dict[str, int]:
         """List a folder: object -> its size, with "/" at the end -> 0 for a folder in it; empty if there is none."""
@@ -245,6 +254,12 @@ class Store:
                 self._say(f"{where}: {describe(e)}; attempt {attempt} of {attempts}, trying again")
                 pause(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
         raise AssertionError
+
+
+def _await(answers: list[Future[None]]) -> None:
+    """Wait for other threads; the signs of life are this one's, as those of others do not count."""
+    while wait(answers, 1.0).not_done:
+        tell()
 
 
 @functools.cache

@@ -1,4 +1,8 @@
-"""Waits for a store: none is without a bound, and who wants to know hears each second that one goes on."""
+"""Waits for a store: who wants to know hears each second that one goes on, and none is without a bound.
+
+That is for file systems of fsspec that are asynchronous, as those of s3://, gs://, abfs:// and https:// are. Others
+(file://, sftp://) wait as long as their library does, and nobody hears of it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,8 @@ def pause(seconds: float) -> None:
 def call(fs: Any, method: str, size: int, *args: object, **options: object) -> Any:
     """Call a method of a file system, and give up if nothing of `size` bytes arrives for too long.
 
-    Libraries have no time-out for a body that is not taken, or that comes in drops.
+    Libraries have no time-out for a body that is not taken, or that comes in drops. A file system that is not
+    asynchronous is called as it is.
     """
     from fsspec.callbacks import Callback
 

@@ -11,6 +11,7 @@ import re
 import secrets
 import signal
 import sys
+import threading
 import time
 import urllib.parse
 from pathlib import Path
@@ -481,6 +482,47 @@ def test_other_stores(tmp_path: Path) -> None:
         assert store.names("a") == {"b": 5}
         store.delete(["a/b", "a/c"])
         assert store.names("a") == {}
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "arrives"])
+def test_a_large_download_ends_with_the_first_range_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """And the waiting thread shows that it is alive: here no range arrives before it has done so."""
+    monkeypatch.setattr(store_module, "_CHUNK", 1)
+    begun, alive, waiting = list[int](), threading.Event(), threading.get_ident()
+    monkeypatch.setattr(waits, "on_wait", [lambda: alive.set() if threading.get_ident() == waiting else None])
+
+    def read(_: Store, name: str, begin: int, end: int) -> bytes:
+        begun.append(begin)
+        if fails and begin == 0:
+            raise StoreError(name, "tried 7 times")
+        if not alive.wait(5):
+            raise StoreError(name, "nobody has seen a sign of life")
+        return b"x"
+
+    monkeypatch.setattr(Store, "read", read)
+    store = Store(f"file://{tmp_path}")
+    if fails:
+        with pytest.raises(StoreError, match="tried 7 times"):
+            store.download("a", tmp_path / "copy", 40)
+        assert len(begun) <= 5
+    else:
+        store.download("a", tmp_path / "copy", 40)
+        assert (tmp_path / "copy").read_bytes() == b"x" * 40
+
+
+def test_a_large_object_has_all_attempts_where_nothing_else_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_CHUNK", 1)
+    store, said = Store(f"file://{tmp_path}/store"), list[str]()
+    store._say = said.append
+    (tmp_path / "shard").write_bytes(b"1234")
+    (tmp_path / "store").write_text("no folder")
+    with pytest.raises(StoreError, match="tried 7 times"):
+        store.upload("a", str(tmp_path / "shard"), 4)
+    assert len(said) == 6
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
