@@ -72,6 +72,13 @@ def readable(descriptor: int, seconds: float | None) -> bool:
     return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
+def writable(descriptor: int) -> bool:
+    """Whether a descriptor takes data at once; a Unix socket under Linux says so while most of its buffer is free."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(0))
+
+
 def allow_many_files() -> None:
     """Raise this process's limit of open files, usually 1,024, as far as allowed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -96,7 +96,8 @@ class Mirror:
     def meet(self, lock: Path, ctx: ParallelContext) -> None:
         """Find out whether all ranks see the same local folder, and upload or delete what an interrupted save left.
 
-        Every rank calls this.
+        What is newer than the store's and not whole waits: another start, on other hosts, may find the rest. Every rank
+        calls this.
 
         Raises:
             StoreError: the store is away, and parts wait for it.
@@ -107,8 +108,10 @@ class Mirror:
         self.shared = all(gather_texts("yes" if sees else "", ctx.world, ctx.device))
         if not self.shared:
             logger.info("the hosts share no folder: a checkpoint exists once all its parts are uploaded")
-        upload_waiting(lock.parent, self.url, ctx)
-        if (ctx.rank == 0 or not self.shared) and (remains := clean_up(lock.parent)):
+        incomplete = upload_waiting(lock.parent, self.url, ctx)
+        if ctx.rank != 0 and self.shared:
+            return
+        if remains := clean_up(lock.parent, keep=lambda save: _name_of(save) in incomplete):
             logger.info(f"deleted the remains of an interrupted save: {', '.join(remains)}")
 
     def tidy(self, root: Path) -> None:
@@ -122,7 +125,7 @@ class Mirror:
             newest = max((remote.step_of(n) for n in remote.committed(store) if n in self._written), default=-1)
 
             def waits(save: str) -> bool:
-                name = "-".join(save.rsplit("_", 1))
+                name = _name_of(save)
                 if newest >= 0 and (name not in self._written or 0 <= remote.step_of(name) <= newest):
                     return False
                 return not remote.exists(store, f"{name}/COMMIT")
@@ -230,6 +233,11 @@ class Mirror:
         problem = self.taken or ("its upload failed" if self.failures else "")
         self.failures = 0
         return problem
+
+
+def _name_of(save: str) -> str:
+    """Name in the store what has NAME_ID on the disk."""
+    return "-".join(save.rsplit("_", 1))
 
 
 def path_of(name: str, root: Path, mirror: Mirror | None) -> Path:

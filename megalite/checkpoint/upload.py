@@ -223,8 +223,10 @@ def _publish(store: Store, part: Part, manifest: Manifest, data: bytes, fragment
             raise StoreError(f"{store.url}/{part.name}/{entry.name}", f"has {sizes.get(entry.name)} bytes there")
     _check_owner(store, job)
     # Before COMMIT: who resumes from it on another disk has the metrics up to there.
-    run_dir = Path(job["root"]).parent
-    problems = _try("config and metrics are not uploaded", lambda: _upload_run_files(store, run_dir))
+    problems = list[str]()
+    if job["root"]:
+        run_dir = Path(job["root"]).parent
+        problems = _try("config and metrics are not uploaded", lambda: _upload_run_files(store, run_dir))
     if job["full"]:
         # Before COMMIT too: a later one that is abandoned must not be what the next start takes.
         remote.set_aside(store, part.name, job["remote"])

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.log import logger
-from megalite.base.store import Store
+from megalite.base.store import MissingObject, Store
 from megalite.checkpoint import remote
 from megalite.checkpoint.commit import TEMPORARY
-from megalite.checkpoint.upload import Part, TakenError, commit_part, send_part
-from megalite.dist.agree import agree
+from megalite.checkpoint.upload import METRICS, Part, TakenError, commit_part, send_part
+from megalite.dist.agree import agree_in_rounds
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 
+# Name of a save -> number of its parts, and of each part that some host has, the ranks that see it.
+_Found = dict[str, tuple[int, dict[int, list[int]]]]
 
-def upload_waiting(root: Path, url: str, ctx: ParallelContext) -> None:
+
+def upload_waiting(root: Path, url: str, ctx: ParallelContext) -> list[str]:
     """Upload and commit what is left of earlier saves, if it is whole; every rank calls this.
 
     Of full checkpoints only the newest, and only if it is newer than those of the store. Each part may be on any host,
@@ -33,29 +36,38 @@ def upload_waiting(root: Path, url: str, ctx: ParallelContext) -> None:
         root: the run's checkpoints folder, of which each host may have its own.
         url: its place in the store.
 
+    Returns:
+        Names of saves of which parts are missing: another start, on other hosts, may find them.
+
     Raises:
         StoreError: the store is away; nothing is lost. Raised on every rank.
     """
     mine = _parts_in(root)
     listed = {name: [parts[0].job["world"], [part.job["rank"] for part in parts]] for name, parts in mine.items()}
-    # Name -> number of parts, and of each part that some host has the first rank that sees it.
-    found: dict[str, tuple[int, dict[int, int]]] = {}
+    found: _Found = {}
     for rank, text in enumerate(gather_texts(json.dumps(listed), ctx.world, ctx.device)):
         for name, (world, saved_by) in json.loads(text).items():
-            holders = found.setdefault(name, (world, {}))[1]
             for part in saved_by:
-                holders.setdefault(part, rank)
+                found.setdefault(name, (world, {}))[1].setdefault(part, []).append(rank)
+    incomplete = list[str]()
     if found:
         store = Store(url)
-        whole = agree(ctx, lambda: _choose(store, found) if ctx.rank == 0 else [])
-        for name in json.loads(gather_texts(json.dumps(whole), ctx.world, ctx.device)[0]):
-            holders = found[name][1]
-            own = [part for part in mine.get(name, []) if holders[part.job["rank"]] == ctx.rank]
-            agree(ctx, partial(_send, store, own))
-            # Who has the part of rank 0 has the metrics up to there.
-            agree(ctx, partial(_commit, store, [name] if ctx.rank == holders.get(0, 0) else [], root))
+        chosen = agree_in_rounds(ctx, lambda: _choose(store, found) if ctx.rank == 0 else ([], []))
+        whole, incomplete = json.loads(gather_texts(json.dumps(chosen), ctx.world, ctx.device)[0])
+        for name in whole:
+            senders = {part: _sender(part, ranks) for part, ranks in found[name][1].items()}
+            own = [part for part in mine.get(name, []) if senders[part.job["rank"]] == ctx.rank]
+            agree_in_rounds(ctx, partial(_send, store, own))
+            commit = partial(_commit, store, name, root if 0 in senders else None)
+            agree_in_rounds(ctx, commit if ctx.rank == senders.get(0, 0) else lambda: None)
     for part in (part for parts in mine.values() for part in parts):
         part.close()
+    return incomplete
+
+
+def _sender(part: int, ranks: list[int]) -> int:
+    """Choose who of a host's ranks uploads a part, so that they share the work."""
+    return part if part in ranks else ranks[part % len(ranks)]
 
 
 def _parts_in(root: Path) -> dict[str, list[Part]]:
@@ -71,9 +83,9 @@ def _parts_in(root: Path) -> dict[str, list[Part]]:
     return parts
 
 
-def _choose(store: Store, found: dict[str, tuple[int, dict[int, int]]]) -> list[str]:
-    """Return the names of saves that can be completed, oldest first."""
-    newest, chosen = max(map(remote.step_of, remote.committed(store)), default=-1), list[str]()
+def _choose(store: Store, found: _Found) -> tuple[list[str], list[str]]:
+    """Return the names of saves that can be completed, oldest first, and of those that could be if more were found."""
+    newest, chosen, incomplete = max(map(remote.step_of, remote.committed(store)), default=-1), list[str](), list[str]()
     for name in sorted(found, key=lambda name: int(name.split("_")[1].split("-")[0]), reverse=True):
         world, holders = found[name]
         is_full = remote.step_of(name) >= 0
@@ -81,32 +93,70 @@ def _choose(store: Store, found: dict[str, tuple[int, dict[int, int]]]) -> list[
             continue
         gone = [r for r in range(world) if r not in holders and not remote.exists(store, _fragment(name, r))]
         if gone:
-            logger.warning(f"{name} was not uploaded by an earlier process, and cannot be: no host has part {gone[0]}")
+            logger.warning(
+                f"{name} was not uploaded by an earlier process, and cannot be: no host has part {gone[0]}; "
+                f"what there is of it is kept until this run has saved a checkpoint"
+            )
+            incomplete.append(name)
             continue
         chosen.insert(0, name)
         newest = max(newest, remote.step_of(name))
-    return chosen
+    return chosen, incomplete
 
 
 def _send(store: Store, parts: list[Part]) -> None:
     for part in parts:
-        send_part(store, part)
+        if not _is_there(store, part):
+            send_part(store, part)
 
 
-def _commit(store: Store, names: list[str], root: Path) -> None:
-    """Commit saves whose parts are all in the store, for the process that wrote them, unless another run came since."""
-    for name in names:
-        job: dict[str, Any] = json.loads(store.read(_fragment(name, 0)))["job"]
-        if not remote.exists(store, remote.OWNER):
-            store.write(remote.OWNER, job["remote"]["owner"].encode())
-        try:
-            problems = commit_part(store, Part(job | {"root": str(root)}, -1, {}), 0.0)
-        except TakenError as e:
-            logger.warning(f"{name} was not uploaded by an earlier process, and is given up: {e}")
-            continue
-        logger.info(f"uploaded {store.url}/{name}, which an earlier process had written")
-        for problem in problems:
-            logger.warning(f"{name} is uploaded, but {problem}")
+def _is_there(store: Store, part: Part) -> bool:
+    """Whether an earlier attempt has uploaded a part: its fragment comes last."""
+    file = part.fragment["file"]
+    try:
+        is_whole = store.size(f"{part.name}/{file['name']}") == file["size"]
+    except MissingObject:
+        return False
+    return is_whole and remote.exists(store, _fragment(part.name, part.job["rank"]))
+
+
+def _commit(store: Store, name: str, root: Path | None) -> None:
+    """Commit a save whose parts are all in the store, for the process that wrote them, unless another run came since.
+
+    Args:
+        root: the checkpoints folder of a host that has the part of rank 0, and so may have the run's newest files.
+    """
+    job: dict[str, Any] = json.loads(store.read(_fragment(name, 0)))["job"]
+    has_files = root is not None and _has_newest_metrics(store, root.parent)
+    orders = {"root": str(root) if has_files else "", "remote": job["remote"] | {"owner": _owner(store, job["remote"])}}
+    try:
+        problems = commit_part(store, Part(job | orders, -1, {}), 0.0)
+    except TakenError as e:
+        logger.warning(f"{name} was not uploaded by an earlier process, and is given up: {e}")
+        return
+    logger.info(f"uploaded {store.url}/{name}, which an earlier process had written")
+    for problem in problems:
+        logger.warning(f"{name} is uploaded, but {problem}")
+
+
+def _owner(store: Store, orders: dict[str, Any]) -> str:
+    """Return as whom to commit: a run that took the place and saved nothing, as on wrong hosts, is no obstacle."""
+    try:
+        owner = store.read(remote.OWNER).decode(errors="replace")
+    except MissingObject:
+        store.write(remote.OWNER, orders["owner"].encode())
+        return orders["owner"]
+    known = {*orders["written"], *orders["keep"]}
+    return owner if known.issuperset(remote.committed(store)[:1]) else orders["owner"]
+
+
+def _has_newest_metrics(store: Store, run_dir: Path) -> bool:
+    """Whether this host's metrics go on from those of the store: else an old disk has come back."""
+    path = run_dir / METRICS
+    try:
+        return path.exists() and path.read_bytes().startswith(store.parent.read(METRICS))
+    except MissingObject:
+        return True
 
 
 def _fragment(name: str, rank: int) -> str:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.base.child import readable
+from megalite.base.child import readable, writable
 from megalite.base.collector import without_collector
 from megalite.base.waits import on_wait
 from megalite.checkpoint.commit import commit, read_fragment, tidy
@@ -46,6 +46,16 @@ def send(channel: socket.socket, message: dict[str, Any], descriptors: tuple[int
     data = json.dumps(message).encode()
     socket.send_fds(channel, [struct.pack("<Q", len(data))], list(descriptors))
     channel.sendall(data)
+
+
+def say(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Send to the training process, if it is there. A note is dropped while many are unread: no upload waits for that.
+
+    A notebook may read nothing for hours.
+    """
+    if "note" not in message or writable(channel.fileno()):
+        with contextlib.suppress(OSError):
+            send(channel, message)
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -80,8 +90,8 @@ def main(descriptor: int) -> None:
     talking, signed = threading.Lock(), 0.0
 
     def answer(message: dict[str, Any]) -> None:
-        with talking, contextlib.suppress(OSError):
-            send(channel, message)
+        with talking:
+            say(channel, message)
 
     def sign() -> None:
         nonlocal signed

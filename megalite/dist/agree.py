@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from megalite.base.waits import tell
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.base.errors import UserError
 
 T = TypeVar("T")
+
+# How long a rank works between two meetings of `agree_in_rounds`.
+_ROUND_S = 1.0
 
 
 def agree(ctx: ParallelContext, action: Callable[[], T]) -> T:
@@ -25,6 +31,26 @@ def agree(ctx: ParallelContext, action: Callable[[], T]) -> T:
             where = "" if rank == 0 or all(messages) else f"rank {rank}: "
             raise UserError.from_message(where + text)
     return result  # type: ignore[return-value]
+
+
+def agree_in_rounds(ctx: ParallelContext, action: Callable[[], T]) -> T:
+    """As `agree`, for what one rank may do longer than a collective may take: `action` runs in a thread.
+
+    Meanwhile all ranks meet every second, and show that they are alive.
+    """
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(action())
+        except BaseException as e:
+            answer.set_exception(e)
+
+    # Not one of a pool's, for which the process would wait if another rank's failure ends it.
+    threading.Thread(target=work, name="agree", daemon=True).start()
+    while not all(gather_texts("done" if wait([answer], _ROUND_S).done else "", ctx.world, ctx.device)):
+        tell()
+    return agree(ctx, answer.result)
 
 
 def check_equal(ctx: ParallelContext, what: str, text: str, remedy: str) -> None:

@@ -10,6 +10,7 @@ import queue
 import re
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ from megalite.checkpoint.mirror import Mirror, SaveError, copy_together
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, write_file
 from megalite.checkpoint.save import Checkpointer
 from megalite.checkpoint.upload import Part, Uploader
+from megalite.checkpoint.writer import receive, say
 from megalite.config.run import RunConfig
 from megalite.config.train import TrainConfig
 from megalite.dist.context import ParallelContext
@@ -523,6 +525,22 @@ def test_a_large_object_has_all_attempts_where_nothing_else_repeats(
     with pytest.raises(StoreError, match="tried 7 times"):
         store.upload("a", str(tmp_path / "shard"), 4)
     assert len(said) == 6
+
+
+def test_notes_that_nobody_reads_hold_up_no_upload() -> None:
+    """As in a notebook: what would block fails here."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    for _ in range(5000):
+        say(writer, {"note": ""})
+    say(writer, {"upload": "a"})
+    writer.close()
+    heard = list[dict[str, Any]]()
+    while (message := receive(reader)) is not None:
+        heard.append(message[0])
+    reader.close()
+    assert heard[0] == {"note": ""}
+    assert heard[-1] == {"upload": "a"}
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,9 +15,13 @@ from megalite.base import store as store_module
 from megalite.base.errors import UserError
 from megalite.base.store import Store
 from megalite.checkpoint import remote
+from megalite.checkpoint import waiting as waiting_module
 from megalite.checkpoint.load import find_good, load_checkpoint
 from megalite.checkpoint.mirror import Mirror
 from megalite.checkpoint.save import Checkpointer
+from megalite.checkpoint.upload import Part, send_part
+from megalite.checkpoint.waiting import upload_waiting
+from megalite.dist import agree as agree_module
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 
@@ -70,9 +77,60 @@ def _start(rank: int, url: str, disks: list[str]) -> int:
         load_checkpoint(found, states, checkpointer.ctx)
         step = int(found.manifest.meta["step"])
         cs.assert_states(states, step, rank, 2)
+        checkpointer.take()
         return step
     finally:
         checkpointer.close()
+
+
+def _save_anew(rank: int, url: str, disks: list[str]) -> bool:
+    """A run that continues from no checkpoint saves step 3."""
+    checkpointer = checkpointer_of(rank, url, disks)
+    checkpointer.take()
+    checkpointer.save(3, cs.states_at(3, rank, 2), {"step": 3})
+    is_saved = checkpointer.settle()
+    checkpointer.close()
+    return is_saved
+
+
+def _sent(rank: int, url: str, disk: str) -> list[int]:
+    """The parts that this rank of one host uploads."""
+    sent = list[int]()
+
+    def send(store: Store, part: Part) -> None:
+        sent.append(part.job["rank"])
+        send_part(store, part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting_module, "send_part", send)
+        assert upload_waiting(Path(disk, "checkpoints"), f"{url}/checkpoints", cs.context(2)) == []
+    return sent
+
+
+def _work_while_others_meet(rank: int) -> tuple[bool, str]:
+    """Rank 1 works until the ranks have met three times, then fails."""
+    met, meetings, real = threading.Event(), 0, agree_module.gather_texts
+
+    def gather(*args: Any) -> Sequence[str]:
+        nonlocal meetings
+        meetings += 1
+        if meetings == 3:
+            met.set()
+        return real(*args)
+
+    def work() -> None:
+        if rank == 1:
+            assert met.wait(60)
+            raise UserError("work", "is over", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agree_module, "gather_texts", gather)
+        patch.setattr(agree_module, "_ROUND_S", 0.01)
+        try:
+            agree_module.agree_in_rounds(cs.context(2), work)
+        except UserError as e:
+            return met.is_set(), str(e)
+    return met.is_set(), ""
 
 
 def _fail_to_start(rank: int, url: str, disks: list[str]) -> str:
@@ -111,6 +169,7 @@ def test_parts_that_wait_are_uploaded_at_the_next_start(
 ) -> None:
     """Also if the first start fails, as the store is still away; the ranks may be on other hosts by then."""
     store = Store(f"{url}/checkpoints")
+    store.parent.write("metrics.jsonl", b"1\n")
     assert pool.run(2, _save_without_an_owner, url, disks, False) == [False, False]
     assert waiting(disks) == PARTS
     assert [remote.step_of(name) for name in remote.committed(store)] == [2]
@@ -121,11 +180,13 @@ def test_parts_that_wait_are_uploaded_at_the_next_start(
     (tmp_path / "store").write_text("a file")
     assert ["tried 7 times" in said for said in pool.run(2, _fail_to_start, url, disks)] == [True, True]
     assert waiting(disks) == PARTS
+    Path(disks[0], "metrics.jsonl").write_text("1\n2\n")
     (tmp_path / "store").unlink()
     (tmp_path / "away").rename(tmp_path / "store")
     assert pool.run(2, _start, url, disks[::-1]) == [4, 4]
     assert waiting(disks) == []
     assert remote.committed(store)[0] == name
+    assert store.parent.read("metrics.jsonl") == b"1\n2\n"
 
 
 def test_a_save_that_failed_waits_after_weights_that_did_not(pool: WorkerPool, url: str, disks: list[str]) -> None:
@@ -138,20 +199,52 @@ def test_a_save_that_failed_waits_after_weights_that_did_not(pool: WorkerPool, u
 def test_a_part_that_was_uploaded_may_be_lost_on_the_disk(
     pool: WorkerPool, url: str, disks: list[str], lost: int
 ) -> None:
+    """Neither does the run file of an old disk replace the store's, which goes on from it or is another."""
     pool.run(2, _save_without_an_owner, url, disks, False)
     shutil.rmtree(disks[lost])
+    Path(disks[0]).mkdir(exist_ok=True)
+    Path(disks[0], "metrics.jsonl").write_text("1\n")
+    Store(url).write("metrics.jsonl", b"1\n2\n" if lost else b"")
     assert pool.run(2, _start, url, disks) == [4, 4]
+    assert Store(url).read("metrics.jsonl") == (b"1\n2\n" if lost else b"")
 
 
-def test_a_part_that_is_nowhere(pool: WorkerPool, url: str, disks: list[str]) -> None:
-    """The run continues from the checkpoint before it, and the rest is deleted."""
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_part_that_is_nowhere(pool: WorkerPool, url: str, disks: list[str], saves: bool) -> None:
+    """Started on the wrong hosts, the run continues from the checkpoint before; the rest waits until it saves one."""
     store = Store(f"{url}/checkpoints")
     pool.run(2, _save_without_an_owner, url, disks, False)
     (name,) = (name.rstrip("/") for name in store.names() if name.startswith("step_00000004"))
     empty(store, name)
+    away = Path(disks[1]).rename(f"{disks[1]}_away")
+    if saves:
+        assert pool.run(2, _save_anew, url, disks) == [True, True]
+        assert waiting(disks) == []
+    else:
+        assert pool.run(2, _start, url, disks) == [2, 2]
+        assert waiting(disks) == PARTS[:2]
     shutil.rmtree(disks[1])
-    assert pool.run(2, _start, url, disks) == [2, 2]
-    assert waiting(disks) == []
+    away.rename(disks[1])
+    assert pool.run(2, _start, url, disks) == ([3, 3] if saves else [4, 4])
+    # Of a host that was away at the commit, it goes with the next one.
+    assert waiting(disks) == (PARTS[2:] if saves else [])
+
+
+def test_the_ranks_of_a_host_share_its_parts(pool: WorkerPool, url: str, disks: list[str]) -> None:
+    """And send none again that has arrived: here rank 1's alone has not."""
+    store = Store(f"{url}/checkpoints")
+    pool.run(2, _save_without_an_owner, url, disks, False)
+    (name,) = (name.rstrip("/") for name in store.names() if name.startswith("step_00000004"))
+    store.delete([f"{name}/{PARTS[2]}"])
+    shutil.copytree(f"{disks[1]}/checkpoints", f"{disks[0]}/checkpoints", dirs_exist_ok=True)
+    assert pool.run(2, _sent, url, disks[0]) == [[], [1]]
+    assert remote.committed(store)[0] == name
+
+
+def test_a_long_upload_holds_up_no_collective(pool: WorkerPool) -> None:
+    for met, error in pool.run(2, _work_while_others_meet):
+        assert met
+        assert error.startswith("rank 1: work: is over")
 
 
 def test_weights_that_wait(pool: WorkerPool, url: str, disks: list[str]) -> None:
@@ -163,10 +256,9 @@ def test_weights_that_wait(pool: WorkerPool, url: str, disks: list[str]) -> None
     assert remote.exists(store, f"{name}/COMMIT")
 
 
-def test_another_run_has_the_place(pool: WorkerPool, url: str, disks: list[str]) -> None:
-    """What waits is given up: it belongs to a run that has lost the place."""
-    store = Store(f"{url}/checkpoints")
+def test_another_run_has_the_place(pool: WorkerPool, tmp_path: Path, url: str, disks: list[str]) -> None:
+    """What waits is given up once that has saved a checkpoint: the place is its own."""
     pool.run(2, _save_without_an_owner, url, disks, False)
-    store.write(remote.OWNER, b"other")
-    assert pool.run(2, _start, url, disks) == [2, 2]
+    assert pool.run(2, _save_anew, url, [f"{tmp_path}/other{rank}" for rank in range(2)]) == [True, True]
+    assert pool.run(2, _start, url, disks) == [3, 3]
     assert waiting(disks) == []
