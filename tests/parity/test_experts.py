@@ -236,8 +236,8 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     def averaged(main_grad: torch.Tensor, dy: torch.Tensor, *rest: Any) -> None:
         grouped_wgrad(main_grad, dy / parallel.ep, *rest)
 
-    def averaging(self: Any, weight: Any, queue: Any, products: Any) -> None:
-        init(self, weight, queue, type(products)(replace(products.ops, grouped_wgrad=averaged)))
+    def averaging(self: Any, weight: Any, bias: Any, queue: Any, products: Any, **options: Any) -> None:
+        init(self, weight, bias, queue, type(products)(replace(products.ops, grouped_wgrad=averaged)), **options)
 
     wrong: dict[str, tuple[Any, str, Any]] = {
         "weights without the copy": (moe, "copy_to", lambda x, tp: x if x.shape[-1] == 2 else spread(x, tp)),
