@@ -48,11 +48,6 @@ def make_buckets(
     for batch in ctx.grid.batches:
         # Whatever its stages hold, every rank makes the groups of both: a backend may split the world to make them.
         ctx.split(*batch, size=sharded.group_of(ctx.axis(*batch).size, ctx.batch.size))
-    by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
-    for number, unit in enumerate(units):
-        for param in unit:
-            by_unit = by_kind.setdefault(GradKind.of(param, sharded, cfg), [[] for _ in units])
-            by_unit[number].append(param)
     buckets: list[Bucket] = []
     options: dict[str, Any] = {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype, "overlap": overlap}
     options |= {"compress": compress, "in_flight": []}
@@ -60,7 +55,7 @@ def make_buckets(
     def make(params: list[ShardedParameter], kind: GradKind, sharded: Sharding) -> None:
         buckets.append(Bucket(params, kind, ctx, sharded=sharded, **options))
 
-    for kind, params in by_kind.items():
+    for kind, params in _by_kind(units, sharded, cfg).items():
         ranks = ctx.axis(*next(p for unit in params for p in unit).shard.layout.batch).size
         alone = (sharded.group_of(ranks, ctx.batch.size) or ranks) == 1
         # A rank alone has nothing to share, and only the host to keep weights on.
@@ -78,3 +73,15 @@ def make_buckets(
         for indices in plan_buckets([[p.numel() for p in unit] for unit in params], bucket_size, alone_from):
             make([params[unit][i] for unit, i in indices], kind, small_sharded)
     return buckets
+
+
+def _by_kind(
+    units: Sequence[Sequence[ShardedParameter]], sharded: Sharding, cfg: OptimConfig
+) -> dict[GradKind, list[list[ShardedParameter]]]:
+    """Sort the parameters of units by kind; each kind has a list for every unit."""
+    by_kind: dict[GradKind, list[list[ShardedParameter]]] = {}
+    for number, unit in enumerate(units):
+        for param in unit:
+            by_unit = by_kind.setdefault(GradKind.of(param, sharded, cfg), [[] for _ in units])
+            by_unit[number].append(param)
+    return by_kind

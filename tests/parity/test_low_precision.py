@@ -19,7 +19,7 @@ from megalite.config.run import Config
 from megalite.extras.plan.update_text import update_rows
 from megalite.optim import low_precision
 from tests.parity import jobs, test_resume
-from tests.parity.test_muon import CUT, MIXTRAL, SMALL
+from tests.parity.test_muon import CUT, MIXTRAL, SMALL, boxes_of
 from tests.parity.test_zero import Gradients, put_together
 from tests.rows import always_run
 from tests.unit.ops.test_stochastic_round import hashed
@@ -58,16 +58,6 @@ def trained(rank: int, cfgs: Sequence[Config], world: int, steps: int = jobs.STE
             states = {role: boxes_of(engine, role) for role in ROLES}
             out.append((figures + (jobs.run_steps(engine, steps - 1, first=2) if steps > 1 else []), states))
     return out
-
-
-def boxes_of(engine: Any, role: str) -> Gradients:
-    boxes: Gradients = {}
-    for state in engine.optimizer.states():
-        if state.role == role and state.is_owner:
-            _, held = boxes.setdefault(state.name, (state.shape, []))
-            views = [(box, state.flat[box.at : box.at + box.numel].view(box.shape)) for box in state.slices]
-            held += [(box.index, view.float().numpy().copy()) for box, view in views]
-    return boxes
 
 
 def whole(ranks: Sequence[Outcome]) -> dict[str, np.ndarray]:

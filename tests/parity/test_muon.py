@@ -89,12 +89,13 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Outcome]:
 
 
 def boxes_of(engine: Any, role: str) -> Gradients:
+    """The parts of the states of a role that this rank owns, in fp32."""
     boxes: Gradients = {}
     for state in engine.optimizer.states():
         if state.role == role and state.is_owner:
             _, held = boxes.setdefault(state.name, (state.shape, []))
             views = [(box, state.flat[box.at : box.at + box.numel].view(box.shape)) for box in state.slices]
-            held += [(box.index, view.numpy().copy()) for box, view in views]
+            held += [(box.index, view.float().numpy().copy()) for box, view in views]
     return boxes
 
 
