@@ -36,11 +36,14 @@ with leaving_together():
 """
 MEETS = """
 import torch
+import torch.distributed as dist
 from megalite.dist.rendezvous import init_process_group
 from megalite.train.exit import leaving_together
 with leaving_together():
     print(flush=True)
     init_process_group(torch.device("cpu"))
+    # The other still connects when this one has: it must not see it leave.
+    dist.barrier()
 """
 
 
