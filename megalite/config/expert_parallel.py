@@ -8,15 +8,16 @@ from megalite.config.names import dashed
 from megalite.config.parallel import ParallelConfig
 
 
-def check_experts(m: ModelConfig, p: ParallelConfig) -> None:
-    """Refuse layouts that do not fit the experts.
+def check_experts(m: ModelConfig, p: ParallelConfig, per_layer_logging: bool) -> None:
+    """Refuse layouts that do not fit the experts, and records of experts where there are none.
 
     Raises:
         UserError: there are none, or they do not divide.
     """
     if m.num_experts is None:
         words = {"ep": 1, "etp": "tp", "moe_dispatch": "alltoall", "moe_memory_factor": 1.5}
-        given = " ".join(f"--{dashed(n)} {getattr(p, n)}" for n, default in words.items() if getattr(p, n) != default)
+        options = [f"--{dashed(n)} {getattr(p, n)}" for n, default in words.items() if getattr(p, n) != default]
+        given = " ".join([*options, *["--moe-per-layer-logging"] * per_layer_logging])
         require(not given, given, "needs a model with experts", "give --num-experts, or drop it")
         return
     require(

@@ -83,6 +83,8 @@ class RunConfig:
     """Number of global batches per evaluation."""
     log_every: int = 1
     """Steps between console lines (metrics.jsonl records every step)."""
+    moe_per_layer_logging: bool = False
+    """Also record the balance loss, z-loss and load of experts of each layer, as expert_load_layer_3."""
     record_schedule: str | None = None
     """Record the times of all pipeline operations of steps A to B - 1 in RUN_DIR/schedule (see megalite schedule)."""
     profile: str | None = None
@@ -115,10 +117,8 @@ class RunConfig:
         in_range(self, "cache_gb", 0.001, 10**7)
         check_url("--run-dir", self.run_dir)
         check_url("--resume", self.resume)
-        rule = "is gone when a process ends, and each has its own"
-        require(
-            not self.run_dir.startswith("memory://"), f"--run-dir {self.run_dir}", rule, "give a store or a directory"
-        )
+        given, rule = f"--run-dir {self.run_dir}", "is gone when a process ends, and each has its own"
+        require(not self.run_dir.startswith("memory://"), given, rule, "give a store or a directory")
         given = f"--recover {self.recover} with --run-dir {self.run_dir}"
         rule = "uploads end with the process that is replaced"
         require(self.recover == "none" or not is_url(self.run_dir), given, rule, "give a directory, or --recover none")
@@ -149,7 +149,7 @@ class Config:
         check_context_parallel(self.model, self.parallel, self.data.within_documents)
         check_latent_attention(self.model, self.parallel, self.train)
         check_sinks(self.model, self.train)
-        check_experts(self.model, self.parallel)
+        check_experts(self.model, self.parallel, self.run.moe_per_layer_logging)
         self._check_features()
         check_fp8(self.model, self.parallel, self.train)
         self._check_steps()

@@ -13,23 +13,29 @@ from megalite.train.engine import Engine
 
 
 class RoutingFigures(NamedTuple):
-    """Figures of a step.
+    """Figures of a step, fp64, a row for each layer with experts.
 
     Attributes:
-        aux_loss: balance loss without its coefficient: mean over units, weighed by their tokens, summed over layers.
-        z_loss: squared log-sum-exp of the logits without its coefficient: mean over the tokens, summed over layers.
-        expert_load: tokens of the busiest expert of any layer over the mean.
-        tokens: tokens of each expert, fp64 [layers with experts, E]; not in metrics.jsonl.
+        layers: numbers of these layers.
+        aux_loss: balance loss without its coefficient, [layers]: mean over units, weighed by their tokens.
+        z_loss: squared log-sum-exp of the logits without its coefficient, [layers]: mean over the tokens.
+        tokens: tokens of each expert, [layers, E]; not in metrics.jsonl.
     """
 
-    aux_loss: float
-    z_loss: float
-    expert_load: float
+    layers: tuple[int, ...]
+    aux_loss: torch.Tensor
+    z_loss: torch.Tensor
     tokens: torch.Tensor
 
-    def record(self) -> dict[str, float]:
-        """Return the fields of metrics.jsonl."""
-        return {"aux_loss": self.aux_loss, "z_loss": self.z_loss, "expert_load": self.expert_load}
+    def record(self, by_layer: bool = False) -> dict[str, float]:
+        """Return the fields of metrics.jsonl: sums of losses, the highest load; `by_layer` also those of each layer."""
+        load = self.tokens.max(1).values / self.tokens.mean(1)
+        out = {"aux_loss": self.aux_loss.sum(), "z_loss": self.z_loss.sum(), "expert_load": load.max()}
+        for layer, *values in zip(self.layers, self.aux_loss, self.z_loss, load) if by_layer else ():
+            out |= {
+                f"{name}_layer_{layer}": value for name, value in zip(("aux_loss", "z_loss", "expert_load"), values)
+            }
+        return {name: value.item() for name, value in out.items()}
 
 
 def routing_sums(engine: Engine) -> list[torch.Tensor]:
@@ -40,7 +46,12 @@ def routing_sums(engine: Engine) -> list[torch.Tensor]:
     logs = [stage.routing.by_layer() for stage in engine.stages.values()] if speaks else []
     here = {layer: sums for log in logs for layer, sums in log.items()}
     nothing = torch.zeros(2 + (cfg.model.num_experts or 0), dtype=torch.float64, device=ctx.device)
-    return [here.get(layer, nothing) for layer in range(cfg.model.num_layers) if cfg.model.is_moe(layer)]
+    return [here.get(layer, nothing) for layer in layers_with_experts(cfg.model)]
+
+
+def layers_with_experts(cfg: ModelConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers that have experts."""
+    return tuple(filter(cfg.is_moe, range(cfg.num_layers)))
 
 
 def routing_figures(cfg: ModelConfig, sums: Sequence[float], tokens: int) -> RoutingFigures | None:
@@ -48,8 +59,8 @@ def routing_figures(cfg: ModelConfig, sums: Sequence[float], tokens: int) -> Rou
     if not sums:
         return None
     by_layer = torch.tensor(sums, dtype=torch.float64).view(-1, 2 + (cfg.num_experts or 0))
-    (aux_loss, z_loss), counts = (by_layer[:, :2].sum(0) / tokens).tolist(), by_layer[:, 2:]
-    return RoutingFigures(aux_loss, z_loss, (counts.max(1).values / counts.mean(1)).max().item(), counts)
+    aux_loss, z_loss = by_layer[:, :2].t() / tokens
+    return RoutingFigures(layers_with_experts(cfg), aux_loss, z_loss, by_layer[:, 2:])
 
 
 def move_biases(engine: Engine, figures: RoutingFigures | None) -> None:
@@ -60,7 +71,7 @@ def move_biases(engine: Engine, figures: RoutingFigures | None) -> None:
     m = engine.cfg.model
     if figures is None or not m.moe_router_enable_expert_bias:
         return
-    by_layer = dict(zip(filter(m.is_moe, range(m.num_layers)), figures.tokens))
+    by_layer = dict(zip(figures.layers, figures.tokens))
     for stage in engine.stages.values():
         for layer, bias in stage.routing.biases.items():
             counts = by_layer[layer]
@@ -77,7 +88,6 @@ class ExpertWatch:
     """
 
     def __init__(self, cfg: ModelConfig, steps: int = 50) -> None:
-        self.layers = [layer for layer in range(cfg.num_layers) if cfg.is_moe(layer)]
         self.most, self.steps, self.seen = 0.9 * (cfg.num_experts or 0) / cfg.moe_topk, steps, 0
         self.tokens = torch.zeros(())
         biased = cfg.moe_router_enable_expert_bias
@@ -92,7 +102,7 @@ class ExpertWatch:
         self.seen += 1
         if self.seen < self.steps:
             return
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(figures.layers):
             unused = (self.tokens[i] == 0).nonzero().flatten().tolist()
             if unused:
                 self._warn(f"layer {layer}: no token chose expert {', '.join(map(str, unused[:8]))}", layer, "unused")

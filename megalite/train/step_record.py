@@ -41,7 +41,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         "data_wait_s": waited,
         "grad_bytes_sent": run.engine.optimizer.grad_bytes_sent,
         "memory_gib": peak_memory(ctx.device) / 2**30,
-        **({} if result.routing is None else result.routing.record()),
+        **({} if result.routing is None else result.routing.record(cfg.run.moe_per_layer_logging)),
         **run.gpu.latest,
     }
 

@@ -351,8 +351,8 @@ def test_a_crowded_rank_keeps_the_inputs_of_its_experts(pool: WorkerPool) -> Non
     assert min(shares) < 0.6
 
 
-def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[tuple[float, float, float]]:
-    """Figures of the routers of one step."""
+def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[dict[str, float]]:
+    """Figures of the routers of one step, also by layer."""
     from megalite.model.routing import Router
     from megalite.train.step import train_step
 
@@ -366,17 +366,24 @@ def routed(rank: int, cfgs: Sequence[Config], world: int, skewed: bool) -> list[
             share = np.split(jobs.batches(1)[0], engine.ctx.dp.size)[engine.ctx.dp.rank]
             figures = train_step(engine, share, 1).routing
             assert figures is not None
-            out.append((figures.aux_loss, figures.z_loss, figures.expert_load))
+            out.append(figures.record(by_layer=True))
     return out
 
 
 @pytest.mark.parametrize("skewed", [False, True])
 def test_figures_of_the_routers(pool: WorkerPool, skewed: bool) -> None:
     """The same in any layout, once under recomputation; two experts that take every token have E / k times the mean."""
-    ((aux, z, load),) = routed(0, [jobs.make_config(MIXTRAL)], 1, skewed)
-    assert (load == 4.0) if skewed else (1.0 < load < 4.0)
-    # Four layers; a balanced one has 1, one with all tokens at two of eight experts nearly 4.
-    assert 15.9 < aux <= 16.0 if skewed else 4.0 < aux < 6.0
+    (expected,) = routed(0, [jobs.make_config(MIXTRAL)], 1, skewed)
+    loads = [expected[f"expert_load_layer_{layer}"] for layer in range(4)]
+    assert expected["expert_load"] == max(loads)
+    assert (loads == [4.0] * 4) if skewed else (1.0 < min(loads) < max(loads) < 4.0)
+    # A balanced layer has 1, one with all tokens at two of eight experts nearly 4.
+    for layer in range(4):
+        assert (
+            3.95 < expected[f"aux_loss_layer_{layer}"] <= 4.0
+            if skewed
+            else 1.0 < expected[f"aux_loss_layer_{layer}"] < 2
+        )
     cfgs = [
         jobs.make_config(MIXTRAL, {"ep": 2, "tp": 2}, recompute="full"),
         jobs.make_config(MIXTRAL, {"ep": 2, "tp": 2, "sequence_parallel": False}),
@@ -385,7 +392,7 @@ def test_figures_of_the_routers(pool: WorkerPool, skewed: bool) -> None:
     ]
     for rank in pool.run(4, routed, cfgs, 4, skewed):
         for figures in rank:
-            np.testing.assert_allclose(figures, (aux, z, load), rtol=1e-5)
+            assert figures == pytest.approx(expected, rel=1e-5)
 
 
 def masters(rank: int, cfg: Config, world: int) -> Any:

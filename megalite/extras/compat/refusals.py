@@ -36,9 +36,9 @@ the launcher sets the rank of each process
     local-rank lazy-mpu-init
 full recomputes every block, selective the attention core; there is nothing in between
     recompute-* checkpoint-num-layers distribute-*-activations partition-activations contigious-checkpointing
-tokens are sorted and multiplied in groups in one way, and sums of routers are in metrics.jsonl
+tokens are sorted and multiplied in groups in one way
     moe-grouped-gemm moe-use-legacy-grouped-gemm moe-permute-fusion moe-router-fusion
-    moe-enable-deepep moe-shared-expert-overlap moe-per-layer-logging
+    moe-enable-deepep moe-shared-expert-overlap
 kernels are selected automatically and logged
     no-*-fusion cross-entropy-* use-flash-attn* flash-attention-version attention-backend=auto transformer-impl
     no-persist-layer-norm use-fused-* fused-* use-te-activation-func use-transformer-engine-op-fuser use-flashinfer-*

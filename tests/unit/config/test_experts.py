@@ -14,6 +14,7 @@ REFUSED = {
     "--num-experts 4 --moe-topk 5": "--moe-topk 5: is more than the 4 experts",
     f"{EXPERTS} --tp 2 --etp 1 --no-sequence-parallel": "--etp 1 with --tp 2 --no-sequence-parallel: whole experts",
     "--ep 2": "--ep 2: needs a model with experts; give --num-experts",
+    "--moe-per-layer-logging": "--moe-per-layer-logging: needs a model with experts; give",
     "--moe-memory-factor 2": "--moe-memory-factor 2.0: needs a model with experts; give --num-experts",
     f"{EXPERTS} --moe-memory-factor 0.5": "--moe-memory-factor 0.5: must be at least 1",
     "--moe-topk 1 --moe-aux-loss-coeff 0.1": "--moe-topk 1 --moe-aux-loss-coeff 0.1: applies to models with experts",

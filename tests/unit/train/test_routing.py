@@ -1,14 +1,18 @@
-"""Warnings of experts that nobody uses, or that all use."""
+"""Figures of routers in metrics.jsonl; warnings of experts that nobody uses, or that all use."""
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
-from megalite.train.routing_figures import ExpertWatch, RoutingFigures
+import megalite
+from megalite.train.routing_figures import ExpertWatch, RoutingFigures, routing_figures
 from tests.parity.jobs import llama
+from tests.unit.train.test_api import SIZES, Mine
 
 
 def test_unused_and_collapsed_experts_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -19,7 +23,7 @@ def test_unused_and_collapsed_experts_are_named_once(caplog: pytest.LogCaptureFi
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             for tokens in steps:
-                watch.look(RoutingFigures(1.0, 1.0, 1.0, tokens))
+                watch.look(RoutingFigures((1,), torch.ones(1), torch.ones(1), tokens))
         return [record.getMessage() for record in caplog.records]
 
     assert warned(balanced, first_half) == []
@@ -29,3 +33,26 @@ def test_unused_and_collapsed_experts_are_named_once(caplog: pytest.LogCaptureFi
     (collapsed,) = warned(one, one)
     assert "layer 1: nearly every token chose expert 1 in 2 steps: raise --moe-aux-loss-coeff" in collapsed
     watch.look(None)
+
+
+def test_figures_have_the_numbers_of_their_layers() -> None:
+    cfg = llama(4, num_experts=4, moe_topk=2, moe_dense_layers=(0, 2))
+    # Of layers 1 and 3: balance loss and z-loss times 8 tokens, and tokens of each expert.
+    figures = routing_figures(cfg, [8.0, 16, 4, 4, 4, 4, 12.0, 4, 8, 5, 2, 1], 8)
+    assert figures is not None
+    sums = {"aux_loss": 2.5, "z_loss": 2.5, "expert_load": 2.0}
+    assert figures.record() == sums
+    of_1 = {"aux_loss_layer_1": 1.0, "z_loss_layer_1": 2.0, "expert_load_layer_1": 1.0}
+    of_3 = {"aux_loss_layer_3": 1.5, "z_loss_layer_3": 0.5, "expert_load_layer_3": 2.0}
+    assert figures.record(by_layer=True) == sums | of_1 | of_3
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_layers_are_recorded_on_request(tmp_path: Path, asked: bool) -> None:
+    options = SIZES | {"train_steps": 1, "num_experts": 4, "moe_ffn_size": 8, "moe_per_layer_logging": asked}
+    with megalite.start(megalite.configure(**options, run_dir=str(tmp_path)), train_data=Mine()) as run:
+        megalite.fit(run)
+    (record,) = [line for line in map(json.loads, (tmp_path / "metrics.jsonl").open()) if "loss" in line]
+    layers = [f"{name}_layer_{layer}" for name in ("aux_loss", "z_loss", "expert_load") for layer in (0, 1)]
+    assert [name for name in layers if name in record] == layers * asked
+    assert {"aux_loss", "z_loss", "expert_load"} <= set(record)
