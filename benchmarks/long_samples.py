@@ -160,10 +160,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--recompute", default="full")
-    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="default 1, for `time` 4: the first does not count")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--comm", nargs="+", default=["gather"])
     args = parser.parse_args()
+    args.steps = args.steps or (4 if args.what == "time" else 1)
+    if args.what == "time" and args.steps < 2:
+        parser.error("--steps 1: the first step does not count; give 2 or more")
     found = {"train": train, "time": measure, "torch": torch_own}[args.what](args)
     options = {name: value for name, value in vars(args).items() if name != "what"}
     machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"

@@ -146,18 +146,32 @@ def train_packed(rank: int, cfgs: Sequence[Config], world: int) -> list[list[tup
     return out
 
 
+def eager_llama(model: ModelConfig, seed: int) -> Any:
+    """A Llama of transformers that takes a mask of four dimensions."""
+    hf = hf_llama(model, initial_weights(model, seed))
+    hf.set_attn_implementation("eager")
+    return hf
+
+
 def test_shared_samples_are_transformers_with_a_4d_mask(pool: WorkerPool) -> None:
+    """Its positions may count on over a sample or restart in each document: rotations see only distances."""
     model = jobs.llama()
     cfgs = [
         jobs.make_config(model, {"cp": cp, "cp_comm": comm}, train_steps=5)
         for cp, comm in ((2, "gather"), (2, "ring"), (4, "a2a"), (4, "ring"))
     ]
-    hf = hf_llama(model, initial_weights(model, cfgs[0].train.seed))
-    hf.set_attn_implementation("eager")
     at = np.arange(jobs.SEQ)
     seen = torch.from_numpy((at <= at[:, None]) & (at >= STARTS[..., None]))[:, None]
     mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    expected = train_plainly(hf, 5, attention_mask=mask)
+    counted_on = torch.from_numpy(np.broadcast_to(at, STARTS.shape).copy())
+    expected, restarted = (
+        train_plainly(hf, 5, attention_mask=mask, position_ids=positions)
+        for hf, positions in (
+            (eager_llama(model, cfgs[0].train.seed), counted_on),
+            (eager_llama(model, cfgs[0].train.seed), counted_on - torch.from_numpy(STARTS)),
+        )
+    )
+    np.testing.assert_allclose(restarted, expected, rtol=1e-6)
     for rank in pool.run(4, train_packed, cfgs[:2], 4) + pool.run(4, train_packed, cfgs[2:], 4):
         for got in rank:
             np.testing.assert_allclose(got, expected, rtol=1e-5)
