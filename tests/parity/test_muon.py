@@ -128,7 +128,11 @@ def test_same_in_every_layout(pool: WorkerPool, tp: int, pp: int, rows: list[Any
     cases = [config(jobs.llama(), {"tp": tp, "pp": pp, **layout}, **train) for layout, train in rows]
     cases += [config(jobs.gpt2(), {"tp": tp, "pp": pp, **rows[0][0]})] if tp * pp == 4 else []
     for case, *ranks in zip(cases, *pool.run(world, trained, cases, world)):
-        assert_same(ranks, config(case.model), f"{case.parallel} {case.train.offload}")
+        what = f"{case.parallel} {case.train.offload}"
+        assert_same(ranks, config(case.model), what)
+        if case.model == jobs.llama():
+            for steps, *_ in ranks:
+                np.testing.assert_allclose(steps, torch_steps(), rtol=1e-6, err_msg=what)
 
 
 def test_more_ranks_than_matrices(pool: WorkerPool) -> None:
@@ -209,14 +213,18 @@ def plain_steps(hf: Any, cfg: Config) -> list[tuple[float, float]]:
     return out
 
 
-def test_same_as_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and norm of every step to 1e-6, with the products of torch.optim.Muon in fp32 too."""
+@cache
+def torch_steps() -> list[tuple[float, float]]:
+    """`plain_steps` of `jobs.llama()`, with the products of torch.optim.Muon in fp32 too."""
     cfg = config(jobs.llama())
-    hf = hf_llama(cfg.model, initial_weights(cfg.model, cfg.train.seed))
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
-        expected = plain_steps(hf, cfg)
-    np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-6)
+        return plain_steps(hf_llama(cfg.model, initial_weights(cfg.model, cfg.train.seed)), cfg)
+
+
+def test_same_as_torch() -> None:
+    """Loss and norm of every step to 1e-6, as in every layout above."""
+    np.testing.assert_allclose(jobs.train(0, config(jobs.llama()), 1), torch_steps(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
