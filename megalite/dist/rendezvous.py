@@ -7,6 +7,7 @@ import socket
 import time
 import uuid
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,12 @@ def world_size(otherwise: int = 1) -> int:
 def store_host() -> str:
     """Name the host where ranks meet, as their launcher says; rank 0 runs there."""
     return os.environ.get("MASTER_ADDR", "localhost")
+
+
+def network() -> str:
+    """Name the network stack that this process uses: two hosts, or two containers, have different ones."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/net')}" if boot.exists() else socket.gethostname()
 
 
 def local_world_size() -> int:

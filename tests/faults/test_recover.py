@@ -20,6 +20,9 @@ from typing import Any
 import pytest
 
 from megalite.base.child import children, stat_of
+from megalite.config.model import ModelConfig
+from megalite.model.parameters import param_map
+from megalite.sharding.shard import count_parameters
 from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, events, once_committed, outcome
 from tests.faults.zygote import Job, Zygote, members_of, processes_of
 from tests.ranks import ROOT, reserve_port
@@ -149,9 +152,9 @@ def test_ten_random_kills(zygote: Zygote, tmp_path: Path) -> None:
     """`python -m tests.soak.recover` kills hundreds, at any time."""
     draw = random.Random(29)
     steps = sorted(draw.sample(range(1, 21), 10))
-    places = [(draw.randrange(2), step, draw.choice(["step", "commit"])) for step in steps]
+    places = [(draw.randrange(4), step, draw.choice(["step", "commit"])) for step in steps]
     faults = [kill(rank, step, tmp_path, place) for rank, step, place in places]
-    recovers(zygote, tmp_path, 2, ["--pp", "2", "--train-steps", "20"], faults)
+    recovers(zygote, tmp_path, 4, ["--tp", "2", "--pp", "2", "--train-steps", "20"], faults)
 
 
 @pytest.mark.full
@@ -314,7 +317,7 @@ def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: P
 @pytest.mark.full
 def test_without_it_the_processes_are_those_of_before(zygote: Zygote, tmp_path: Path) -> None:
     waits = {"rank": 0, "kind": "await", "place": "step", "at": 3, "path": str(tmp_path / "go on")}
-    job = begin(zygote, tmp_path, 1, ["--recover", "none"], waits)
+    job = begin(zygote, tmp_path / "none", 1, ["--recover", "none"], waits)
     job.wait_for(0, "step 2/")
     names = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children(job.pid(0))]
     started = [name[-3] for name in names if b"-c" in name]
@@ -322,7 +325,27 @@ def test_without_it_the_processes_are_those_of_before(zygote: Zygote, tmp_path: 
     assert "megalite-copy" not in Path(f"/proc/{job.pid(0)}/maps").read_text()
     (tmp_path / "go on").touch()
     assert codes(job.end()) == [0]
-    assert not list((tmp_path / "run" / "logs").glob("*.pid"))
+    assert not list((tmp_path / "none" / "run" / "logs").glob("*.pid"))
+    assert codes(begin(zygote, tmp_path / "guarded", 1, RECOVER).end()) == [0]
+    assert outcome(tmp_path / "none" / "run") == outcome(tmp_path / "guarded" / "run")
+
+
+@pytest.mark.full
+def test_what_copies_take(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
+    """Three of masters and moments, cut over dp, in the guard's memory; and not a bit of the run."""
+    waits = {"rank": 0, "kind": "await", "place": "step", "at": 5, "path": str(tmp_path / "go on")}
+    job = begin(zygote, tmp_path, 2, [*RECOVER, "--zero", "1"], waits)
+    job.wait_for(0, "step 4/")
+    model = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=64, seq_len=16)
+    share = 12 * count_parameters(param_map(model)) // 2
+    for rank in (0, 1):
+        memory = [path for path in Path(f"/proc/{job.pid(rank)}/fd").iterdir() if "megalite-copy" in os.readlink(path)]
+        # Metadata and padding; memory that was never written to is not allocated.
+        assert [path.stat().st_blocks * 512 for path in memory] == [pytest.approx(share, rel=0.1, abs=1 << 15)] * 3
+    (tmp_path / "go on").touch()
+    assert codes(job.end()) == [0, 0], job.text(0)
+    assert outcome(tmp_path / "run")[0] == outcome(whole)[0]
+    assert not events(tmp_path / "run", "recovery")
 
 
 @pytest.mark.full

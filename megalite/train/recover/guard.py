@@ -4,9 +4,9 @@ When any rank's process dies, the hub has every guard kill its own, and the next
 imports done, takes over from the newest copy that all guards hold. A launcher sees the guard alone. Standard library
 only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
 
-Messages of a process: {"here"}, {"listen": world, "limit"}, {"meet": rank, ...}, {"ready"}, {"slots"} with descriptors,
-{"commit": number, ...}, {"loaded": number}, {"lost"}. Of the guard: {"wait"}, {"turn": round, ...} with the slots'
-descriptors, {"port", "token"}, {"end"}.
+Messages of a process: {"here"}, {"listen": world, "limit", "alone"}, {"meet": rank, ...}, {"ready"}, {"slots"} with
+descriptors, {"commit": number, ...}, {"loaded": number}, {"lost"}. Of the guard: {"wait"}, {"turn": round, ...} with
+the slots' descriptors, {"port", "token"}, {"end"}.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Guard:
         elif "loaded" in message:
             self._copies = [copy for copy in self._copies if copy["commit"] <= message["loaded"]]
         elif "listen" in message:
-            self._server = Hub(self._loop, message["listen"], message["limit"])
+            self._server = Hub(self._loop, message["listen"], message["limit"], message["alone"])
             member.packets.send({"port": self._server.port, "token": self._server.token})
         elif "meet" in message:
             self._meet(message)

@@ -21,6 +21,8 @@ from megalite.train.recover.messages import EventLoop, Link
 _DEATHS_AT_A_STEP = 3
 # A killed process is gone in milliseconds, unless a driver or a disk holds it.
 _GATHER_S = 60.0
+# Where the hub is if no other host has ranks.
+LOOPBACK = "127.0.0.1"
 # What a scheduler takes for "start it again" (EX_TEMPFAIL).
 UNFINISHED = 75
 
@@ -32,13 +34,15 @@ class Hub:
         loop: where it is read.
         world: number of guards.
         limit: recoveries before the run is given up.
+        alone: whether all guards are on this host.
     """
 
-    def __init__(self, loop: EventLoop, world: int, limit: int) -> None:
+    def __init__(self, loop: EventLoop, world: int, limit: int, alone: bool) -> None:
         self._loop, self._world, self._limit = loop, world, limit
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+        # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
+        both = socket.has_dualstack_ipv6() and not alone
+        family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if alone else ""
+        self._server = socket.create_server((address, 0), family=family, backlog=1024, dualstack_ipv6=both)
         self.port, self.token = self._server.getsockname()[1], secrets.token_hex(16)
         self._guards: dict[int, Link] = {}
         self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False

@@ -87,9 +87,13 @@ class GuardedRank:
             message, self.slots = self._receive()
         self.turn = message
 
-    def host(self, world: int, limit: int) -> tuple[int, str]:
-        """On rank 0: have the guard be the hub of all guards; return its port and the token that the others need."""
-        self._packets.send({"listen": world, "limit": limit})
+    def host(self, world: int, limit: int, alone: bool) -> tuple[int, str]:
+        """On rank 0: have the guard be the hub of all guards, which are `alone` if no other host has ranks.
+
+        Returns:
+            Its port, and the token that the others need.
+        """
+        self._packets.send({"listen": world, "limit": limit, "alone": alone})
         message, _ = self._receive()
         return message["port"], message["token"]
 

@@ -17,9 +17,10 @@ from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import store_host
+from megalite.dist.rendezvous import network, store_host
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import Copies
+from megalite.train.recover.hub import LOOPBACK
 from megalite.train.recover.member import guard
 from megalite.train.resume import Source
 from megalite.train.run import Run
@@ -42,12 +43,12 @@ def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
     )
     assert rank_guard is not None
     if rank_guard.round == 0:
-        offer = ""
+        alone, offer = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1, ""
         if ctx.rank == 0:
-            port, token = rank_guard.host(ctx.world.size, cfg.run.max_recoveries)
+            port, token = rank_guard.host(ctx.world.size, cfg.run.max_recoveries, alone)
             offer = f"{port} {token}"
         port_text, token = gather_texts(offer, ctx.world, ctx.device)[0].split()
-        rank_guard.meet(ctx.rank, store_host(), int(port_text), token)
+        rank_guard.meet(ctx.rank, LOOPBACK if alone else store_host(), int(port_text), token)
     rank_guard.met = time.monotonic()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from megalite.train.recover.restore import check_unchanged
 def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
     """It used to end the guard of rank 0, and so the run."""
     loop = EventLoop()
-    hub = Hub(loop, world=1, limit=1)
+    hub = Hub(loop, world=1, limit=1, alone=True)
     with socket.create_connection(("localhost", hub.port)) as stranger:
         stranger.sendall(words)
         loop.turn()
@@ -40,6 +41,19 @@ def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
         loop.turn()
         loop.turn()
         assert json.loads(rank.makefile().readline()) == {"break": 0}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_nobody_else_reaches_the_guards_of_one_host(alone: bool) -> None:
+    """They used to listen on all interfaces; other hosts' have to be let in."""
+    hub = Hub(EventLoop(), world=1, limit=1, alone=alone)
+    bound = hub._server.getsockname()[0]
+    assert (bound == "127.0.0.1") is alone
+    # All of 127.0.0.0/8 is this host, and no other address than the one of the guards answers.
+    with contextlib.ExitStack() as stack:
+        if alone:
+            stack.enter_context(pytest.raises(ConnectionRefusedError))
+        socket.create_connection(("127.0.0.2", hub.port)).close()
 
 
 def test_a_turn_that_nobody_took_is_void_once_its_round_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +204,7 @@ def test_a_turn_says_when_the_run_began_and_which_it_is(make: Callable[..., Rank
 
 def test_all_that_died_are_named_and_counted() -> None:
     """Only the first used to be, who may not have died at all."""
-    hub, said = Hub(EventLoop(), world=3, limit=100), []
+    hub, said = Hub(EventLoop(), world=3, limit=100, alone=True), []
     hub._tell = said.append  # type: ignore[method-assign]
     for number, first in enumerate((1, 2, 1)):
         hub._hear(0, {"broken": number, "cause": "lost", "died": False})
