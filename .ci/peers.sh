@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests that need TRL, lm-eval or DeepSpeed, transformers 4, or gcsfs, each group in an environment of its own
-# (.venv-peers, .venv-transformers4, .venv-gcs) on top of the usual one: their requirements would change its packages. Where they
-# cannot be installed, the reason is printed. Arguments go to pytest.
+# The tests that need TRL, lm-eval or DeepSpeed, transformers 4, gcsfs, or torchao, each group in an environment of its own
+# (.venv-peers, .venv-transformers4, .venv-gcs, .venv-torchao) on top of the usual one: their requirements would change its
+# packages. Where they cannot be installed, the reason is printed. Arguments go to pytest.
 set -eu
 cd "$(dirname "$0")/.."
 . examples/environment.sh
@@ -41,6 +41,10 @@ fi
 # The emulator needs pkg_resources.
 if environment .venv-gcs "gcsfs>=2025.3" gcp-storage-emulator "setuptools<81"; then
     tests .venv-gcs/bin/python tests/unit/checkpoint/test_gcs.py
+fi
+# transformers uses torchao wherever it is installed: it stays out of the other environments.
+if environment .venv-torchao --no-deps "torchao>=0.18"; then
+    tests .venv-torchao/bin/python tests/unit/tensor_parallel/test_torchao.py
 fi
 if environment .venv-peers "trl>=1.16" "lm-eval[hf]>=0.4.13" "deepspeed>=0.19"; then
     export VIRTUAL_ENV=$PWD/.venv-peers
