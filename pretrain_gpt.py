@@ -31,6 +31,7 @@ from megalite.train.exit import leaving_together
 from megalite.train.inputs import with_vocab_size
 from megalite.train.loop import StepCallback, fit
 from megalite.train.recover.rehearse import rehearse
+from megalite.train.recover.restore import find_hub
 
 
 def main(
@@ -41,8 +42,8 @@ def main(
     parsed = cli.parse(read_model=hf_model_config, world=world_size(otherwise=0) or None, dialect=DIALECT)
     if parsed.config.run.recover != "none" and not (parsed.print_config or parsed.dry_run):
         if (rank_guard := guard()) is None:
-            become_guard()
-        rank_guard.wait_for_turn(rehearse)
+            become_guard(parsed.config.run.spare_ranks)
+        rank_guard.wait_for_turn(find_hub, rehearse)
     cfg = settle_layout(parsed)
     if parsed.print_config or parsed.dry_run:
         # Printing does not require the ranks to be started.

@@ -46,6 +46,11 @@ def env_rank() -> int:
     return env_int("RANK", 0)
 
 
+def take_rank(rank: int) -> None:
+    """Be this rank from here on: of this process, and of those that it starts."""
+    os.environ["RANK"] = str(rank)
+
+
 class _Console(logging.StreamHandler):
     """Standard error. After one wait, lines that nobody reads are dropped: the run must not stop for them."""
 

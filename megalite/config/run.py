@@ -43,8 +43,7 @@ class RunConfig:
     keep_last: int = 2
     """Number of checkpoints to keep; older ones are deleted after each save."""
     resume: str = "latest"
-    """Checkpoint to resume from: the latest in --run-dir, none (never), or that of a checkpoint or run directory
-    PATH."""
+    """Checkpoint to resume from: the latest in --run-dir, none (never), or that of a run or checkpoint at PATH."""
     reset_data: bool = False
     """With --resume PATH: train on other data (or --split, --seed, --seq-len), from its first sample."""
     reset_optimizer: bool = False
@@ -56,21 +55,21 @@ class RunConfig:
     resume_fallback: bool = False
     """If the newest checkpoint is damaged, resume from the one before it."""
     max_minutes: float = 0.0
-    """Save and end after the first step that begins this many minutes after training began, start-up not counted;
-    0: no limit."""
+    """Save and end after the first step that begins this many minutes after training (not start-up) began; 0: never."""
     save_errors: Literal["stop", "warn"] = "stop"
     """Whether a failed save stops the run or only logs a warning."""
     check_replicas: bool = True
     """Before every save, compare the copies of each weight over dp and tp; save nothing if they differ."""
     watchdog_timeout: float = 600.0
     """Stop the run, and name the rank that hangs, after this many seconds without progress; 0: no watchdog."""
-    recover: Literal["none", "process"] = "none"
-    """process: when a rank dies or hangs, all go on within seconds from copies of their states in host memory; each
-    rank has two more processes (docs/reliability.md)."""
+    recover: Literal["none", "process", "host"] = "none"
+    """When a process, or a host too, is lost: go on within seconds from copies in memory (docs/reliability.md)."""
     recover_every: int = 1
     """With --recover: steps between copies."""
     max_recoveries: int = 100
     """With --recover: after so many the last state is saved, and the run ends with exit code 75."""
+    spare_ranks: int = 0
+    """With --recover host: the launcher's last so many ranks do not train, but wait to take a lost host's place."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """On a loss spike: ignore it, skip its update, or rewind to the last checkpoint and skip the samples since then."""
     spike_threshold: float = 1.5
@@ -99,7 +98,7 @@ class RunConfig:
     """Also log to this Weights & Biases project (offline without an API key)."""
 
     def __post_init__(self) -> None:
-        in_range(self, "save_every save_model_every eval_every max_recoveries", 0, 10**10)
+        in_range(self, "save_every save_model_every eval_every max_recoveries spare_ranks", 0, 10**10)
         in_range(self, "eval_steps log_every recover_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)
         # A timeout shorter than a step, or than reading a file at start-up, would end healthy runs.
@@ -119,9 +118,10 @@ class RunConfig:
         check_url("--resume", self.resume)
         given, rule = f"--run-dir {self.run_dir}", "is gone when a process ends, and each has its own"
         require(not self.run_dir.startswith("memory://"), given, rule, "give a store or a directory")
-        given = f"--recover {self.recover} with --run-dir {self.run_dir}"
-        rule = "uploads end with the process that is replaced"
+        given, rule = f"--recover {self.recover} with --run-dir {self.run_dir}", "uploads end with their process"
         require(self.recover == "none" or not is_url(self.run_dir), given, rule, "give a directory, or --recover none")
+        given, rule = f"--spare-ranks {self.spare_ranks}", "needs copies on other hosts"
+        require(self.spare_ranks == 0 or self.recover == "host", given, rule, "use --recover host")
         check_url("--init-from-hf", str(self.init_from_hf))
         check_local("--calibration", self.calibration)
         step_range("--record-schedule", self.record_schedule)

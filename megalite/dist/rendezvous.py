@@ -7,7 +7,6 @@ import socket
 import time
 import uuid
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -53,12 +52,6 @@ def store_host() -> str:
     return os.environ.get("MASTER_ADDR", "localhost")
 
 
-def network() -> str:
-    """Name the network stack that this process uses: two hosts, or two containers, have different ones."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/net')}" if boot.exists() else socket.gethostname()
-
-
 def local_world_size() -> int:
     """Number of ranks on this host, as its launcher says; all of them where none does."""
     text = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -92,7 +85,7 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
         )
     _check_rendezvous(world_size())
     try:
-        store, rank, world = next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
+        store, rank, world = join_store()
         store = fresh_store(store, rank, world, RENDEZVOUS_TIMEOUT)
         # No `device_id`: with it all messages of a group would share one NCCL communicator, and one posted early would
         # delay those to the other neighbor.
@@ -104,6 +97,11 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
             f"rank 0 must be able to listen on it ({str(e).splitlines()[0][:160]})",
             "choose a free port (torchrun --master-port)",
         ) from None
+
+
+def join_store() -> tuple[dist.Store, int, int]:
+    """Connect to the store in which the ranks that were launched together meet; return it, and this rank and the world."""
+    return next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
 
 
 def backend_of(device: torch.device) -> str:

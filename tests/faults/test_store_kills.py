@@ -9,7 +9,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import threading
 import zlib
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from megalite.base.store import Store
 from megalite.checkpoint import remote
 from megalite.checkpoint.manifest import Manifest, commit_text
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from tests.faults.networks import networks
 from tests.faults.zygote import Job, Zygote
 from tests.ranks import reserve_port
 from tests.stores import S3, BreakingProxy, Fault, environment
@@ -69,33 +69,6 @@ class Host:
             with contextlib.suppress(OSError):
                 if pid == rank or home in Path(f"/proc/{pid}/environ").read_bytes():
                     os.kill(pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def networks(count: int) -> Iterator[tuple[str, list[str]]]:
-    """Network namespaces on one bridge; the bridge's address, and the names of the namespaces."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("needs root and iproute2 (network namespaces)")
-    pid = os.getpid()
-    net, bridge, names = f"10.{64 + pid % 64}.{pid // 64 % 256}", f"mlb{pid}", [f"mls{pid}{i}" for i in range(count)]
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    with ExitStack() as undo:
-        ip("link", "add", bridge, "type", "bridge")
-        undo.callback(ip, "link", "del", bridge)
-        ip("addr", "add", f"{net}.254/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        for i, name in enumerate(names):
-            ip("netns", "add", name)
-            undo.callback(ip, "netns", "del", name)
-            ip("link", "add", f"{name}c", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"{name}c", "master", bridge, "up")
-            ip("-n", name, "addr", "add", f"{net}.{i + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield f"{net}.254", names
 
 
 @contextlib.contextmanager

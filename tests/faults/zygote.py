@@ -362,7 +362,10 @@ def be_rank(job: dict[str, Any]) -> None:
 def be_guard(job: dict[str, Any]) -> None:
     """Guard a rank whose processes are forked, so that they need not import anything."""
     from megalite.train.recover.guard import Guard
+    from megalite.train.recover.main import reserve
 
+    words = job["arguments"]
+    spares = int(words[words.index("--spare-ranks") + 1]) if "--spare-ranks" in words else 0
     inherited = set(os.listdir("/proc/self/fd"))
 
     def start(descriptor: int) -> int:
@@ -378,7 +381,7 @@ def be_guard(job: dict[str, Any]) -> None:
             train(job)
         return pid
 
-    Guard(start).serve()
+    Guard(start, 0, reserve(spares), spares).serve()
 
 
 def train(job: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Copies of a rank's state in the memory of its guard: two whole ones, and a third that is being written.
+"""Copies of a rank's state in the memory of its guard: three whole ones, or two and a third that is being written.
 
 A copy is the tensors of `DistributedOptimizer.states`, also those that another rank owns, one after the other, then the
 run's other state as JSON. Weights are made from the masters.
@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from megalite.base.child import shared_memory
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.sharding import StateTensor
 from megalite.train.recover.member import GuardedRank
+from megalite.train.recover.offsite import NUM_SLOTS, free_slot, make_slots
 
-_NUM_SLOTS = 3
 # For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
 _JSON_BYTES = 16 << 20
 
@@ -31,21 +30,22 @@ class Copies:
     Args:
         guard: who keeps them.
         states: what this rank holds.
+        elsewhere: whether they are kept on another host too.
 
     Attributes:
         restored: the run's other state, as in the copy that was loaded last; None if there was none.
     """
 
-    def __init__(self, guard: GuardedRank, states: Sequence[StateTensor]) -> None:
-        self._guard = guard
+    def __init__(self, guard: GuardedRank, states: Sequence[StateTensor], elsewhere: bool) -> None:
+        self._guard, self._elsewhere = guard, elsewhere
         self._flats = [state.flat.detach() for state in states]
         self._size = sum(map(_room, self._flats))
-        self._held: list[dict[str, Any]] = guard.turn.get("copies", [])
+        self._held: list[dict[str, Any]] = list(guard.turn.get("copies", []))
         self._number = 0
         self.restored: dict[str, Any] | None = None
         total = self._size + _JSON_BYTES
         if not guard.slots:
-            guard.keep([shared_memory(f"copy_{i}", total) for i in range(_NUM_SLOTS)])
+            guard.keep(make_slots(total))
         self._maps = [mmap.mmap(slot, total) for slot in guard.slots]
         self._memory = [torch.frombuffer(memory, dtype=torch.uint8, count=self._size) for memory in self._maps]
 
@@ -53,12 +53,18 @@ class Copies:
     def take(self, step: int, state: dict[str, Any]) -> None:
         """Copy the state after `step`, and tell the guard once it is whole.
 
+        Ranks are at most one copy apart, and so are copies on other hosts: none is made before the one before it has
+        arrived there. So of the last three there is always one that is whole everywhere.
+
         Args:
             step: completed steps.
             state: what `restored` will be, as JSON content; with a "run_id".
         """
-        used = {copy["slot"] for copy in self._held}
-        slot = next(i for i in range(_NUM_SLOTS) if i not in used)
+        if self._elsewhere and self._held:
+            self._guard.wait_kept(self._held[-1]["commit"])
+        if len(self._held) == NUM_SLOTS:
+            self._guard.void(self._held.pop(0)["commit"])
+        slot = free_slot(self._held)
         for target, flat in zip(self._parts(slot), self._flats):
             target.copy_(flat, non_blocking=True)
         # Reading the sums also waits for the copies.
@@ -67,9 +73,10 @@ class Copies:
             raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
         self._maps[slot][self._size : self._size + len(text)] = text
         self._number += 1
-        copy = {"commit": self._number, "step": step, "slot": slot, "length": len(text), "crc": zlib.crc32(text)}
-        copy["run_id"] = state["run_id"]
-        self._held = [*self._held[-1:], copy]
+        copy: dict[str, Any] = {"commit": self._number, "step": step, "slot": slot}
+        copy |= {"length": len(text), "crc": zlib.crc32(text)}
+        copy |= {"run_id": state["run_id"], "bytes": self._size + len(text)}
+        self._held.append(copy)
         self._guard.commit(copy)
 
     @torch.no_grad()

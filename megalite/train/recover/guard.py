@@ -1,12 +1,13 @@
 """The guard of one rank: it starts the process that trains, keeps that process's last states, and never computes.
 
 When any rank's process dies, the hub has every guard kill its own, and the next process, which has waited with all
-imports done, takes over from the newest copy that all guards hold. A launcher sees the guard alone. Standard library
-only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
+imports done, takes over from the newest copy that all guards hold. A launcher sees the guard alone. With `--recover
+host` a guard also keeps copies for one of another host; one in reserve has a process that waits, and becomes that of a
+rank whose own is gone. Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
 
-Messages of a process: {"here"}, {"listen": world, "limit", "alone"}, {"meet": rank, ...}, {"ready"}, {"slots"} with
-descriptors, {"commit": number, ...}, {"loaded": number}, {"lost"}. Of the guard: {"wait"}, {"turn": round, ...} with
-the slots' descriptors, {"port", "token"}, {"end"}.
+Messages of a process: {"here"}, {"listen": world, "limit", "alone", "elsewhere"}, {"meet": rank, ...}, {"ready"},
+{"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}. Of the guard:
+{"wait"}, {"turn": round, ...} with the slots' descriptors, {"port", "token"}, {"kept": number}, {"end"}.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from megalite.base.child import children, signal_when_parent_dies
+from megalite.base.child import children
 from megalite.base.console import write_or_drop
 from megalite.base.log import unfinished_code
+from megalite.train.recover.held import Held
 from megalite.train.recover.hub import UNFINISHED, Hub
-from megalite.train.recover.messages import EventLoop, Link, Packets
+from megalite.train.recover.messages import EventLoop, Link, Packets, network
 from megalite.train.recover.processes import Member, as_exit_code, kill
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -50,22 +51,23 @@ class Guard:
     Args:
         start: starts a process of the rank, which inherits the given descriptor; returns its pid.
         launcher: process through whose store the ranks meet; 0: rank 0's own.
+        waits: whether this guard begins in reserve.
+        spares: how many do.
     """
 
-    def __init__(self, start: Callable[[int], int], launcher: int = 0) -> None:
+    def __init__(self, start: Callable[[int], int], launcher: int = 0, waits: bool = False, spares: int = 0) -> None:
         self._start_process, self._launcher, self._loop = start, launcher, EventLoop()
-        self._rank = -1
         self._hub: Link | None = None
         self._server: Hub | None = None
-        self._round, self._broken, self._ending = 0, False, False
+        self._rank, self._round, self._broken, self._ending = -1, 0, False, False
         self._code: int | None = None
-        self._next: dict[str, Any] | None = {"turn": 0, "copies": []}
-        self._copies: list[dict[str, Any]] = []
-        self._slots: list[int] = []
+        self._waits, self._spares = waits, spares
+        self._next: dict[str, Any] | None = None if waits else {"turn": 0, "copies": [], "spares": spares}
+        self._held = Held(self._loop, self._kept, self._cannot_send)
         self._trainer: Member | None = None
         self._spare: Member | None = None
         self._failures, self._asked = 0, 0
-        self._began, self._run_id = 0.0, ""
+        self._began = 0.0
         self._outcome = 1
 
     def serve(self) -> NoReturn:
@@ -83,7 +85,7 @@ class Guard:
             self._asked = number
             if not (self._trainer and self._trainer.ready):
                 self._leave_if_orphaned()
-                if self._round or self._broken:
+                if self._round or self._broken or (self._waits and self._hub):
                     return
         if member := self._trainer or self._spare:
             kill(member.pid, number)
@@ -110,18 +112,14 @@ class Guard:
         if "here" in message:
             member.here, self._failures = True, 0
             if not self._hand_over():
-                member.packets.send({"wait": True})
-        elif "slots" in message:
-            self._slots = descriptors  # once: later processes get these
-        elif "commit" in message:
-            # Two are whole; the slot of a third is written over from here on.
-            self._copies, self._run_id = [*self._copies[-1:], message], message["run_id"]
-            if self._spare is None and self._failures < _MAX_FAILURES:
+                member.packets.send({"wait": True, "alone": self._hub is None})
+        elif {"slots", "void", "commit", "loaded"} & message.keys():
+            self._held.hear(message, descriptors)
+            if "commit" in message and self._spare is None and self._failures < _MAX_FAILURES:
                 self._start()  # not earlier: its imports would compete with a first step
-        elif "loaded" in message:
-            self._copies = [copy for copy in self._copies if copy["commit"] <= message["loaded"]]
         elif "listen" in message:
-            self._server = Hub(self._loop, message["listen"], message["limit"], message["alone"])
+            limits = message["limit"], message["alone"], message["elsewhere"]
+            self._server = Hub(self._loop, message["listen"], *limits)
             member.packets.send({"port": self._server.port, "token": self._server.token})
         elif "meet" in message:
             self._meet(message)
@@ -137,7 +135,7 @@ class Guard:
         """Let the process that waits be the rank, if a round has begun without one."""
         if self._next is None or self._spare is None or not self._spare.here:
             return False
-        self._spare.packets.send(self._next, self._slots)
+        self._spare.packets.send(self._next, self._held.slots)
         assert self._trainer is None
         self._trainer, self._spare, self._next = self._spare, None, None
         return True
@@ -158,8 +156,10 @@ class Guard:
                 self._judge(code)
             return
         self._spare, self._failures = None, self._failures + 1
+        if self._waits and code >= 0:
+            self._leave(code)
         # Otherwise another one starts at the next commit.
-        if self._trainer is None and self._broken and self._failures < _MAX_FAILURES:
+        if self._trainer is None and (self._broken or self._waits) and self._failures < _MAX_FAILURES:
             self._start()
         elif self._next is not None:
             self._judge(code)
@@ -180,8 +180,8 @@ class Guard:
 
     def _clear(self) -> None:
         """Nothing of the rank trains any more: end what it has left, and say which copies there are."""
-        kept = set() if self._spare is None else {self._spare.pid, *children(self._spare.pid)}
-        if left := set(children(os.getpid())) - kept:
+        spared = set() if self._spare is None else {self._spare.pid, *children(self._spare.pid)}
+        if left := set(children(os.getpid())) - spared:
             for pid in left:
                 kill(pid, signal.SIGKILL)
                 # Its own children have become this process's. One that waits for a disk must not stop this process too.
@@ -191,20 +191,31 @@ class Guard:
             return
         if self._spare is None:
             self._start()
-        self._tell({"killed": self._round, "held": [[copy["commit"], copy["step"]] for copy in self._copies]})
+        self._tell({"killed": self._round, **self._held.answer()})
 
     # ------------------------------------------------------------------------------------------ the other ranks
 
     def _meet(self, message: dict[str, Any]) -> None:
         """Connect to the hub."""
-        self._rank = message["meet"]
-        address = message["host"], message["port"]
+        self._rank, address = message["meet"], (message["host"], message["port"])
         try:
             connection = socket.create_connection(address, timeout=_CONNECT_S)
         except OSError as e:
             self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
         self._hub = Link(self._loop, connection, self._hear_hub)
-        self._hub.send({"hello": self._rank, "token": message["token"]})
+        hello = {"hello": self._rank, "token": message["token"], "network": network()}
+        if message["elsewhere"]:
+            hello["port"] = self._held.open(address[0], message["token"])
+        self._hub.send(hello)
+
+    def _kept(self, number: int) -> None:
+        if self._trainer:
+            self._trainer.packets.send({"kept": number})
+
+    def _cannot_send(self, why: str) -> None:
+        cause = f"the copies of rank {self._rank} do not reach the host that keeps them ({why})"
+        told = {"broken": self._round, "cause": cause, "died": False}
+        self._loop.after(_CAUSE_S, lambda: self._tell(told))
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self._hub is not None and not self._ending:
@@ -226,22 +237,41 @@ class Guard:
         elif "break" in message:
             self._leave_if_orphaned()
             # A turn that nobody has taken yet is void.
-            self._broken, self._next = True, None
+            self._round, self._broken, self._next = message["break"], True, None
             if self._trainer is None:
                 self._clear()
             else:
                 kill(self._trainer.pid, signal.SIGKILL)
         elif "go" in message:
             self._leave_if_orphaned()
-            self._round, self._broken, self._code = message["go"], False, None
-            self._copies = [copy for copy in self._copies if copy["commit"] in message["numbers"]]
-            kept = {"copies": self._copies, "began": self._began, "run_id": self._run_id}
-            self._next = {**message, "turn": self._round, **kept}
-            if self._spare is None:
-                self._start()
-            self._hand_over()
+            self._go(message)
+        elif "buddy" in message:
+            self._held.find_buddy(self._rank, message["buddy"])
         else:
             self._end(message)
+
+    def _go(self, message: dict[str, Any]) -> None:
+        """The next round begins, from these copies."""
+        self._round, self._broken, self._code = message["go"], False, None
+        self._held.go_back(message["numbers"])
+        if "rank" not in message:
+            return  # still in reserve
+        self._rank, self._waits = message["rank"], False
+        self._held.find_buddy(self._rank, message["buddy"])
+        if message["fetch"]:
+            self._held.fetch(self._rank, message["fetch"], message["numbers"], partial(self._prepare, message))
+        else:
+            self._prepare(message)
+
+    def _prepare(self, message: dict[str, Any]) -> None:
+        """Let the next process be the rank, which has all copies that it is to have."""
+        if self._broken or self._round != message["go"]:
+            return
+        kept = {"copies": self._held.copies, "run_id": self._held.run_id, "began": self._began, "spares": self._spares}
+        self._next = {**message, "turn": self._round, **kept}
+        if self._spare is None:
+            self._start()
+        self._hand_over()
 
     def _end(self, message: dict[str, Any]) -> None:
         """The run ends, with the code of this rank's own process if that ends by itself."""
@@ -268,27 +298,3 @@ class Guard:
         for pid in children(os.getpid()):
             kill(pid, signal.SIGKILL)
         os._exit(code)
-
-
-def main(command: list[str], parent: int) -> None:
-    """Guard the rank that `command` starts.
-
-    Args:
-        command: program and arguments.
-        parent: the launcher's process.
-    """
-
-    def start(descriptor: int) -> int:
-        # A session of its own: what a terminal or a launcher sends to the guard's group is passed on, once.
-        env = {**os.environ, "MEGALITE_GUARD": str(descriptor)}
-        process = subprocess.Popen(command, pass_fds=[descriptor], env=env, start_new_session=True)
-        process.returncode = 0  # the guard waits for it: a later Popen must not
-        return process.pid
-
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if launched:
-        # As its ranks do themselves where they have no guard.
-        signal_when_parent_dies(signal.SIGTERM)
-        if os.getppid() != parent:
-            sys.exit(as_exit_code(-signal.SIGTERM))
-    Guard(start, parent if launched else 0).serve()

@@ -2,8 +2,9 @@
 
 Every guard, also that of rank 0, has one connection to it. Standard library only.
 
-Messages of a guard: {"hello", "token"}; {"broken": round, "cause", "died"}; {"killed": round, "held": [[number, step],
-...]}; {"done": round}; {"final": code}. Of the hub: {"break": round}; {"go": round, ...}; {"end": code, "kill", "why"}.
+Messages of a guard: {"hello": rank or -1, "token", "network", "port" of its keeper}; {"broken": round, "cause",
+"died"}; {"killed": round, "held": [[number, step], ...], "kept": {rank: the same}}; {"done": round}; {"final": code}.
+Of the hub: {"break": round}; {"go": round, ...}; {"buddy": [host, port] or null}; {"end": code, "kill", "why"}.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import secrets
 import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.base.log import unfinished_code
@@ -27,27 +30,63 @@ LOOPBACK = "127.0.0.1"
 UNFINISHED = 75
 
 
+@dataclass
+class _Peer:
+    """A guard as the hub sees it; `held` and `kept` are of the round that is broken, None before it has answered.
+
+    Attributes:
+        rank: -1 in reserve.
+        port: of its keeper.
+    """
+
+    link: Link
+    rank: int
+    port: int
+    network: str
+    held: set[tuple[int, int]] | None = None
+    kept: dict[int, set[tuple[int, int]]] | None = None
+
+
+def buddies(hosts: Sequence[str]) -> list[int | None]:
+    """Find who keeps each rank's copies: who has the same place on a host half of all hosts further on.
+
+    Args:
+        hosts: of each rank.
+
+    Returns:
+        For each rank another one; None where there is one host.
+    """
+    order = list(dict.fromkeys(hosts))
+    ranks = {host: [rank for rank, of in enumerate(hosts) if of == host] for host in order}
+    found: list[int | None] = []
+    for rank, host in enumerate(hosts):
+        there = ranks[order[(order.index(host) + max(1, len(order) // 2)) % len(order)]]
+        found.append(there[ranks[host].index(rank) % len(there)] if len(order) > 1 else None)
+    return found
+
+
 class Hub:
     """Hears all guards, and tells all of them the same.
 
     Args:
         loop: where it is read.
-        world: number of guards.
+        world: number of ranks.
         limit: recoveries before the run is given up.
         alone: whether all guards are on this host.
+        elsewhere: whether guards keep each other's copies, and reserves take the place of those that are gone.
     """
 
-    def __init__(self, loop: EventLoop, world: int, limit: int, alone: bool) -> None:
-        self._loop, self._world, self._limit = loop, world, limit
+    def __init__(self, loop: EventLoop, world: int, limit: int, alone: bool, elsewhere: bool = False) -> None:
+        self._loop, self._world, self._limit, self._elsewhere = loop, world, limit, elsewhere
         # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
         both = socket.has_dualstack_ipv6() and not alone
         family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if alone else ""
         self._server = socket.create_server((address, 0), family=family, backlog=1024, dualstack_ipv6=both)
         self.port, self.token = self._server.getsockname()[1], secrets.token_hex(16)
-        self._guards: dict[int, Link] = {}
+        self._guards: dict[int, _Peer] = {}
+        self._reserves: list[_Peer] = []
         self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
         self._broken: dict[str, Any] | None = None
-        self._held: dict[int, set[tuple[int, int]]] = {}
         self._done: set[int] = set()
         self._deaths: Counter[tuple[int, int]] = Counter()
         loop.watch(self._server.fileno(), self._accept)
@@ -66,33 +105,63 @@ class Hub:
         if message is None or not secrets.compare_digest(token, self.token.encode()):
             link.close()
             return
-        rank = int(message["hello"])
-        self._guards[rank] = link
-        link.heard = lambda message: self._hear(rank, message)
+        peer = _Peer(link, int(message["hello"]), message.get("port", 0), message.get("network", ""))
+        link.heard = lambda message: self._hear(peer, message)
+        if peer.rank < 0:
+            self._reserves.append(peer)
+        else:
+            self._guards[peer.rank] = peer
         if self._broken is not None:
             link.send({"break": self._round})
+        elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
+            for rank, address in enumerate(self._addresses_of_buddies()):
+                self._guards[rank].link.send({"buddy": address})
+
+    def _addresses_of_buddies(self) -> list[list[Any] | None]:
+        found = buddies([self._guards[rank].network for rank in range(self._world)]) if self._elsewhere else []
+        return [None if buddy is None else self._address(self._guards[buddy]) for buddy in found]
+
+    @staticmethod
+    def _address(peer: _Peer) -> list[Any]:
+        """Where a guard's keeper is: at the hub's host, "" for short, if the guard is there itself."""
+        return ["" if peer.link.peer.startswith(("127.", "::1")) else peer.link.peer, peer.port]
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for link in self._guards.values():
-            link.send(message)
+        for peer in [*self._guards.values(), *self._reserves]:
+            peer.link.send(message)
 
-    def _hear(self, rank: int, message: dict[str, Any] | None) -> None:
+    def _hear(self, peer: _Peer, message: dict[str, Any] | None) -> None:
         if self._ended:
             return
         if message is None:
-            self._end(1, f"the guard of rank {rank} is gone, and with it what it kept", kill=True)
+            self._lose(peer)
         elif "final" in message:
             self._end(message["final"], "")
         elif message.get("broken") == self._round:
-            self._break(rank, message)
+            self._break(peer.rank, message)
         elif message.get("killed") == self._round:
-            self._held[rank] = {(number, step) for number, step in message["held"]}
-            if len(self._held) == self._world:
-                self._go()
+            peer.held = {(number, step) for number, step in message["held"]}
+            kept = message.get("kept", {}).items()
+            peer.kept = {int(rank): {(number, step) for number, step in held} for rank, held in kept}
+            self._go_if_all_are_dead()
         elif message.get("done") == self._round and self._broken is None:
-            self._done.add(rank)
+            self._done.add(peer.rank)
             if len(self._done) == self._world:
                 self._end(0, "")
+
+    def _lose(self, peer: _Peer) -> None:
+        """A guard is gone, with all that it guarded: have a reserve be its rank."""
+        if peer in self._reserves:
+            self._reserves.remove(peer)
+            return
+        cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
+        if not self._reserves:
+            self._end(1, cause + "; no rank is left in reserve" * self._elsewhere, kill=True)
+            return
+        substitute = self._reserves.pop(0)
+        substitute.rank, self._guards[peer.rank] = peer.rank, substitute
+        self._break(peer.rank, {"cause": f"rank {peer.rank} is gone with its host or its guard", "died": True})
+        self._go_if_all_are_dead()
 
     def _break(self, rank: int, message: dict[str, Any]) -> None:
         """Have all trainers killed; what is broken meanwhile is part of it."""
@@ -110,13 +179,19 @@ class Hub:
 
     def _give_up_waiting(self, number: int) -> None:
         if number == self._round and not self._ended:
-            missing = sorted(set(range(self._world)) - self._held.keys())
+            missing = sorted(rank for rank, peer in self._guards.items() if peer.held is None)
             self._end(1, f"rank {missing} could not be ended within {_GATHER_S:.0f} s", kill=True)
 
-    def _go(self) -> None:
-        """All trainers are dead: begin the next round with the copies that all guards hold."""
-        assert self._broken is not None
-        common = sorted(set.intersection(*self._held.values()), reverse=True)
+    def _go_if_all_are_dead(self) -> None:
+        """Begin the next round with the copies that all guards hold, or other guards for them."""
+        peers = self._guards.values()
+        if self._broken is None or self._ended or any(peer.held is None for peer in peers):
+            return
+        everywhere = [
+            set.union(*(peer.held or set(), *((other.kept or {}).get(peer.rank, set()) for other in peers)))
+            for peer in peers
+        ]
+        common = sorted(set.intersection(*everywhere), reverse=True)
         # Where nobody has died, who lost a connection counts.
         ranks = sorted(self._broken["dead"]) or [self._broken["rank"]]
         cause, died = self._broken["cause"], self._broken["died"]
@@ -129,21 +204,24 @@ class Hub:
         if not self._gave_up and self._recoveries > self._limit:
             self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
         if self._gave_up and not common:
-            self._end(
-                unfinished_code() or UNFINISHED, f"{cause}; {self._gave_up}, and there is no state to save", kill=True
-            )
+            why = f"{cause}; {self._gave_up}, and there is no state to save"
+            self._end(unfinished_code() or UNFINISHED, why, kill=True)
             return
-        self._round, self._broken, self._held, self._done = self._round + 1, None, {}, set()
-        numbers = [number for number, _ in common]
-        go = {
-            "go": self._round,
-            "numbers": numbers,
-            "ranks": ranks,
-            "cause": cause,
-            "died": died,
-            "gone": time.monotonic(),
-        }
-        self._tell({**go, "gave_up": self._gave_up})
+        said = {"ranks": ranks, "cause": cause, "died": died, "gone": time.monotonic(), "gave_up": self._gave_up}
+        self._go(said, common)
+
+    def _go(self, said: dict[str, Any], common: list[tuple[int, int]]) -> None:
+        self._round, self._broken, self._done = self._round + 1, None, set()
+        said = {"go": self._round, "numbers": [number for number, _ in common], **said}
+        for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
+            peer, missing = self._guards[rank], [copy for copy in common if copy not in (self._guards[rank].held or ())]
+            keepers = (self._address(one) for one in self._guards.values() if missing and rank in (one.kept or ()))
+            place = {"rank": rank, "buddy": address, "fetch": next(keepers, None)}
+            peer.link.send({**said, **place})
+        for reserve in self._reserves:
+            reserve.link.send(said)
+        for peer in [*self._guards.values(), *self._reserves]:
+            peer.held = peer.kept = None
 
     def _end(self, code: int, why: str, kill: bool = False) -> None:
         self._ended = True

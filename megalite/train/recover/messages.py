@@ -4,25 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import queue
 import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megalite.base.child import readable
 from megalite.base.untrusted import BadFile, parse_json
 
 # Far above any message, which are a line each.
-_MAX_MESSAGE = 1 << 16
+MAX_MESSAGE = 1 << 16
+
+
+# A host that is gone without a word is noticed within 15 s.
+_IDLE_S, _PROBE_S, _PROBES = 5, 2, 5
+
+
+def network() -> str:
+    """Name the network stack that this process uses: two hosts, or two containers, have different ones."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel find out whether the other side of a TCP connection is still there (Linux)."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    # The same for what was sent and not acknowledged, which would be repeated for a quarter of an hour.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE_S + _PROBE_S * _PROBES))
 
 
 class EventLoop:
-    """Calls back when a descriptor is readable, and after a time."""
+    """Calls back when a descriptor is readable, after a time, and as another thread says."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._posted: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._woken, self._wake = socket.socketpair()
+        self.watch(self._woken.fileno(), self._take_posted)
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Call back once, at the next turn. Threads may call it."""
+        self._posted.put(callback)
+        self._wake.send(b"0")
+
+    def _take_posted(self) -> None:
+        self._woken.recv(1)
+        self._posted.get()()
 
     def watch(self, descriptor: int, callback: Callable[[], object]) -> None:
         """Call back whenever the descriptor is readable or closed at its other end."""
@@ -72,7 +106,7 @@ class Packets:
         if not (wait or readable(self.socket.fileno(), 0)):
             return None
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.socket, _MAX_MESSAGE, 4)
+            data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_MESSAGE, 4)
         except ConnectionResetError:
             return None
         return (json.loads(data), descriptors) if data else None
@@ -93,7 +127,9 @@ class Link:
         self._loop, self._socket, self.heard, self._part = loop, connection, heard, b""
         connection.settimeout(10.0)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        keep_alive(connection)
+        # As the other side reaches this one, if it is not on this host.
+        self.peer = connection.getpeername()[0].removeprefix("::ffff:")
         loop.watch(connection.fileno(), self._read)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -109,11 +145,11 @@ class Link:
 
     def _read(self) -> None:
         try:
-            data = self._socket.recv(_MAX_MESSAGE)
+            data = self._socket.recv(MAX_MESSAGE)
         except OSError:
             data = b""
         *lines, self._part = (self._part + data).split(b"\n")
-        if not data or len(self._part) > _MAX_MESSAGE:
+        if not data or len(self._part) > MAX_MESSAGE:
             self.close()
             self.heard(None)
             return

@@ -17,13 +17,17 @@ from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import network, store_host
+from megalite.dist.rendezvous import join_store, store_host
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import Copies
 from megalite.train.recover.hub import LOOPBACK
 from megalite.train.recover.member import guard
+from megalite.train.recover.messages import network
 from megalite.train.resume import Source
 from megalite.train.run import Run
+
+# Key of the launcher's store.
+_HUB = "megalite/hub"
 
 
 def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
@@ -42,14 +46,24 @@ def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
         "start them as pretrain_gpt.py, with torchrun or megalite train, or use --recover none",
     )
     assert rank_guard is not None
+    spares, rule = cfg.run.spare_ranks, "must be known before the ranks start"
+    require(rank_guard.turn["spares"] == spares, f"--spare-ranks {spares}", rule, "give it on the command line")
     if rank_guard.round == 0:
-        alone, offer = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1, ""
+        alone = len(set(gather_texts(network(), ctx.world, ctx.device))) == 1
+        elsewhere, offer = cfg.run.recover == "host", ""
+        require(not (alone and elsewhere), "--recover host", "needs ranks on several hosts", "use --recover process")
         if ctx.rank == 0:
-            port, token = rank_guard.host(ctx.world.size, cfg.run.max_recoveries, alone)
-            offer = f"{port} {token}"
-        port_text, token = gather_texts(offer, ctx.world, ctx.device)[0].split()
-        rank_guard.meet(ctx.rank, LOOPBACK if alone else store_host(), int(port_text), token)
+            offer = rank_guard.host(ctx.world.size, cfg.run.max_recoveries, alone, elsewhere)
+            if cfg.run.spare_ranks:
+                join_store()[0].set(_HUB, offer)
+        offer = gather_texts(offer, ctx.world, ctx.device)[0]
+        rank_guard.meet(ctx.rank, f"{LOOPBACK if alone else store_host()} {offer}", elsewhere)
     rank_guard.met = time.monotonic()
+
+
+def find_hub() -> str:
+    """Wait for rank 0 to tell the ranks in reserve where the guards meet; return what `GuardedRank.meet` takes."""
+    return f"{store_host()} {join_store()[0].get(_HUB).decode()}"
 
 
 def guard_round() -> int:
@@ -82,11 +96,13 @@ def open_copies(engine: Engine) -> Copies | None:
         return None
     rank_guard, optimizer = guard(), engine.optimizer
     assert rank_guard is not None
-    copies = Copies(rank_guard, optimizer.states())
+    copies = Copies(rank_guard, optimizer.states(), engine.cfg.run.recover == "host")
     for problem in copies.load(engine.ctx):
         older = "the copies before it" if copies.restored else "the newest checkpoint on disk"
         if engine.ctx.rank == 0:
             logger.warning(f"{problem}: using {older} on all ranks")
+    if rank_guard.round and not rank_guard.turn["copies"] and engine.ctx.rank == 0:
+        logger.warning("no copy is left that all ranks have: using the newest checkpoint on disk")
     if copies.restored is not None:
         optimizer.load_scalars(copies.restored["scalars"])
         engine.scaler.load_scalars(copies.restored["scalars"])

@@ -18,7 +18,7 @@ from megalite.base.child import readable
 from megalite.base.errors import UserError
 from megalite.train.recover import guard as guard_module
 from megalite.train.recover.guard import Guard
-from megalite.train.recover.hub import Hub
+from megalite.train.recover.hub import Hub, buddies
 from megalite.train.recover.messages import EventLoop, Link, Packets
 from megalite.train.recover.restore import check_unchanged
 
@@ -114,7 +114,7 @@ class Rank:
         self.guard._hear_hub(message)
 
     def go(self) -> None:
-        self.told(go=self.guard._round + 1, numbers=[], ranks=[0])
+        self.told(go=self.guard._round + 1, numbers=[], ranks=[0], rank=0, buddy=None, fetch=None)
 
 
 @pytest.fixture
@@ -202,18 +202,78 @@ def test_a_turn_says_when_the_run_began_and_which_it_is(make: Callable[..., Rank
     assert (rank.turn["began"], rank.turn["run_id"]) == (began, "some")
 
 
+class Said:
+    """A connection of a guard with the hub: what the hub says, and `heard`, with which the guard says something."""
+
+    def __init__(self, peer: str = "127.0.0.1") -> None:
+        self.peer, self.said, self.heard = peer, list[dict[str, Any]](), lambda message: None
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.said.append(message)
+
+
+def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False) -> None:
+    """A hub to which these have said hello, the last ones in reserve; loopback is the first host."""
+    hub: Any = Hub(EventLoop(), world, limit=100, alone=not elsewhere, elsewhere=elsewhere)
+    for rank, link in enumerate(links):
+        host = {"127.0.0.1": "10.0.0.1"}.get(link.peer, link.peer)
+        hello = {"hello": rank if rank < world else -1, "token": hub.token, "port": rank, "network": host}
+        hub._introduce(link, hello)
+
+
 def test_all_that_died_are_named_and_counted() -> None:
     """Only the first used to be, who may not have died at all."""
-    hub, said = Hub(EventLoop(), world=3, limit=100, alone=True), []
-    hub._tell = said.append  # type: ignore[method-assign]
+    links = [Said() for _ in range(3)]
+    make_hub(links)
     for number, first in enumerate((1, 2, 1)):
-        hub._hear(0, {"broken": number, "cause": "lost", "died": False})
+        links[0].heard({"broken": number, "cause": "lost", "died": False})
         for rank in (first, 3 - first):
-            hub._hear(rank, {"broken": number, "cause": "died", "died": True})
-        for rank in range(3):
-            hub._hear(rank, {"killed": number, "held": [[7, 7]]})
-        assert said[-1]["ranks"] == [1, 2]
-    assert said[-1]["gave_up"] == "rank 2 has died 3 times at one step"
+            links[rank].heard({"broken": number, "cause": "died", "died": True})
+        for link in links:
+            link.heard({"killed": number, "held": [[7, 7]]})
+        assert links[0].said[-1]["ranks"] == [1, 2]
+    assert links[2].said[-1]["gave_up"] == "rank 2 has died 3 times at one step"
+
+
+def test_a_rank_whose_guard_is_gone_goes_on_elsewhere() -> None:
+    """With what its buddy keeps; the ranks that are left give up what that one has not."""
+    links = [Said("10.0.0.1"), Said("127.0.0.1"), Said("10.0.0.2"), Said("10.0.0.2")]
+    reserve = Said("10.0.0.3")
+    make_hub([*links, reserve], world=4, elsewhere=True)
+    assert [link.said.pop() for link in links] == [
+        {"buddy": ["10.0.0.2", 2]},
+        {"buddy": ["10.0.0.2", 3]},
+        {"buddy": ["10.0.0.1", 0]},
+        {"buddy": ["", 1]},
+    ]
+    links[2].heard(None)
+    for link in (links[0], links[1], links[3]):
+        assert link.said.pop() == {"break": 0}
+    reserve.heard({"killed": 0, "held": []})
+    links[3].heard({"killed": 0, "held": [[6, 6], [7, 7], [8, 8]]})
+    links[0].heard({"killed": 0, "held": [[7, 7], [8, 8]], "kept": {"2": [[6, 6], [7, 7]]}})
+    assert not links[0].said
+    links[1].heard({"killed": 0, "held": [[7, 7]]})
+    went = [link.said.pop() for link in (links[0], links[1], reserve, links[3])]
+    assert [said["numbers"] for said in went] == [[7]] * 4
+    assert [said["fetch"] for said in went] == [None, None, ["10.0.0.1", 0], None]
+    assert [said["rank"] for said in went] == [0, 1, 2, 3]
+    assert [said["buddy"] for said in went] == [["10.0.0.3", 4], ["10.0.0.3", 4], ["10.0.0.2", 3], ["10.0.0.1", 0]]
+    # Nobody is left in reserve.
+    links[3].heard(None)
+    assert (
+        links[0].said.pop()["why"]
+        == "the guard of rank 3 is gone, and with it what it kept; no rank is left in reserve"
+    )
+
+
+def test_copies_are_kept_on_the_host_half_of_all_hosts_further_on() -> None:
+    assert buddies("aabb") == [2, 3, 0, 1]
+    assert buddies("abc") == [1, 2, 0]
+    assert buddies("aabbccdd") == [4, 5, 6, 7, 0, 1, 2, 3]
+    # Hosts of two sizes: somebody keeps the copies of two.
+    assert buddies("aaab") == [3, 3, 3, 0]
+    assert buddies("aa") == [None, None]
 
 
 def test_copies_of_another_config_or_data_are_refused() -> None:

@@ -1,0 +1,44 @@
+"""How a guard's process begins. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from megalite.base.child import signal_when_parent_dies
+from megalite.train.recover.guard import Guard
+from megalite.train.recover.processes import as_exit_code
+
+
+def reserve(spares: int) -> bool:
+    """Have the world be the launcher's without its last `spares` ranks; return whether this is one of those."""
+    world = int(os.environ.get("WORLD_SIZE", "1")) - spares
+    os.environ["WORLD_SIZE"] = str(world)
+    return int(os.environ.get("RANK", "0")) >= world
+
+
+def main(command: list[str], parent: int, spares: int) -> None:
+    """Guard the rank that `command` starts.
+
+    Args:
+        command: program and arguments.
+        parent: the launcher's process.
+        spares: how many of the launcher's ranks wait in reserve.
+    """
+
+    def start(descriptor: int) -> int:
+        # A session of its own: what a terminal or a launcher sends to the guard's group is passed on, once.
+        env = {**os.environ, "MEGALITE_GUARD": str(descriptor)}
+        process = subprocess.Popen(command, pass_fds=[descriptor], env=env, start_new_session=True)
+        process.returncode = 0  # the guard waits for it: a later Popen must not
+        return process.pid
+
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    if launched:
+        # As its ranks do themselves where they have no guard.
+        signal_when_parent_dies(signal.SIGTERM)
+        if os.getppid() != parent:
+            sys.exit(as_exit_code(-signal.SIGTERM))
+    Guard(start, parent if launched else 0, reserve(spares), spares).serve()

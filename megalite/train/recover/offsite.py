@@ -1,0 +1,238 @@
+"""Copies of a rank's state on another host: a guard sends them to its buddy's guard, and keeps those of other guards.
+
+All of it happens in threads beside the guard's event loop, and over TCP. Standard library only.
+
+A connection begins with {"token", "keep": rank} or {"token", "fetch": rank, "numbers": [...]}. A copy is a line, what a
+commit says of it (see `guard`) with "room", the bytes of a slot, and after it "bytes" bytes, the beginning of the slot.
+The guard that keeps it answers {"kept": number}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import IO, Any
+
+from megalite.base.child import shared_memory
+from megalite.base.untrusted import BadFile, parse_json
+from megalite.train.recover.messages import MAX_MESSAGE, EventLoop, keep_alive
+
+NUM_SLOTS = 3
+_CONNECT_S = 30.0
+
+Address = tuple[str, int]
+
+
+def make_slots(room: int) -> list[int]:
+    """Allocate memory for the copies of a rank; return its descriptors."""
+    return [shared_memory(f"copy_{i}", room) for i in range(NUM_SLOTS)]
+
+
+def free_slot(copies: list[dict[str, Any]]) -> int:
+    """Return the index of a slot that no copy is in."""
+    return next(i for i in range(NUM_SLOTS) if i not in {copy["slot"] for copy in copies})
+
+
+class _Ward:
+    """What is kept for a rank of another host."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.copies: list[dict[str, Any]] = []
+        self.writing = threading.Lock()
+        self.connection: socket.socket | None = None
+
+
+class Keeper:
+    """Keeps copies for other guards: two whole ones and one that arrives.
+
+    Args:
+        token: what a guard says to be let in.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token, self._wards, self._lock = token, dict[int, _Ward](), threading.Lock()
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both)
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def held(self) -> dict[int, list[tuple[int, int]]]:
+        """Return number and step of the copies that are whole, by rank."""
+        with self._lock:
+            return {rank: [(copy["commit"], copy["step"]) for copy in w.copies] for rank, w in self._wards.items()}
+
+    def forget(self, numbers: list[int]) -> None:
+        """Drop all copies but those with these numbers."""
+        with self._lock:
+            for ward in self._wards.values():
+                ward.copies = [copy for copy in ward.copies if copy["commit"] in numbers]
+
+    def _accept(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                connection = self._server.accept()[0]
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError, BadFile), connection:
+            keep_alive(connection)
+            stream = connection.makefile("rb")
+            asked = _read_line(stream)
+            if asked is None or not secrets.compare_digest(str(asked.get("token")).encode(), self._token.encode()):
+                return
+            if "fetch" in asked:
+                self._hand_out(connection, asked["fetch"], asked["numbers"])
+                return
+            with self._lock:
+                ward = self._wards.setdefault(asked["keep"], _Ward())
+                before, ward.connection = ward.connection, connection
+            if before is not None:
+                # The guard's connection of an earlier round, which must not write any more.
+                with contextlib.suppress(OSError):
+                    before.shutdown(socket.SHUT_RDWR)
+            with ward.writing:
+                while (copy := _read_line(stream)) is not None:
+                    self._take_in(ward, copy, stream)
+                    connection.sendall(json.dumps({"kept": copy["commit"]}).encode() + b"\n")
+
+    def _take_in(self, ward: _Ward, copy: dict[str, Any], stream: IO[bytes]) -> None:
+        with self._lock:
+            # Later ones are void: the run has gone back.
+            ward.copies = [kept for kept in ward.copies if kept["commit"] < copy["commit"]][1 - NUM_SLOTS :]
+            slot = free_slot(ward.copies)
+        ward.slots = ward.slots or make_slots(copy["room"])
+        _fill(ward.slots[slot], copy["bytes"], stream)
+        with self._lock:
+            ward.copies.append({**copy, "slot": slot})
+
+    def _hand_out(self, connection: socket.socket, rank: int, numbers: list[int]) -> None:
+        with self._lock:
+            ward = self._wards[rank]
+            wanted = [copy for copy in ward.copies if copy["commit"] in numbers]
+        for copy in wanted:
+            _send_copy(connection, copy, ward.slots[copy["slot"]])
+
+
+class Sender:
+    """Sends this guard's copies to another, one after the other.
+
+    Args:
+        loop: where `kept` is called, with the number of each copy that has arrived, and `failed`, with the reason, once
+            when the connection is lost.
+        address: of the other guard's keeper.
+        token: what it wants to hear.
+        rank: this guard's.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        address: Address,
+        token: str,
+        rank: int,
+        kept: Callable[[int], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._loop, self._kept, self._failed = loop, kept, failed
+        self._copies: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
+        self._closed = False
+        hello = {"token": token, "keep": rank}
+        threading.Thread(target=self._run, args=(address, hello), daemon=True).start()
+
+    def put(self, copy: dict[str, Any], slot: int) -> None:
+        """Send a copy, which stays in the slot until `kept` is called."""
+        self._copies.put((copy, slot))
+
+    def close(self) -> None:
+        """Send what was given, and call back no more."""
+        self._closed = True
+        self._copies.put(None)
+
+    def _run(self, address: Address, hello: dict[str, Any]) -> None:
+        try:
+            with _connect(address, hello) as connection:
+                answers = connection.makefile("rb")
+                while (item := self._copies.get()) is not None:
+                    _send_copy(connection, *item)
+                    if _read_line(answers) is None:
+                        raise ConnectionError("it has hung up")
+                    self._loop.post(lambda number=item[0]["commit"]: self._closed or self._kept(number))  # type: ignore[misc]
+        except (OSError, BadFile) as e:
+            reason = str(e)
+            self._loop.post(lambda: self._closed or self._failed(reason))
+
+
+def fetch(
+    loop: EventLoop,
+    address: Address,
+    token: str,
+    rank: int,
+    numbers: list[int],
+    done: Callable[[list[dict[str, Any]], list[int]], None],
+) -> None:
+    """Have a rank's copies brought from the guard that keeps them.
+
+    Args:
+        loop: where `done` is called, with the copies that came whole and the slots that they are in.
+        address, token: of that guard's keeper.
+        rank: whose copies.
+        numbers: which.
+    """
+
+    def run() -> None:
+        copies: list[dict[str, Any]] = []
+        slots: list[int] = []
+        with (
+            contextlib.suppress(OSError, BadFile),
+            _connect(address, {"token": token, "fetch": rank, "numbers": numbers}) as connection,
+        ):
+            stream = connection.makefile("rb")
+            while (copy := _read_line(stream)) is not None:
+                slots = slots or make_slots(copy["room"])
+                _fill(slots[len(copies)], copy["bytes"], stream)
+                copies.append({**copy, "slot": len(copies)})
+        loop.post(lambda: done(copies, slots))
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def _connect(address: Address, hello: dict[str, Any]) -> socket.socket:
+    connection = socket.create_connection(address, timeout=_CONNECT_S)
+    connection.settimeout(None)
+    keep_alive(connection)
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    return connection
+
+
+def _read_line(stream: IO[bytes]) -> dict[str, Any] | None:
+    """Read a message; None where the other side has hung up."""
+    line = stream.readline(MAX_MESSAGE)
+    message = parse_json(line) if line.endswith(b"\n") else None
+    return message if isinstance(message, dict) else None
+
+
+def _send_copy(connection: socket.socket, copy: dict[str, Any], slot: int) -> None:
+    room, end, at = os.fstat(slot).st_size, copy["bytes"], 0
+    connection.sendall(json.dumps({**copy, "room": room}).encode() + b"\n")
+    while at < end:
+        at += os.sendfile(connection.fileno(), slot, at, end - at)
+
+
+def _fill(slot: int, size: int, stream: IO[bytes]) -> None:
+    """Read the beginning of a slot; raises ConnectionError if the other side hangs up."""
+    with mmap.mmap(slot, size) as memory, memoryview(memory) as view:
+        at = 0
+        while at < size:
+            count = stream.readinto(view[at:])  # type: ignore[attr-defined]
+            if not count:
+                raise ConnectionError("it has hung up")
+            at += count

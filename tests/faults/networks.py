@@ -1,0 +1,39 @@
+"""Network namespaces, which stand for hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+
+@contextlib.contextmanager
+def networks(count: int) -> Iterator[tuple[str, list[str]]]:
+    """Network namespaces on one bridge; the bridge's address, and the names of the namespaces."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2 (network namespaces)")
+    pid = os.getpid()
+    net, bridge, names = f"10.{64 + pid % 64}.{pid // 64 % 256}", f"mlb{pid}", [f"mls{pid}{i}" for i in range(count)]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    with ExitStack() as undo:
+        ip("link", "add", bridge, "type", "bridge")
+        undo.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"{net}.254/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for i, name in enumerate(names):
+            ip("netns", "add", name)
+            undo.callback(ip, "netns", "del", name)
+            ip("link", "add", f"{name}c", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"{name}c", "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"{net}.{i + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield f"{net}.254", names

@@ -1,0 +1,88 @@
+"""Copies that one guard keeps for another, over real connections."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megalite.train.recover.messages import EventLoop
+from megalite.train.recover.offsite import Keeper, Sender, fetch, make_slots
+
+ROOM, USED = 1 << 20, 700_000
+
+
+class Ward:
+    """A guard that sends its copies to a keeper."""
+
+    def __init__(self, keeper: Keeper, token: str = "secret") -> None:
+        self.loop, self.keeper, self.slots = EventLoop(), keeper, make_slots(ROOM)
+        self.kept: list[int] = []
+        self.failed: list[str] = []
+        self.connect(token)
+
+    def connect(self, token: str = "secret") -> None:
+        address = "127.0.0.1", self.keeper.port
+        self.sender = Sender(self.loop, address, token, 3, self.kept.append, self.failed.append)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            self.loop.after(0.01, lambda: None)
+            self.loop.turn()
+
+    def send(self, number: int) -> None:
+        """Every copy has a byte of its own."""
+        slot = number % len(self.slots)
+        os.pwrite(self.slots[slot], bytes([number]) * USED, 0)
+        self.sender.put({"commit": number, "step": 10 * number, "slot": slot, "bytes": USED}, self.slots[slot])
+        self.until(lambda: number in self.kept)
+
+    def fetch(self, *numbers: int) -> dict[int, bytes]:
+        """What the keeper hands out, by number."""
+        came: dict[int, bytes] = {}
+
+        def take(copies: list[dict[str, Any]], slots: list[int]) -> None:
+            came.update({copy["commit"]: os.pread(slots[copy["slot"]], ROOM, 0) for copy in copies})
+            came[-1] = b""
+
+        fetch(self.loop, ("127.0.0.1", self.keeper.port), "secret", 3, list(numbers), take)
+        self.until(lambda: -1 in came)
+        return {number: data for number, data in came.items() if number >= 0}
+
+
+def padded(number: int) -> bytes:
+    return bytes([number]) * USED + bytes(ROOM - USED)
+
+
+def test_three_copies_are_kept_and_handed_out() -> None:
+    ward = Ward(Keeper("secret"))
+    for number in range(1, 6):
+        ward.send(number)
+    assert ward.keeper.held() == {3: [(3, 30), (4, 40), (5, 50)]}
+    assert ward.fetch(4, 5, 9) == {4: padded(4), 5: padded(5)}
+
+
+def test_a_run_that_went_back_voids_later_copies() -> None:
+    """Over a connection of its own: what the earlier one still brings does not count."""
+    ward = Ward(Keeper("secret"))
+    for number in (1, 2, 3):
+        ward.send(number)
+    ward.keeper.forget([1, 2])
+    assert ward.keeper.held() == {3: [(1, 10), (2, 20)]}
+    ward.sender.close()
+    ward.connect()
+    ward.kept.clear()
+    ward.send(2)
+    assert ward.keeper.held() == {3: [(1, 10), (2, 20)]}
+    ward.send(3)
+    assert ward.fetch(1, 2, 3) == {1: padded(1), 2: padded(2), 3: padded(3)}
+
+
+def test_a_guard_is_told_when_its_copies_do_not_arrive() -> None:
+    ward = Ward(Keeper("secret"), token="wrong")
+    ward.sender.put({"commit": 1, "step": 1, "slot": 0, "bytes": USED}, ward.slots[0])
+    ward.until(lambda: ward.failed)
+    assert not ward.keeper.held()
