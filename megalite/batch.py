@@ -173,6 +173,7 @@ class MicroBatch:
         documents: documents in the whole samples; attention looks back no further than to the start of each token's
             document. None: a sample is one document.
         weights_SB: fp32 [S, B], weight of each target in the loss; None: 1.
+        further: the same positions with the tokens and targets 1, 2, ... further on, for modules that predict those.
     """
 
     tokens_SB: Tensor
@@ -180,6 +181,7 @@ class MicroBatch:
     positions: Positions
     documents: Documents | None = None
     weights_SB: Tensor | None = None
+    further: tuple[MicroBatch, ...] = ()
 
     @classmethod
     def of_samples(
@@ -218,7 +220,8 @@ class MicroBatch:
             None if x is None else _rows(x, positions.runs) for x in (self.tokens_SB, self.targets_SB, self.weights_SB)
         )
         assert tokens is not None
-        return MicroBatch(tokens, targets, positions, self.documents, weights)
+        further = tuple(batch.shared(ranks, rank) for batch in self.further)
+        return MicroBatch(tokens, targets, positions, self.documents, weights, further)
 
 
 class Message(NamedTuple):

@@ -5,7 +5,7 @@ Every block of every shard is checked before any byte is used; the ranks share t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,7 +172,11 @@ def wanted_boxes(states: Sequence[StateTensor] | None) -> dict[tuple[str, str], 
 
 
 def load_checkpoint(
-    checkpoint: str | Path | Verified, states: Sequence[StateTensor], ctx: ParallelContext, moments: bool = True
+    checkpoint: str | Path | Verified,
+    states: Sequence[StateTensor],
+    ctx: ParallelContext,
+    moments: bool = True,
+    left_out: Collection[str] = (),
 ) -> tuple[dict[str, Any], ReadStats]:
     """Fill the states of all ranks from a checkpoint of any layout; every rank calls this.
 
@@ -183,6 +187,7 @@ def load_checkpoint(
         states: what this rank holds; filled in place.
         ctx: this rank's axes.
         moments: load moments and residuals of compression; otherwise they become zero.
+        left_out: names of tensors that no rank needs.
 
     Returns:
         The checkpoint's meta, and the number of bytes that this rank read.
@@ -194,7 +199,7 @@ def load_checkpoint(
         checkpoint = verify_together(Path(checkpoint), ctx, states)
     path, manifest, stats = checkpoint
     sources = agree(ctx, lambda: _sources(path, manifest, states, moments))
-    _check_all_used(path, manifest, states, ctx)
+    _check_all_used(path, manifest, {*left_out, *(state.name for state in states)}, ctx)
     reader = ShardReader(path, manifest, stats)
 
     def fill() -> None:
@@ -280,10 +285,9 @@ def _summands(manifest: Manifest, state: StateTensor) -> list[TensorEntry]:
     return summands[i : i + 1] if len(summands) == n else summands
 
 
-def _check_all_used(path: Path, manifest: Manifest, states: Sequence[StateTensor], ctx: ParallelContext) -> None:
+def _check_all_used(path: Path, manifest: Manifest, own_names: Collection[str], ctx: ParallelContext) -> None:
     """Refuse a checkpoint with tensors that no rank needs: it holds a larger model."""
     names = sorted(manifest.names(_kind_of_weights(manifest, path)))
-    own_names = {state.name for state in states}
     used = torch.tensor([float(name in own_names) for name in names], device=ctx.device)
     all_reduce(used, ctx.world, dist.ReduceOp.MAX).wait()
     unused = [name for name, flag in zip(names, used.tolist()) if not flag]

@@ -135,6 +135,9 @@ class ModelConfig:
     """muP: --hidden-size at which learning rate, weight decay and --init-std were chosen; they hold for this model."""
     mup_base_head_dim: int | None = None
     """muP: --head-dim of that model. Default: the same."""
+    mtp_num_layers: int = 0
+    """Number of modules after the last layer, each of which predicts one token further (multi-token prediction,
+    DeepSeek-V3). They are trained and saved; evaluation and generation do without."""
     hidden_dropout: float = 0.0
     """Dropout on embeddings and sub-layer outputs."""
     attention_dropout: float = 0.0
@@ -181,6 +184,7 @@ class ModelConfig:
         in_range(self, "hidden_size num_heads num_kv_heads head_dim mup_base_width mup_base_head_dim", 1, 2**20 + 1)
         in_range(self, "ffn_hidden_size", 1, 2**24)
         in_range(self, "seq_len", 1, _MAX_SEQ_LEN + 1)
+        in_range(self, "mtp_num_layers", 0, min(9, self.seq_len))
         in_range(self, "max_position_embeddings window query_pre_attn_scalar", 1, 2**30)
         in_range(self, "window_pattern", 0, _MAX_LAYERS)
         check_attention_options(self)
@@ -229,7 +233,11 @@ class ModelConfig:
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
-        return self.num_experts is not None and layer not in self.moe_dense_layers
+        return self.num_experts is not None and self._like(layer) not in self.moe_dense_layers
+
+    def _like(self, layer: int) -> int:
+        """Return the layer whose options a block has: those that predict further tokens are like the last."""
+        return min(layer, self.num_layers - 1)
 
     def _mup_attention_scalar(self) -> int:
         """Return what makes attention's scale sqrt(base head size) / head size: 1 / sqrt(head size) at the base."""
@@ -250,6 +258,11 @@ class ModelConfig:
     def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
+
+    @property
+    def mtp_layers(self) -> range:
+        """Numbers of the blocks that predict further tokens: they follow the last layer's."""
+        return range(self.num_layers, self.num_layers + self.mtp_num_layers)
 
     # Resolved values with their exact types (the fields are Optional only on the command line).
     @property
@@ -321,10 +334,11 @@ class ModelConfig:
 
     def block_kind(self, layer: int) -> BlockKind:
         """Mixer and feed-forward layer of a block, as the family has them."""
-        return FAMILIES[self.arch].block_kind(self, layer)
+        return FAMILIES[self.arch].block_kind(self, self._like(layer))
 
     def window_of(self, layer: int) -> int | None:
         """Return the number of positions that a layer attends to, the current one included; None: no limit."""
+        layer = self._like(layer)
         if self.layer_types:
             return self.window if self.layer_types[layer] == SLIDING else None
         sees_all = self.window_pattern and (layer + 1) % self.window_pattern == 0
@@ -332,7 +346,7 @@ class ModelConfig:
 
     def has_rope(self, layer: int) -> bool:
         """Whether a layer rotates queries and keys."""
-        return self.position == "rope" and not (self.no_rope_freq and (layer + 1) % self.no_rope_freq == 0)
+        return self.position == "rope" and not (self.no_rope_freq and (self._like(layer) + 1) % self.no_rope_freq == 0)
 
     def chunk_of(self, layer: int) -> int | None:
         """Return the number of positions of a chunk that a layer attends within, shorter than the sequence, or None."""

@@ -1,7 +1,6 @@
 """Options of a run: frozen dataclasses, checked on construction. Field names are the names of the flags.
 
-Each group checks itself; `Config` checks them against each other. Errors name the value, the rule it breaks, and the
-fix (`UserError`, exit code 2).
+Each group checks itself; `Config` checks them against each other. An error is a `UserError`, exit code 2.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from megalite.config.expert_parallel import check_experts
 from megalite.config.fp8 import check_fp8
 from megalite.config.latent_attention import check_latent_attention
 from megalite.config.model import ModelConfig
+from megalite.config.multi_token import check_mtp
 from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.train import TrainConfig
@@ -149,6 +149,7 @@ class Config:
         check_context_parallel(self.model, self.parallel, self.data.within_documents)
         check_latent_attention(self.model, self.parallel, self.train)
         check_sinks(self.model, self.train)
+        check_mtp(self.model, self.train)
         check_experts(self.model, self.parallel, self.run.moe_per_layer_logging)
         self._check_features()
         check_fp8(self.model, self.parallel, self.train)

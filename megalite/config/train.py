@@ -53,6 +53,8 @@ class TrainConfig:
     z_loss: float = 0.0
     """Weight of the squared log-sum-exp of the logits in the gradients (z-loss; 1e-4 is usual). `loss` in the metrics
     stays the cross-entropy."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Weight of the mean loss of the --mtp-num-layers modules in the gradients; `loss` in the metrics is without it."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which gradients are sent over dp; with ZeRO they are summed in fp32."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -74,6 +76,7 @@ class TrainConfig:
         in_range(self, "train_steps", 1, 10**10)
         in_range(self, "seed", 0, 2**63)
         in_range(self, "label_smoothing z_loss", 0, 1)
+        in_range(self, "mtp_loss_scaling_factor", 0, 100, above=True)
         in_range(self, "loss_chunk", 0, 10**9)
         in_range(self, "fp8_keep_bf16", 0, 10**6)
         require(

@@ -70,6 +70,23 @@ class Rows:
         weights = None if self.weights is None else self.weights[samples]
         return Rows(self.inputs[samples], self.targets[samples], starts, weights)
 
+    def ahead(self, steps: int) -> Rows:
+        """Return the inputs and targets `steps` tokens further on, at the places of these: [n, S].
+
+        Where those lie in another document or behind the sample, there is no target.
+        """
+
+        def moved(x: npt.NDArray[Any], filler: int) -> Any:
+            out = np.full_like(x, filler)
+            out[..., : -steps or None] = x[..., steps:]
+            return out
+
+        targets = moved(self.targets, IGNORE)
+        if self.starts is not None:
+            targets[moved(self.starts, -1) != self.starts] = IGNORE
+        weights = None if self.weights is None else moved(self.weights, 0)
+        return Rows(moved(self.inputs, 0), targets, self.starts, weights)
+
     def total_weight(self) -> float:
         """Sum the weights of all targets; without weights, count the targets."""
         counted = self.targets >= 0

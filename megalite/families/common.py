@@ -81,6 +81,8 @@ class Family:
         architecture: the class in transformers.
         options: `ModelConfig` values of the family; flags, presets and config.json override them.
         tensors: megalite name, with {} for the layer -> tensors of the file. A model uses those it has.
+        copies: names of the copies of shared tensors that files hold for each module that predicts further tokens, with
+            {} for its layer -> megalite name.
         fields: (key of config.json, `ModelConfig` field) pairs. A field may have several keys: all are written, and one
             suffices.
         defaults: values of keys that config.json may omit, as in transformers.
@@ -104,6 +106,7 @@ class Family:
     architecture: str
     options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Packing]
+    copies: Mapping[str, str] = field(default_factory=dict)
     fields: tuple[tuple[str, str], ...]
     defaults: Mapping[str, Any]
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -120,6 +123,10 @@ class Family:
     derived: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = lambda values, options: {}
     write: Callable[[Any], dict[str, Any]] = lambda cfg: {}
+
+    def copies_in(self, cfg: Any) -> dict[str, str]:
+        """Map the names of copies that files of a model (`ModelConfig`) hold to names of megalite."""
+        return {name.format(layer): ours for layer in cfg.mtp_layers for name, ours in self.copies.items()}
 
     def place(self, name: str) -> Packing:
         """Return the packing of a tensor of megalite in the family's files, with the layer filled in."""

@@ -1,11 +1,15 @@
-"""DeepSeek-V3 (arXiv:2412.19437) and Kimi-K2: DeepSeek-V2 with sigmoid routers, balanced by a bias.
-
-Files may hold the layers that predict further tokens, after the last one; they are not read.
-"""
+"""DeepSeek-V3 (arXiv:2412.19437) and Kimi-K2: DeepSeek-V2 with sigmoid routers, balanced by a bias."""
 
 from megalite.families.common import Family, preset, rows
 from megalite.families.deepseek_v2 import DEEPSEEK_DEFAULTS, DEEPSEEK_FIELDS, DEEPSEEK_TENSORS, extended
-from megalite.families.experts import FIRST_DENSE, read_first_dense, write_first_dense
+from megalite.families.experts import (
+    FIRST_DENSE,
+    MTP_COPIES,
+    MTP_FIELDS,
+    MTP_TENSORS,
+    read_first_dense,
+    write_first_dense,
+)
 
 BIASED_TENSORS = {"layers.{}.mlp.router.bias": rows("model.layers.{}.mlp.gate.e_score_correction_bias")}
 FAMILY = Family(
@@ -24,8 +28,9 @@ FAMILY = Family(
         "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": 2.5,
     },
-    tensors={**DEEPSEEK_TENSORS, **BIASED_TENSORS},
-    fields=(*DEEPSEEK_FIELDS, ("norm_topk_prob", "moe_renormalize")),
+    tensors={**DEEPSEEK_TENSORS, **BIASED_TENSORS, **MTP_TENSORS},
+    copies=MTP_COPIES,
+    fields=(*DEEPSEEK_FIELDS, *MTP_FIELDS, ("norm_topk_prob", "moe_renormalize")),
     defaults={
         **DEEPSEEK_DEFAULTS,
         "max_position_embeddings": 4096,
@@ -36,13 +41,14 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "first_k_dense_replace": 3,
         "n_shared_experts": 1,
+        "num_nextn_predict_layers": 0,
         "n_group": 8,
         "topk_group": 4,
     },
     constants={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True, "moe_layer_freq": 1},
     derived=FIRST_DENSE,
     read=read_first_dense,
-    write=lambda cfg: {**write_first_dense(cfg), "num_nextn_predict_layers": 0},
+    write=write_first_dense,
     others=("kimi_k2",),
     presets={
         # deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Base, without layers that predict further tokens

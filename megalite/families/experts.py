@@ -49,6 +49,19 @@ SPARSE: dict[str, Any] = {
 }
 
 
+# Modules that predict further tokens follow the layers.
+MTP_FIELDS: tuple[tuple[str, str], ...] = (("num_nextn_predict_layers", "mtp_num_layers"),)
+MTP_TENSORS: dict[str, Packing] = {
+    "layers.{}.norm.weight": rows("model.layers.{}.shared_head.norm.weight"),
+    **{
+        f"layers.{{}}.{name}.weight": rows(f"model.layers.{{}}.{name}.weight") for name in ("enorm", "hnorm", "eh_proj")
+    },
+}
+MTP_COPIES = {
+    "model.layers.{}.embed_tokens.weight": "embed_tokens.weight",
+    "model.layers.{}.shared_head.head.weight": "lm_head.weight",
+}
+
 # DeepSeek's: dense layers first, shared experts of the width of the others, groups.
 FIRST_DENSE: dict[str, type] = {
     "first_k_dense_replace": int,

@@ -1,7 +1,4 @@
-"""GLM-4.5 (arXiv:2508.06471): grouped queries, half of each head rotated, DeepSeek-V3's experts.
-
-As with DeepSeek-V3, layers that predict further tokens are not read.
-"""
+"""GLM-4.5 (arXiv:2508.06471): grouped queries, half of each head rotated, DeepSeek-V3's experts."""
 
 from typing import Any
 
@@ -11,6 +8,9 @@ from megalite.families.experts import (
     EXPERT_FIELDS,
     EXPERT_TENSORS,
     FIRST_DENSE,
+    MTP_COPIES,
+    MTP_FIELDS,
+    MTP_TENSORS,
     SHARED_TENSORS,
     read_first_dense,
     write_first_dense,
@@ -23,7 +23,7 @@ def _read(values: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(cfg: Any) -> dict[str, Any]:
-    return {**write_first_dense(cfg), "use_qk_norm": cfg.qk_norm == "head", "num_nextn_predict_layers": 0}
+    return {**write_first_dense(cfg), "use_qk_norm": cfg.qk_norm == "head"}
 
 
 FAMILY = Family(
@@ -41,10 +41,12 @@ FAMILY = Family(
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     },
-    tensors={**LLAMA_TENSORS, **EXPERT_TENSORS, **SHARED_TENSORS, **BIASED_TENSORS},
+    tensors={**LLAMA_TENSORS, **EXPERT_TENSORS, **SHARED_TENSORS, **BIASED_TENSORS, **MTP_TENSORS},
+    copies=MTP_COPIES,
     fields=(
         *LLAMA_FIELDS,
         *EXPERT_FIELDS,
+        *MTP_FIELDS,
         ("attention_bias", "qkv_bias"),
         ("moe_intermediate_size", "moe_ffn_size"),
         ("n_routed_experts", "num_experts"),
@@ -64,6 +66,7 @@ FAMILY = Family(
         "n_routed_experts": 128,
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,

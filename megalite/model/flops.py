@@ -2,7 +2,8 @@
 
 Model FLOPs count what the model requires, forward and backward, not recomputation, padding or elementwise operations:
 6 (L (W + q s) + V h) with causal attention, 6 (L (W + 2 q s) + V h) with every key counted (Chowdhery et al. 2022,
-appendix B); W weight elements of a block's matrices, q = heads x head size, s sequence, V vocabulary, h hidden.
+appendix B); W weight elements of a block's matrices, q = heads x head size, s sequence, V vocabulary, h hidden. A
+module that predicts further tokens adds a block, its projection of 2 h to h, and the output layer once more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megalite.base.hardware import peak_of_name
 from megalite.config.model import ModelConfig
-from megalite.model.partition import block_work, blocks_by_kind, head_work
+from megalite.model.partition import block_work, blocks_by_kind, head_work, mtp_work
 
 if TYPE_CHECKING:
     import torch
@@ -23,10 +24,10 @@ class FlopsPerToken:
     """Model FLOPs of one token in training, forward and backward.
 
     Attributes:
-        matrices: matrix products of all blocks.
+        matrices: matrix products of all blocks, those that predict further tokens among them.
         attention: scores and weighted sums of all blocks, all seq_len keys counted, or those of a block's window.
         causal_attention: part of `attention` that a causal mask leaves: half of it, without windows.
-        head: output layer.
+        head: output layer, as often as it runs.
     """
 
     matrices: int
@@ -55,11 +56,12 @@ class FlopsPerToken:
 def flops_per_token(cfg: ModelConfig) -> FlopsPerToken:
     """Count the model FLOPs of one token in a sequence of cfg.seq_len tokens."""
     works = [(len(blocks), block_work(cfg, kind)) for kind, blocks in blocks_by_kind(cfg).items()]
+    works += [(cfg.mtp_num_layers, mtp_work(cfg))] if cfg.mtp_layers else []
     return FlopsPerToken(
         matrices=6 * sum(n * work.weights for n, work in works),
         attention=6 * sum(n * work.attention for n, work in works),
         causal_attention=6 * sum(n * work.causal_attention for n, work in works),
-        head=6 * head_work(cfg),
+        head=6 * head_work(cfg) * (1 + cfg.mtp_num_layers),
     )
 
 

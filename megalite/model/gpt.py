@@ -1,4 +1,4 @@
-"""A decoder block and a pipeline stage of blocks, for every family.
+"""A pipeline stage of blocks, for every family.
 
 Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidden, V vocabulary (padded), T tp size.
 """
@@ -12,77 +12,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.batch import Documents, ForwardPass, Message, MicroBatch, Positions
-from megalite.model.attention import QKNorm
-from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.layers import Layers, NoNorm, Rope
-from megalite.model.mixers import MIXERS
-from megalite.model.moe import MoELayer
+from megalite.batch import ForwardPass, Message, MicroBatch, Positions
+from megalite.model.block import Block, PredictingBlock, compile_block
+from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload
-from megalite.model.parameters import NORM_NAMES
-from megalite.ops.attention import prepare_to_compile
 from megalite.ops.cross_entropy import softcap_
 from megalite.sharding.parameter import ShardedParameter
-from megalite.tensor_parallel.linear import ColumnParallelLinear, ParallelLinear
+from megalite.tensor_parallel.linear import ColumnParallelLinear
 from megalite.tensor_parallel.loss import linear_cross_entropy, vocab_parallel_cross_entropy
-
-
-class Block(nn.Module):
-    """One transformer block: x -> x, both x_SBH (x_sBH with sequence parallelism).
-
-    Each sub-layer may have a norm before it and one after it; `NORM_NAMES` lists those that a model has.
-    """
-
-    def __init__(self, layers: Layers, index: int, recompute_core: bool) -> None:
-        super().__init__()
-        name, norms = f"layers.{index}", NORM_NAMES[layers.cfg.norm_position]
-        self.parallel_residual = layers.cfg.parallel_residual
-        kind = layers.cfg.block_kind(index)
-        self.self_attn = MIXERS[kind.mixer].module(layers, index, recompute_core)
-        self.mlp = FEED_FORWARDS[kind.feed_forward].module(layers, index)
-        # Registered under their global names, called by their place. The order of registration is that of their
-        # gradients in a bucket, and so decides the last bit of the gradient norm.
-        multiplied = {norms[0]: kind.mixer == "gqa", norms[2]: kind.feed_forward == "mlp"}
-        by_name = {
-            leaf: layers.norm(f"{name}.{leaf}", layers.ops_before(index) if multiplied.get(leaf) else None)
-            for leaf in (norms[1], norms[2], norms[0], norms[3])
-            if leaf
-        }
-        for leaf, norm in by_name.items():
-            self.add_module(leaf, norm)
-        self._norms = tuple(by_name[leaf] if leaf else NoNorm() for leaf in norms)
-        self.attention_dropout = layers.dropout("attention_out", index)
-        self.mlp_dropout = layers.dropout("mlp_out", index)
-
-    def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
-        """Run the block; for the arguments see `Attention.forward`."""
-        before_attention, after_attention, before_mlp, after_mlp = self._norms
-        attended = after_attention(self.self_attn(before_attention(x_SBH), rope, documents, fwd))
-        attended = self.attention_dropout(attended, fwd)
-        if self.parallel_residual:
-            normed, x_SBH = before_mlp(x_SBH), x_SBH + attended
-        else:
-            normed, x_SBH = before_mlp.add(attended, x_SBH)
-        return x_SBH + self.mlp_dropout(after_mlp(self.mlp(normed, fwd)), fwd)
-
-
-def compile_block(block: nn.Module) -> None:
-    """Compile what lies between the layers that communicate.
-
-    Those layers run as they are: they add to `main_grad` and to the queue of weight gradients, which a traced graph
-    cannot see. So do experts, whose numbers of rows change with every micro-batch. Hooks on the block run outside the
-    compiled code too.
-    """
-    prepare_to_compile()
-    for part in block.modules():
-        if isinstance(part, (ParallelLinear, MoELayer)) or (isinstance(part, QKNorm) and not part.per_head):
-            part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
-    block.forward = torch.compile(block.forward)
 
 
 class GPTStage(nn.Module):
     """The layers of one pipeline stage: embedding on the first, blocks, final norm and output layer on the last.
 
+    Blocks that predict further tokens are on the last, with an embedding to look those up.
     Names of parameters in `named_parameters()` are their global names.
 
     Args:
@@ -92,9 +35,13 @@ class GPTStage(nn.Module):
         recompute: "none", "selective" (attention core) or "full" (whole blocks).
         loss_chunk: tokens per chunk in output layer and loss; 0 = all at once.
         label_smoothing, z_loss: of the training loss, see `vocab_parallel_cross_entropy`.
-        shared_embedding: weight of the tied embedding if it lives on this rank; used as the output weight.
+        shared_embedding: weight of the embedding if it lives on this rank; used as the output weight where that is
+            tied, and by blocks that predict further tokens.
         compiled: whether blocks go through torch.compile; they must have no dropout.
         offload: holds the inputs of recomputed blocks on the host; None: the device keeps them.
+
+    Attributes:
+        mtp_loss: weighted losses of further tokens, summed over the micro-batches of a step so far, fp64.
     """
 
     def __init__(
@@ -128,18 +75,37 @@ class GPTStage(nn.Module):
                 self.embed_positions = PositionEmbedding(layers)
             self.embedding_dropout = layers.dropout("embedding", -1)
         self.layers = nn.ModuleDict({str(i): Block(layers, i, recompute == "selective") for i in blocks})
-        self._rotary, self._chunks = [layers.rotary(i) for i in blocks], [cfg.chunk_of(i) for i in blocks]
-        if compiled:
-            for block in self.layers.values():
-                compile_block(block)
+        self._blocks = list(self.layers.values())
+        self._predicting: list[PredictingBlock] = []
+        self.mtp_loss: torch.Tensor | float = 0.0
         if last:
             self.norm = layers.norm("norm")
             self.lm_head = LMHead(layers, loss_chunk, label_smoothing, z_loss)
-            if cfg.tie_embeddings and first:
+            if first:
                 shared_embedding = self.embed_tokens.weight
-            if shared_embedding is not None:
+            if cfg.tie_embeddings and shared_embedding is not None:
                 self.lm_head.weight = shared_embedding
-                shared_embedding.uses = 2
+                shared_embedding.uses += 1
+            if cfg.mtp_layers:
+                self._add_predicting(layers, shared_embedding)
+        numbers = [*blocks, *(cfg.mtp_layers if last else ())]
+        self._rotary, self._chunks = [layers.rotary(i) for i in numbers], [cfg.chunk_of(i) for i in numbers]
+        if compiled:
+            for block in self.layers.values():
+                compile_block(block)
+
+    def _add_predicting(self, layers: Layers, embedding: ShardedParameter | None) -> None:
+        """Add the blocks that predict further tokens; `embedding`: its weight, if it lives on this rank."""
+        cfg = layers.cfg
+        self._predicting = [PredictingBlock(layers, i, self.recompute == "selective") for i in cfg.mtp_layers]
+        self.layers.update({str(i): block for i, block in zip(cfg.mtp_layers, self._predicting)})
+        if cfg.tie_embeddings:
+            embedding = self.lm_head.weight
+        self.mtp_embed_tokens = layers.embedding("mtp_embed_tokens", embedding)
+        for weight in (self.mtp_embed_tokens.weight, self.lm_head.weight):
+            weight.uses += len(self._predicting)
+        # What its own first uses are counted with.
+        self.mtp_embed_tokens.weight.uses -= embedding is None
 
     def message(self, num_tokens: int, micro_batch_size: int) -> Message:
         """Describe the hidden states that this stage passes on, and those that it expects, of `num_tokens` a sample."""
@@ -165,26 +131,49 @@ class GPTStage(nn.Module):
             x = self.embedding_dropout(x, fwd)
         # The tables of each kind of layer are made once.
         ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
+        seen = [(ropes[rotary], documents[chunk]) for rotary, chunk in zip(self._rotary, self._chunks)]
         with self._offload.one_pass() if self._offload is not None and fwd.training else nullcontext():
-            for block, rotary, chunk in zip(self.layers.values(), self._rotary, self._chunks):
-                seen = ropes[rotary], documents[chunk]
-                if self.recompute == "full" and fwd.training:
-                    x = checkpoint(block, x, *seen, fwd, **self._recompute_options)
-                else:
-                    x = block(x, *seen, fwd)
+            for block, sees in zip(self._blocks, seen):
+                x = self._run(block, x, *sees, fwd)
         if not self.last:
             return x
-        return self.lm_head(self.norm(x), batch, fwd)
+        x = self.norm(x)
+        loss = self.lm_head(x, batch, fwd)
+        for block, sees, further in zip(self._predicting, seen[len(self._blocks) :], batch.further):
+            x = self._run(block, x, self.mtp_embed_tokens(further.tokens_SB), *sees, fwd)
+            loss_SB = self.lm_head(x, further, fwd)
+            self.mtp_loss = self.mtp_loss + loss_SB.detach().sum(dtype=torch.float64)
+            # Its gradient joins, and its value does not.
+            loss = loss + (loss_SB - loss_SB.detach())
+        return loss
+
+    def _run(self, block: nn.Module, *args: Any) -> torch.Tensor:
+        """Run a block, the pass last of its arguments."""
+        if self.recompute == "full" and args[-1].training:
+            return checkpoint(block, *args, **self._recompute_options)
+        return block(*args)
+
+    def start_step(self) -> None:
+        """Forget what the step before has counted."""
+        self.mtp_loss = 0.0
+        self.routing.clear()
 
     def units(self) -> list[nn.Module]:
         """List the modules, in forward order, that together hold all parameters."""
+        return [unit for chain in self.chains() for unit in chain]
+
+    def chains(self) -> list[list[nn.Module]]:
+        """List `units` in chains: in each, a pass runs one after the other."""
         ends = ("norm", "lm_head") if self.last else ()
         starts = ("embed_tokens", "embed_positions") if self.first else ()
-        return [
+        chain = [
             *(getattr(self, name) for name in starts if hasattr(self, name)),
-            *self.layers.values(),
+            *self._blocks,
             *(getattr(self, name) for name in ends),
         ]
+        # Between two of these the output layer runs again.
+        apart = [self.mtp_embed_tokens, *self._predicting] if self._predicting else []
+        return [chain, *([unit] for unit in apart)]
 
 
 class LMHead(ColumnParallelLinear):

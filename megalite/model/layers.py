@@ -158,12 +158,13 @@ class Layers:
         sharded = "OI"[dict(spec.sharded_dims)["tp"] - len(spec.shape)]
         return Fp8Products(self.ops, fp8, self.tp if cut else Axis("tp"), sharded)
 
-    def embedding(self, name: str) -> VocabParallelEmbedding:
-        """Make an embedding with its rows sharded over tp."""
+    def embedding(self, name: str, weight: ShardedParameter | None = None) -> VocabParallelEmbedding:
+        """Make an embedding with its rows sharded over tp, of the declared weight or of one that is there."""
         scale = math.sqrt(self.cfg.hidden_size) if self.cfg.scale_embeddings else 1.0
         # Rounded to the model's type, as transformers does.
         scale = torch.tensor(scale, dtype=self.dtype).item()
-        return VocabParallelEmbedding(self.param(f"{name}.weight", True), self.tp, self.sequence_parallel, scale)
+        weight = self.param(f"{name}.weight", True) if weight is None else weight
+        return VocabParallelEmbedding(weight, self.tp, self.sequence_parallel, scale)
 
     @cached_property
     def _noting(self) -> Ops:

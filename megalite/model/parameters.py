@@ -45,13 +45,17 @@ def param_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
         specs.extend(_block(cfg, i))
     specs.extend(norm(cfg, "norm"))
     vocabulary("lm_head.weight", readout=True, tied_to="embed_tokens.weight" if cfg.tie_embeddings else None)
+    for i in cfg.mtp_layers:
+        specs.extend(_predicting_block(cfg, i))
+    if cfg.mtp_layers and not cfg.tie_embeddings:
+        vocabulary("mtp_embed_tokens.weight", tied_to="embed_tokens.weight")
     return MappingProxyType({spec.name: _of_width(spec, cfg.width_multiplier) for spec in specs})
 
 
 def buffer_map(cfg: ModelConfig) -> Mapping[str, ParamSpec]:
     """List what is saved beside the parameters (`LayerKind.buffers`); names are no parameter's."""
     specs: list[ParamSpec] = []
-    for i in range(cfg.num_layers):
+    for i in (*range(cfg.num_layers), *cfg.mtp_layers):
         kind = cfg.block_kind(i)
         specs += MIXERS[kind.mixer].buffers(cfg, f"layers.{i}.self_attn")
         specs += FEED_FORWARDS[kind.feed_forward].buffers(cfg, f"layers.{i}.mlp")
@@ -75,6 +79,16 @@ def describe_parameters(cfg: ModelConfig) -> str:
 def _of_width(spec: ParamSpec, width: float) -> ParamSpec:
     """Return the declaration under muP (Yang et al. 2022, table 8)."""
     return replace(spec, std=spec.std / math.sqrt(width), width=width) if spec.matrix else spec
+
+
+def _predicting_block(cfg: ModelConfig, index: int) -> list[ParamSpec]:
+    name, hidden = f"layers.{index}", cfg.hidden_size
+    # Every rank holds all of it, and sees a part of the sequence.
+    joined = ParamSpec(
+        f"{name}.eh_proj.weight", (hidden, 2 * hidden), std=cfg.init_std, matrix=True, partial=("sequence",)
+    )
+    before = [*norm(cfg, f"{name}.enorm"), *norm(cfg, f"{name}.hnorm"), joined]
+    return [*before, *_block(cfg, index), *norm(cfg, f"{name}.norm")]
 
 
 def _block(cfg: ModelConfig, index: int) -> list[ParamSpec]:

@@ -61,14 +61,23 @@ def head_work(cfg: ModelConfig) -> int:
     return cfg.vocab * cfg.hidden_size
 
 
+def mtp_work(cfg: ModelConfig) -> BlockWork:
+    """Count the work of one token in a module that predicts further tokens, without its use of the output layer."""
+    last = cfg.num_layers - 1
+    attention, causal = MIXERS[cfg.block_kind(last).mixer].token_work(cfg, last)
+    return BlockWork(block_work(cfg, cfg.block_kind(last)).weights + 2 * cfg.hidden_size**2, attention, causal)
+
+
 @lru_cache(maxsize=256)
 def block_costs(cfg: ModelConfig) -> tuple[tuple[float, ...], float]:
-    """Compute the work of every block, and of the output layer, in units of the first block's causal work.
+    """Compute the work of every block, and of the output layer with modules that predict further tokens, in units of
+    the first block's causal work.
 
     The output layer is 0.7 blocks of Llama-3-405B, 2 of Llama-3-8B.
     """
     costs = {i: block_work(cfg, kind).causal for kind, blocks in blocks_by_kind(cfg).items() for i in blocks}
-    return tuple(costs[i] / costs[0] for i in range(cfg.num_layers)), head_work(cfg) / costs[0]
+    head = head_work(cfg) + cfg.mtp_num_layers * (head_work(cfg) + mtp_work(cfg).causal)
+    return tuple(costs[i] / costs[0] for i in range(cfg.num_layers)), head / costs[0]
 
 
 def stage_layers(cfg: Config) -> list[range]:

@@ -31,7 +31,7 @@ class _Unit:
     Attributes:
         name: name of its first parameter.
         buckets: buckets of its weights; that of a tied embedding belongs to two units.
-        previous, next: neighbors in its stage.
+        previous, next: neighbors in its chain.
         used: whether its weights are in use, or prefetched.
         differentiable: whether a backward pass follows its forward pass.
         in_backward: whether the backward pass is between its identity nodes, where recomputation runs forward again.
@@ -50,7 +50,7 @@ class UnitWeights:
     """Gathers and releases the weights of this rank's units.
 
     Args:
-        stages: units of each stage, in forward order.
+        chains: units of this rank's stages, in forward order; each is prefetched by the one before it in its chain.
         buckets: buckets of this rank; those without sharded weights are ignored.
         keep: how long gathered weights are kept: while their unit runs ("none"), from its forward to its backward pass
             ("backward"), or until the end of the step ("step").
@@ -60,7 +60,7 @@ class UnitWeights:
 
     def __init__(
         self,
-        stages: Iterable[Sequence[nn.Module]],
+        chains: Iterable[Sequence[nn.Module]],
         buckets: Sequence[Bucket],
         *,
         keep: Keep = "none",
@@ -71,7 +71,7 @@ class UnitWeights:
         bucket_of = {id(param): bucket for bucket in buckets if bucket.sharded.weights for param in bucket.params}
         self._users: dict[Bucket, list[_Unit]] = {}
         self._units: list[_Unit] = []
-        for modules in stages:
+        for modules in chains:
             previous = None
             for module in modules:
                 used = list(dict.fromkeys(bucket_of[id(p)] for p in module.parameters() if id(p) in bucket_of))

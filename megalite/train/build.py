@@ -148,8 +148,8 @@ def build_stages(
             tp_chunks=cfg.parallel.tp_chunks,
         )
         last = index == placement.num_stages - 1
-        # A tied embedding that is used twice on one rank is one parameter.
-        shared = cfg.model.tie_embeddings and last and index > 0 and 0 in stages
+        # An embedding that is used twice on one rank is one parameter.
+        shared = (cfg.model.tie_embeddings or cfg.model.mtp_num_layers) and last and index > 0 and 0 in stages
         stages[index] = GPTStage(
             layers,
             split[index],
@@ -168,6 +168,8 @@ def build_stages(
 
 def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout:
     """Describe where parameters live, given this rank's place and the options."""
+    embedding = "embed_tokens.weight"
+    copies = [name for name, spec in param_map(cfg.model).items() if embedding in (name, spec.tied_to)]
     separate_ends = placement.rank_of(0) != placement.rank_of(placement.num_stages - 1)
     return Layout(
         ctx.grid,
@@ -175,7 +177,7 @@ def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout
         multiple=cfg.parallel.vocab_divisible_by,
         batch=ctx.grid.batch,
         sequence=("tp",) if cfg.sequence_parallel else (),
-        tied=frozenset({"embed_tokens.weight", "lm_head.weight"} if cfg.model.tie_embeddings and separate_ends else ()),
+        tied=frozenset(copies if copies[1:] and separate_ends else ()),
     )
 
 
@@ -183,8 +185,8 @@ def _build_optimizer(
     cfg: Config, ctx: ParallelContext, stages: dict[int, GPTStage], ops: Ops
 ) -> tuple[DistributedOptimizer, UnitWeights]:
     p = cfg.parallel
-    by_stage = [stage.units() for stage in stages.values()]
-    modules = [module for units in by_stage for module in units]
+    chains = [chain for stage in stages.values() for chain in stage.chains()]
+    modules = [module for chain in chains for module in chain]
     units: list[list[ShardedParameter]] = []
     seen: set[int] = set()
     for module in modules:
@@ -210,7 +212,7 @@ def _build_optimizer(
     # Not inside compiled blocks, whose graph a hook would break.
     linear = [m for unit in modules for m in unit.modules() if isinstance(m, ParallelLinear) and not cfg.train.compile]
     optimizer.wait_before(dict.fromkeys([*modules, *linear]))
-    weights = UnitWeights(by_stage, buckets, keep=p.zero_keep, prefetch=p.overlap_param_gather, debug=p.debug_zero)
+    weights = UnitWeights(chains, buckets, keep=p.zero_keep, prefetch=p.overlap_param_gather, debug=p.debug_zero)
     return optimizer, weights
 
 

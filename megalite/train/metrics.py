@@ -147,7 +147,12 @@ class MetricsLogger:
 
     def _console_line(self, step: int, record: dict[str, Any]) -> str:
         parts = [f"step {step}/{self._total_steps}"]
-        shown = {"loss": "loss {:.4f}", "grad_norm": "grad norm {:.3f}", "lr": "lr {:.2e}"}
+        shown = {
+            "loss": "loss {:.4f}",
+            "mtp_loss": "mtp loss {:.4f}",
+            "grad_norm": "grad norm {:.3f}",
+            "lr": "lr {:.2e}",
+        }
         shown |= {"tokens_per_s": "{:,.0f} tokens/s", "step_time_s": "{:.3f} s/step"}
         parts += [text.format(record[name]) for name, text in shown.items() if record.get(name) is not None]
         remaining = self._seconds_left(step, record)

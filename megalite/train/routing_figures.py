@@ -50,8 +50,8 @@ def routing_sums(engine: Engine) -> list[torch.Tensor]:
 
 
 def layers_with_experts(cfg: ModelConfig) -> tuple[int, ...]:
-    """Return the numbers of the layers that have experts."""
-    return tuple(filter(cfg.is_moe, range(cfg.num_layers)))
+    """Return the numbers of the layers that have experts, those that predict further tokens among them."""
+    return tuple(filter(cfg.is_moe, (*range(cfg.num_layers), *cfg.mtp_layers)))
 
 
 def routing_figures(cfg: ModelConfig, sums: Sequence[float], tokens: int) -> RoutingFigures | None:

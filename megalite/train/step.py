@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
@@ -39,6 +39,7 @@ class StepResult:
         stop: some rank was asked to stop.
         failed: some rank could not read its data or save; nothing was updated.
         routing: figures of the routers, where there are experts.
+        mtp_loss: mean cross-entropy of further tokens, over the modules that predict those; None without them.
     """
 
     loss: float
@@ -51,6 +52,7 @@ class StepResult:
     stop: bool
     failed: bool
     routing: RoutingFigures | None = None
+    mtp_loss: float | None = None
 
 
 _ALONE = Axis("cp")
@@ -77,14 +79,13 @@ def train_step(
             failed. All ranks learn this from the same all-reduce.
         loss_limit: a mean loss above it is a spike, and the update is skipped.
     """
-    cfg, scale = engine.cfg, engine.scaler.scale
-    rows = to_rows(batch, engine)
+    cfg, scale, rows = engine.cfg, engine.scaler.scale, to_rows(batch, engine)
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = forward_backward(engine, rows, step, scale / full)
     squared_norm = engine.optimizer.finish_grads()
     totals = sum_over_world(engine, loss_sum, rows, squared_norm, stop, failed)
-    loss_sum_all, targets, squared, stops, failures, *routed = collectives.to_host(totals)
+    loss_sum_all, targets, squared, stops, failures, further, *routed = collectives.to_host(totals)
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     rates = rates_at(cfg.optim, cfg.train, step)
@@ -106,18 +107,20 @@ def train_step(
         stop=stops > 0,
         failed=failures > 0,
         routing=routing,
+        mtp_loss=further / (targets * cfg.train.mtp_loss_scaling_factor) if cfg.model.mtp_layers and targets else None,
     )
 
 
 def forward_backward(engine: Engine, rows: Rows, step: int, loss_weight: float) -> torch.Tensor:
     """Run all micro-batches forward and backward, and start reducing their gradients; return this rank's loss sum."""
     ctx = engine.ctx
-    microbatches = to_microbatches(rows, engine.cfg.train.micro_batch_size, ctx.device, ctx.axis("cp"))
+    size, further = engine.cfg.train.micro_batch_size, targets_ahead(engine, rows)
+    microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"), further)
     engine.optimizer.start_step(len(microbatches), engine.scaler.scale)
     program = engine.train_program(len(microbatches))
     engine.unit_weights.start_pass()
     for stage in engine.stages.values():
-        stage.routing.clear()
+        stage.start_step()
     loss_sum = engine.executor.run(program, microbatches, step, ctx.batch.rank, loss_weight)
     engine.unit_weights.end_pass()
     return loss_sum
@@ -159,8 +162,8 @@ def sum_over_world(
     """Run the one status all-reduce of a step.
 
     Returns:
-        fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue],
-        then what routers have counted (`routing_sums`).
+        fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue,
+        weighted loss sum of further tokens], then what routers have counted (`routing_sums`).
     """
     ctx = engine.ctx
     # Ranks of the last stage that see the same tokens hold the same losses; other stages hold zero.
@@ -169,15 +172,33 @@ def sum_over_world(
     # Counted on the host: the step first waits for the GPU when it reads the status, which `collectives.to_host` times.
     targets = rows.total_weight() if counts_rows else 0.0
     routed = routing_sums(engine) if squared_norm is not None else []
-    status = torch.cat((torch.zeros(5, dtype=torch.float64, device=ctx.device), *routed))
+    status = torch.cat((torch.zeros(6, dtype=torch.float64, device=ctx.device), *routed))
     status[0] = loss_sum if is_owner else 0.0
     status[1] = targets
     if squared_norm is not None:
         status[2] = squared_norm
+        status[5] = sum(stage.mtp_loss for stage in engine.stages.values()) if is_owner else 0.0
     status[3] = float(stop)
     status[4] = float(failed)
     collectives.all_reduce(status, ctx.world).wait()
     return status
+
+
+def targets_ahead(engine: Engine, rows: Rows) -> list[tuple[Rows, torch.Tensor]]:
+    """List, on ranks of the last stage, the targets of each module that predicts further tokens, and their weight.
+
+    The gradients of a step are divided by the weight of the main targets of the global batch. A module's losses are
+    divided by that of its own, fewer at the ends of samples and documents: they weigh factor / modules x main / own.
+    """
+    depth, ctx = engine.cfg.model.mtp_num_layers, engine.ctx
+    if not depth or not _has_last_stage(engine):
+        return []
+    ahead = [rows.ahead(k) for k in range(1, depth + 1)]
+    counts = _to_device(np.array([part.total_weight() for part in (rows, *ahead)]), ctx.device)
+    collectives.all_reduce(counts, ctx.dp).wait()
+    own = counts[1:]
+    weights = torch.where(own > 0, counts[0] / own, 0.0) * (engine.cfg.train.mtp_loss_scaling_factor / depth)
+    return list(zip(ahead, weights.float()))
 
 
 def _has_last_stage(engine: Engine) -> bool:
@@ -201,20 +222,37 @@ def to_rows(batch: Batch, engine: Engine) -> Rows:
     return Rows.of(tokens).check_inputs("the batch")
 
 
-def to_microbatches(rows: Rows, size: int, device: torch.device, cp: Axis = _ALONE) -> list[MicroBatch]:
-    """Cut rows into micro-batches of `size` samples, on the device, and these into the tokens of each rank of `cp`."""
+def to_microbatches(
+    rows: Rows,
+    size: int,
+    device: torch.device,
+    cp: Axis = _ALONE,
+    further: Sequence[tuple[Rows, torch.Tensor]] = (),
+) -> list[MicroBatch]:
+    """Cut rows into micro-batches of `size` samples, on the device, and these into the tokens of each rank of `cp`.
+
+    Args:
+        further: what modules that predict further tokens read and are to predict, see `targets_ahead`.
+    """
 
     def split(x_NS: npt.NDArray[Any] | None) -> Iterable[Any]:
         if x_NS is None:
             return repeat(None)
         return [part.contiguous() for part in _to_device(x_NS, device).t().split(size, dim=1)]
 
-    inputs, targets, weights = split(rows.inputs), split(rows.targets), split(rows.weights)
+    def batches(rows: Rows) -> Iterable[Any]:
+        return zip(split(rows.inputs), split(rows.targets), documents, split(rows.weights))
+
     documents: Iterable[Documents | None] = repeat(None)
     if rows.starts is not None:
         host_starts = (rows.starts[i : i + size] for i in range(0, len(rows), size))
         documents = [Documents.of(*starts) for starts in zip(host_starts, split(rows.starts))]
-    whole = (MicroBatch.of_samples(*parts) for parts in zip(inputs, targets, documents, weights))
+    whole = [MicroBatch.of_samples(*parts) for parts in batches(rows)]
+    for ahead, weight in further:
+        for i, (tokens, targets, _, weights) in enumerate(batches(ahead)):
+            weights = weight.expand(targets.shape) if weights is None else weights * weight
+            part = replace(whole[i], tokens_SB=tokens, targets_SB=targets, weights_SB=weights, further=())
+            whole[i] = replace(whole[i], further=(*whole[i].further, part))
     return [batch.shared(cp.size, cp.rank) for batch in whole]
 
 

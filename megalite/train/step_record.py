@@ -25,6 +25,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
     return {
         "step": run.step,
         "loss": result.loss,
+        **({} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}),
         "grad_norm": result.grad_norm,
         "lr": result.rates.lr,
         **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.rates.decoupled_lr}),

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megalite.model import attention, gpt, latent_attention, layers, mlp
+from megalite.model import attention, block, gpt, latent_attention, layers, mlp
 from megalite.tensor_parallel import embedding, linear
 
 # Inputs and outputs of modules. "residual" is S(0) with sequence parallelism, else I; "features" is S(-1), of a packed
@@ -40,7 +40,7 @@ SIGNATURES: Mapping[type[nn.Module], tuple[str | None, str]] = {
     attention.Attention: ("residual", "residual"),
     latent_attention.LatentAttentionLayer: ("residual", "residual"),
     mlp.MLP: ("residual", "residual"),
-    gpt.Block: ("residual", "residual"),
+    block.Block: ("residual", "residual"),
     gpt.LMHead: ("residual", "I"),
 }
 # What a collective takes, over its own axis.

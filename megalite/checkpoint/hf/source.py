@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.base.dtypes import DTYPES, STORED, torch_name
+from megalite.base.log import warn_on_rank_0
 from megalite.base.slices import Slice, box_index
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
@@ -53,12 +54,14 @@ class HFSource:
         self.family: Family = family_of(raw, where)
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
-        self.specs: Mapping[str, ParamSpec] = {**param_map(self.config), **buffer_map(self.config)}
-        self._num_predicting = _few(raw.get("num_nextn_predict_layers"))
         quantized, found = raw.get("quantization_config"), self._find_tensors()
         if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
             found = unpacked(found)
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
+        # transformers writes their number, and not the modules that predict further tokens.
+        if not any(f".layers.{self.config.num_layers}." in name for name in self._tensors):
+            self.config = replace(self.config, mtp_num_layers=0)
+        self.specs: Mapping[str, ParamSpec] = {**param_map(self.config), **buffer_map(self.config)}
         self._check()
         apart = {name for buffer in buffer_map(self.config) for name in self.family.place(buffer).names}
         types = {STORED[t.dtype] for name, t in self._tensors.items() if name not in apart}
@@ -139,10 +142,7 @@ class HFSource:
 
     def _rename(self, tensors: dict[str, FolderTensor]) -> dict[str, FolderTensor]:
         """Drop tensors that are not weights, and add the prefix that hub files of GPT-2 lack."""
-        prefix, first = self.family.prefix, self.config.num_layers
-        # Layers that predict further tokens come after the last one.
-        predicting = [rf"model\.layers\.{first + i}\..*" for i in range(self._num_predicting)]
-        skip = [re.compile(p) for p in (*self.family.skip, *predicting)]
+        prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
         out = {}
         for name, tensor in tensors.items():
             if prefix and not name.startswith(prefix) and name != "lm_head.weight":
@@ -155,14 +155,15 @@ class HFSource:
         return out
 
     def _check(self) -> None:
-        """Check names, shapes and types against the model; a tied head, if present, must equal the embedding."""
+        """Check names, shapes and types against the model; copies that are present must equal what they are of."""
         where = str(self.folder)
         expected: dict[str, tuple[int, ...]] = {}
         for spec, place in self.tensors():
             expected.update({part.name: part.shape for part in self.parts(spec, place)})
-        head = self.family.place("lm_head.weight").names[0]
-        tied = self.specs["lm_head.weight"].tied_to is not None
-        extra = sorted(self._tensors.keys() - expected.keys() - ({head} if tied else set()))
+        copies, head = self.family.copies_in(self.config), self.family.place("lm_head.weight").names[0]
+        if self.specs["lm_head.weight"].tied_to is not None:
+            copies[head] = "embed_tokens.weight"
+        extra = sorted(self._tensors.keys() - expected.keys() - copies.keys())
         missing = sorted(expected.keys() - self._tensors.keys())
         remedy = "use the config.json and the weights of the same model"
         if missing:
@@ -176,20 +177,21 @@ class HFSource:
                 raise BadCheckpoint(where, rule, remedy)
             if tensor.dtype not in STORED:
                 raise BadCheckpoint(where, f"tensor {name} has type {tensor.dtype}", f"must be {', '.join(STORED)}")
-        if tied and head in self._tensors:
-            embedding = self.family.place("embed_tokens.weight").names[0]
-            one, other = self._tensors[head], self._tensors[embedding]
-            boxes = [[slice(0, n) for n in tensor.shape] for tensor in (one, other)]
-            blocks = zip(read_box(one, boxes[0]), read_box(other, boxes[1]))
-            alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-            if not alike or not all(torch.equal(a, b) for (_, a), (_, b) in blocks):
-                rule = f"tie_word_embeddings is true, and {head} differs from {embedding}"
-                raise BadCheckpoint(where, rule, "set tie_word_embeddings to false in config.json, or remove the head")
+        for copy in copies.keys() & self._tensors.keys():
+            self._check_copy(copy, copies[copy], refuse=copy == head)
 
-
-def _few(count: Any) -> int:
-    """Return a number of layers from a file that is not trusted."""
-    return min(count, 16) if isinstance(count, int) and count > 0 else 0
+    def _check_copy(self, copy: str, of: str, refuse: bool) -> None:
+        """Check that a tensor is a copy of another, given by its name in megalite; refuse it, or warn."""
+        original = self.family.place(of if self.specs[of].tied_to is None else "embed_tokens.weight").names[0]
+        one, other = self._tensors[copy], self._tensors[original]
+        blocks = zip(*(read_box(tensor, [slice(0, n) for n in tensor.shape]) for tensor in (one, other)))
+        if (one.shape, one.dtype) == (other.shape, other.dtype) and all(torch.equal(a, b) for (_, a), (_, b) in blocks):
+            return
+        if refuse:
+            rule = f"tie_word_embeddings is true, and {copy} differs from {original}"
+            remedy = "set tie_word_embeddings to false in config.json, or remove the head"
+            raise BadCheckpoint(str(self.folder), rule, remedy)
+        warn_on_rank_0(f"{self.folder}: {copy} differs from {original}, which it is a copy of and which is kept")
 
 
 def _some(names: list[str]) -> str:

@@ -66,8 +66,10 @@ def _open(folder: str | Path, cfg: ModelConfig) -> HFSource:
     differences = [
         f"{name} {getattr(cfg, name)!r} here, {value!r} there"
         for name, value in vars(source.config).items()
-        if name not in (*TRAINING_ONLY, "max_position_embeddings") and getattr(cfg, name) != value
+        if name not in (*TRAINING_ONLY, "max_position_embeddings", "mtp_num_layers") and getattr(cfg, name) != value
     ]
+    if cfg.mtp_num_layers > (held := source.config.mtp_num_layers):  # fewer leave the others out
+        differences.append(f"mtp_num_layers {cfg.mtp_num_layers} here, {held} there")
     if cfg.position == "learned" and cfg.positions != source.config.positions:
         differences.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
     if differences:

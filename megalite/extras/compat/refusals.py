@@ -101,10 +101,12 @@ all moments have one type, and bf16 is rounded stochastically -> use --moments-d
 the model does not support this variant -> drop it, or see --help all for the model's options
     squared-relu apply-residual-connection-post-layernorm embed-layernorm
     use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope qk-l2-norm
-    qk-clip* softmax-scale multi-latent-attention mtp-*=0
+    qk-clip* softmax-scale multi-latent-attention
     relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-* attention-output-gate
     experimental-attention-variant
+modules that predict further tokens are like the last layer -> use --mtp-num-layers, --mtp-loss-scaling-factor
+    mtp-*=0
 gpt-oss's softmax and gate have names of their own here -> use --attention-sinks for a learnable softmax, \
 --activation clamped_swiglu for quick-geglu with offset 1 and clamp 7
     softmax-type=vanilla quick-geglu glu-linear-offset=0 activation-func-*

@@ -185,11 +185,14 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
 
         return TensorGroup(((part.name, stored_name(own), part.shape),), make)
 
-    groups = [
-        group(spec, part)
-        for spec in specs.values()
-        for part in file_tensors(family.place(spec.name), spec, cfg.num_heads)
+    parts = [
+        (spec, part) for spec in specs.values() for part in file_tensors(family.place(spec.name), spec, cfg.num_heads)
     ]
+    for copy, of in family.copies_in(cfg).items():
+        spec = specs[of if of in specs else "embed_tokens.weight"]
+        (part,) = file_tensors(family.place(spec.name), spec, cfg.num_heads)
+        parts.append((spec, dataclasses.replace(part, name=copy)))
+    groups = [group(spec, part) for spec, part in parts]
     shards = split_shards(groups, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards, 1):

@@ -21,6 +21,7 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.dist.context import ParallelContext
 from megalite.extras.saved_model import holds_tokenizer, recorded_tokenizer, resolve_checkpoint
 from megalite.model.gpt import GPTStage
+from megalite.model.parameters import buffer_map, param_map
 from megalite.pipeline.choose import schedule_of
 from megalite.sharding import StateTensor
 from megalite.sharding.parameter import ShardedParameter
@@ -91,7 +92,8 @@ class Weights:
         if self.step is None:
             load_hf(self.path, self.cfg, states, ctx)
         else:
-            load_checkpoint(self.path, states, ctx)
+            saved = ModelConfig.from_dict(self.options["model"])
+            load_checkpoint(self.path, states, ctx, left_out=_tensors(saved) - _tensors(self.cfg))
 
     def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer.
@@ -113,7 +115,7 @@ class Weights:
 
 
 def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
-    """Find the weights at a path.
+    """Find the weights at a path, without modules that predict further tokens.
 
     Args:
         path: run directory, checkpoint, or folder with config.json and safetensors.
@@ -122,12 +124,12 @@ def find_weights(path: Path, tokenizer: str | None = None) -> Weights:
     if (path / "config.json").is_file():
         cfg = hf_model_config(path)
         # Its length is the number of positions, which may be far more than a window needs.
-        cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, _HF_WINDOW))
+        cfg = dataclasses.replace(cfg, seq_len=min(cfg.seq_len, _HF_WINDOW), mtp_num_layers=0)
         return Weights(path, cfg, tokenizer or (str(path) if holds_tokenizer(path) else None), None, None, {})
     checkpoint = resolve_checkpoint(path)
     manifest = read_manifest(checkpoint)
     meta = manifest.meta
-    cfg = model_config(meta, checkpoint)
+    cfg = dataclasses.replace(model_config(meta, checkpoint), mtp_num_layers=0)
     name, sha256 = tokenizer or recorded_tokenizer(meta), meta.get("tokenizer_sha256")
     return Weights(checkpoint, cfg, name, sha256, manifest.step, meta["config"], meta.get("chat_template"))
 
@@ -147,6 +149,10 @@ def load_model(path: Path, device: torch.device, tokenizer: str | None = None) -
     name = weights.tokenizer
     tokenizer_ = load_tokenizer(name) if name else None
     return Model(weights.cfg, stage.eval(), tokenizer_, weights.step, weights.chat_template)
+
+
+def _tensors(cfg: ModelConfig) -> set[str]:
+    return {*param_map(cfg), *buffer_map(cfg)}
 
 
 def _part_of(param: torch.nn.Parameter) -> StateTensor:

@@ -182,27 +182,49 @@ def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path)
         hf_model_config(tmp_path / "nowhere")
 
 
-def test_layers_that_predict_further_tokens_are_left_out(models: Any, tmp_path: Path) -> None:
-    """One after the last, where config.json says so; the bias stays fp32 beside weights in bf16, and is of no type."""
+def test_modules_that_predict_further_tokens(models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One after the last layer and like it, with copies of what it shares; transformers has no such layers, so that a
+    number of them alone means none. Biases stay fp32 beside weights in bf16, and are of no type.
+    """
     folder, _ = models("deepseek_v3")
     more = tmp_path / "more"
     more.mkdir()
     config, weights = json.loads((folder / "config.json").read_text()), read_all(folder)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     weights = {k: v if k.endswith("_bias") else v.bfloat16() for k, v in weights.items()}
-    save_file(weights | {"model.layers.3.eh_proj.weight": torch.zeros(2, 4)}, more / "model.safetensors")
-    (more / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1, "model_type": "kimi_k2"}))
-    import_hf(more, tmp_path / "ckpt")
-    written = export_hf(tmp_path / "ckpt", tmp_path / "out")
-    assert (written["model_type"], written["num_nextn_predict_layers"]) == ("deepseek_v3", 0)
-    assert written["dtype"] == "bfloat16"
-    out = read_all(tmp_path / "out")
-    assert out.keys() == weights.keys()
-    assert all(torch.equal(out[name], weights[name]) for name in weights)
-    assert out[bias].dtype == torch.float32
-    (more / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-    with pytest.raises(UserError, match="eh_proj.weight is unexpected"):
+    g, hidden, last = torch.Generator().manual_seed(0), config["hidden_size"], config["num_hidden_layers"]
+    layers = f"layers.{last - 1}.", f"layers.{last}."
+    module = {
+        **{name.replace(*layers): x + 1 for name, x in weights.items() if layers[0] in name},
+        f"model.layers.{last}.eh_proj.weight": torch.randn(hidden, 2 * hidden, generator=g).bfloat16(),
+        **{
+            f"model.layers.{last}.{name}.weight": torch.randn(hidden, generator=g).bfloat16()
+            for name in ("enorm", "hnorm", "shared_head.norm")
+        },
+        f"model.layers.{last}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        f"model.layers.{last}.shared_head.head.weight": weights["lm_head.weight"].clone(),
+    }
+    for name, number, held in (("with", 1, module), ("without", 1, {}), ("none", 0, {})):
+        save_file(weights | held, more / "model.safetensors")
+        content = {**config, "num_nextn_predict_layers": number, "model_type": "kimi_k2"}
+        (more / "config.json").write_text(json.dumps(content))
+        import_hf(more, tmp_path / name)
+        written = export_hf(tmp_path / name, tmp_path / f"{name}-hf")
+        assert (written["model_type"], written["num_nextn_predict_layers"]) == ("deepseek_v3", len(held) > 0)
+        assert written["dtype"] == "bfloat16"
+        out = read_all(tmp_path / f"{name}-hf")
+        assert out.keys() == (weights | held).keys()
+        assert all(torch.equal(out[k], x) and out[k].dtype == x.dtype for k, x in (weights | held).items())
+        assert out[bias].dtype == torch.float32
+    assert "differs" not in caplog.text
+    save_file(weights | module, more / "model.safetensors")
+    with pytest.raises(UserError, match="eh_proj.weight.* unexpected|unexpected: its config.json does not have it"):
         import_hf(more, tmp_path / "other")
+    (more / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    copy = f"model.layers.{last}.shared_head.head.weight"
+    save_file(weights | module | {copy: module[copy] + 1}, more / "model.safetensors")
+    HFSource(more)
+    assert f"{copy} differs from lm_head.weight, which it is a copy of and which is kept" in caplog.text
 
 
 def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_path: Path) -> None:

@@ -15,6 +15,20 @@ def block_activations(cfg: Config, kind: BlockKind, recompute: str | None = None
     return sum(row.bytes for row in saved_by_block(cfg, kind, recompute))
 
 
+def mtp_bytes(cfg: Config) -> int:
+    """Compute the bytes that a module that predicts further tokens keeps per micro-batch, but for the logits.
+
+    Its projection reads two hidden sizes, its norms the hidden states that the output layer keeps, embeddings, and what
+    the block puts out. Recomputed, it keeps its two inputs; either way its output is kept.
+    """
+    m, kind = cfg.model, cfg.model.block_kind(cfg.model.num_layers - 1)
+    kept = block_activations(cfg, kind)
+    if cfg.train.recompute == "full":
+        return kept + residual_bytes(cfg)
+    statistics = 3 * m.norm_kind.statistics * 4 * residual_rows(cfg)
+    return kept + 5 * residual_bytes(cfg) + statistics + mask_bytes(cfg)
+
+
 def recomputed_bytes(cfg: Config, kind: BlockKind) -> int:
     """Compute the bytes that recomputing one block brings back temporarily."""
     if cfg.train.recompute == "none":

@@ -19,6 +19,7 @@ from megalite.extras.plan.memory.activations import (
     deferred_bytes,
     gathered_bytes,
     mask_bytes,
+    mtp_bytes,
     recomputed_bytes,
 )
 from megalite.extras.plan.memory.fp8 import code_bytes
@@ -217,8 +218,7 @@ def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
         layers: blocks of every stage.
     """
     m, end, offloads = cfg.model, len(layers) - 1, cfg.train.offload == "activations"
-    # The final norm keeps its input and its output.
-    last = 2 * residual_bytes(cfg)
+    last = 2 * residual_bytes(cfg) + m.mtp_num_layers * mtp_bytes(cfg)  # the final norm keeps its input and output
     blocks, out = {kind: _BlockBytes.of(cfg, kind) for kind in blocks_by_kind(m)}, []
     for stage, counts in enumerate(count_kinds(m, layers)):
         held = [(n, blocks[kind]) for kind, n in counts.items()]
@@ -264,7 +264,7 @@ def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
     if m.logit_softcap is not None:
         loss += e * rows * vocab  # its slope, in backward
     work = max(_gpu_workspace(cfg, num_microbatches), gathered_bytes(cfg))
-    return _HeadBytes(0 if chunked else e * held * vocab, loss, work)
+    return _HeadBytes(0 if chunked else (1 + m.mtp_num_layers) * e * held * vocab, loss, work)
 
 
 @lru_cache(maxsize=16)

@@ -240,8 +240,10 @@ def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[
         if stage == 0:
             names = ["embed_tokens", "embed_positions", *names]
         if stage == len(layers) - 1:
-            # Both uses of a tied embedding on one rank are one parameter.
+            # Both uses of an embedding on one rank are one parameter.
             names += ["norm"] if cfg.model.tie_embeddings and 0 in held else ["norm", "lm_head"]
+            names += [] if 0 in held else ["mtp_embed_tokens"]
+            names += [f"layers.{i}" for i in cfg.model.mtp_layers]
         out.append(names)
     return out
 

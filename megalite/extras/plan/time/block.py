@@ -246,6 +246,20 @@ def head_time(load: Workload, rows: int) -> Block:
     return Block(gemm=gemm + back, elementwise=loss, tp=sum(traffic), forward=forward, backward=backward)
 
 
+def mtp_time(load: Workload) -> Block:
+    """Compute the time of what a module that predicts further tokens adds to its block, but for the output layer."""
+    h, rates, rows = load.model.hidden_size, load.rates, load.tokens // (load.tp if load.sequence_parallel else 1)
+    forward, backward = rates.products(rows, h, 2 * h)
+    local, traffic = 12 * h * rows * rates.element / 2 / rates.memory, embedding_time(load)
+    return Block(
+        gemm=forward + backward,
+        elementwise=3 * local,
+        tp=traffic,
+        forward=forward + local + traffic / 2,
+        backward=backward + 2 * local + traffic / 2,
+    )
+
+
 def embedding_time(load: Workload) -> float:
     """Compute the time of the embedding's traffic: an all-reduce, or a reduce-scatter and (backward) an all-gather."""
     return 2 * load.over_tp

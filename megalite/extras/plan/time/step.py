@@ -22,7 +22,7 @@ from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Placed, placed_matrices, transform_flops
 from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
-from megalite.extras.plan.time.block import Block, Engine, Workload, block_time, embedding_time, head_time
+from megalite.extras.plan.time.block import Block, Engine, Workload, block_time, embedding_time, head_time, mtp_time
 from megalite.extras.plan.time.experts import experts_time
 from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.replicas import Replicas, over_dp, replicas_of
@@ -39,7 +39,7 @@ class StepTime:
 
     Attributes:
         gemm, attention, elementwise: kernels of all blocks and micro-batches, both passes.
-        head: output layer and loss, on the rank that holds them.
+        head: output layer and loss, and modules that predict further tokens, on the rank that holds them.
         recompute: forward passes that are run again.
         tp: tensor-parallel collectives that nothing hides.
         cp: messages of attention between ranks that share samples, where nothing hides them.
@@ -171,6 +171,10 @@ def pass_times(cfg: Config, cluster: Cluster, schedule: str, engine: Engine | No
     times |= {k: block + experts_time(cfg, load) for k, block in times.items() if k.feed_forward == "moe"}
     head, embedding, counts = head_time(load, vocab_rows(cfg)), embedding_time(load), count_kinds(cfg.model, layers)
     offloads = cfg.train.offload == "activations"
+    # A module that predicts further tokens: a block like the last one, and the embedding and the output layer again.
+    further = times[cfg.model.block_kind(cfg.model.num_layers - 1)] + mtp_time(load) + head
+    for _ in cfg.model.mtp_layers:
+        head += further
 
     @cache
     def time_of(held: tuple[tuple[BlockKind, int], ...], first: bool, last: bool) -> RankTime:
@@ -219,7 +223,7 @@ def _message(load: Workload, world: int) -> float:
 
 
 def _tied(cfg: Config, rates: Rates) -> float:
-    if not cfg.model.tie_embeddings or cfg.parallel.pp == 1:
+    if not (cfg.model.tie_embeddings or cfg.model.mtp_layers) or cfg.parallel.pp == 1:
         return 0.0
     return 2 * rates.ring(4 * vocab_rows(cfg) * cfg.model.hidden_size, 2, cfg.parallel.tp * rates.domain)
 

@@ -122,6 +122,7 @@ def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: A
         ("--distributed-timeout-minutes 2", "watchdog_timeout", 120.0),
         ("--zero-stage optim_grads_params --num-distributed-optimizer-instances 2", "zero_group", "dp/2"),
         ("--lr-decay-samples 800", "lr_decay_steps", 100),
+        ("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", "mtp_loss_scaling_factor", 0.3),
         ("--lr-wsd-decay-samples 80", "wsd_decay_steps", 10),
         (
             "--weight-decay 0.01 --weight-decay-incr-style cosine --start-weight-decay 0.02 --end-weight-decay 0.3",
@@ -268,7 +269,7 @@ MATTERS = """
     checkpoint-in-cpu deepspeed spec fp32-residual-connection fp16-lm-cross-entropy
     embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul squared-relu quick-geglu
     apply-residual-connection-post-layernorm embed-layernorm use-alibi-position-embeddings no-position-embedding
-    rotary-interleaved rope-type qk-l2-norm softmax-type multi-latent-attention mtp-num-layers
+    rotary-interleaved rope-type qk-l2-norm softmax-type multi-latent-attention
     relative-attention-num-buckets embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init sliding-window vocab-file merge-file tiktoken-num-special-tokens
     vocab-extra-ids reset-position-ids reset-attention-mask eod-mask-loss dataloader-type test-data-path

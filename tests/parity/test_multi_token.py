@@ -1,0 +1,337 @@
+"""Multi-token prediction: loss, gradient norm and every gradient are those of plain torch, in one process and in every
+layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megalite.base.errors import UserError
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.data import Rows
+from megalite.model.parameters import param_map
+from megalite.sharding import Shard
+from tests.parity import jobs
+from tests.parity.test_experts import Shape, ranks_of
+from tests.parity.test_zero import Gradients, boxes_of, config, put_together, scaled
+from tests.workers import WorkerPool
+
+FACTOR = 0.3
+# Weights so large that every token feels what it sees.
+ONE = jobs.llama(mtp_num_layers=1, init_std=0.1)
+TWO = jobs.llama(mtp_num_layers=2, init_std=0.1)
+TIED = jobs.llama(mtp_num_layers=2, init_std=0.1, tie_embeddings=True)
+SPARSE = jobs.llama(
+    mtp_num_layers=1,
+    init_std=0.1,
+    num_experts=4,
+    moe_ffn_size=24,
+    moe_dense_layers=(0,),
+    moe_aux_loss_coeff=0.02,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+)
+LATENT = jobs.llama(
+    mtp_num_layers=1,
+    init_std=0.1,
+    num_kv_heads=8,
+    kv_lora_rank=10,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=7,
+)
+
+# ------------------------------------------------------------------------------------------------------ plain torch
+
+Document = tuple[np.ndarray, np.ndarray]
+"""Tokens, and the weight of each but the first as a target."""
+LENGTHS = ((5, 9, 2), (3, 13), (17,), (8, 8))
+
+
+def documents() -> list[list[Document]]:
+    """Documents of each sample of a batch, the shortest with no target two tokens ahead; some targets do not count."""
+    rng, out = np.random.default_rng(5), []
+    for i in range(jobs.BATCH):
+        lengths = LENGTHS[i % len(LENGTHS)]
+        tokens = [rng.integers(0, jobs.VOCAB, n) for n in lengths]
+        out.append([(t, rng.choice([0.0, 0.5, 2.0], len(t) - 1)) for t in tokens])
+    return out
+
+
+def packed() -> Rows:
+    """The documents of each sample one after the other, each without its last token as an input, and padding."""
+    rows = []
+    for docs in documents():
+        rows.append(Rows(*(np.full(jobs.SEQ, fill) for fill in (0, -1, 0)), np.ones(jobs.SEQ, np.float32)))
+        at = 0
+        for tokens, weights in docs:
+            here = slice(at, at + len(tokens) - 1)
+            rows[-1].inputs[here], rows[-1].starts[here] = tokens[:-1], at  # type: ignore[index]
+            rows[-1].targets[here] = np.where(weights > 0, tokens[1:], -1)
+            rows[-1].weights[here] = weights  # type: ignore[index]
+            at = here.stop
+        rows[-1].starts[at:] = at  # type: ignore[index]
+    return Rows.stack(rows)
+
+
+def plain() -> list[list[Document]]:
+    return [[(tokens, np.ones(jobs.SEQ))] for tokens in jobs.batches(1)[0]]
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotate x [heads, tokens, size], halves together."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    a, b = x.split(half, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
+
+
+def block(p: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+    """A Llama block over one document, x [tokens, 32]: 8 heads of 4, 4 of them for keys and values."""
+    q, k, v = (rms(x, p[f"{name}.input_layernorm.weight"]) @ p[f"{name}.self_attn.qkv_proj.weight"].T).split(
+        (32, 16, 16), dim=-1
+    )
+    q, k, v = (y.unflatten(-1, (-1, 4)).transpose(0, 1) for y in (q, k, v))
+    k, v = rotated(k).repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+    scores = rotated(q) @ k.mT / 2
+    scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), float("-inf"))
+    x = x + (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ p[f"{name}.self_attn.o_proj.weight"].T
+    up = rms(x, p[f"{name}.post_attention_layernorm.weight"]) @ p[f"{name}.mlp.gate_up_proj.weight"].T
+    gate, up = up.chunk(2, dim=-1)
+    return x + (F.silu(gate) * up) @ p[f"{name}.mlp.down_proj.weight"].T
+
+
+def by_hand(cfg: ModelConfig, samples: list[list[Document]]) -> tuple[float, float, float, dict[str, torch.Tensor]]:
+    """(loss, mean loss of further tokens, gradient norm, gradients) of initial weights, one document at a time.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 21 to 25.
+    """
+    p = {name: Shard(spec).initial(1234).double().requires_grad_() for name, spec in param_map(cfg).items()}
+    embedding, head = p["embed_tokens.weight"], p["embed_tokens.weight" if cfg.tie_embeddings else "lm_head.weight"]
+    depth, layers = cfg.mtp_num_layers, cfg.num_layers
+    sums, counts = torch.zeros(depth + 1, dtype=torch.float64), torch.zeros(depth + 1, dtype=torch.float64)
+    for tokens, target_weights in (document for docs in samples for document in docs):
+        t, w = torch.from_numpy(tokens), torch.from_numpy(target_weights)
+        x = embedding[t[:-1]]
+        for i in range(layers):
+            x = block(p, f"layers.{i}", x)
+        h = rms(x, p["norm.weight"])
+        for k in range(depth + 1):
+            if k:
+                # The representation of token i, and the embedding of token i + k.
+                name, e = f"layers.{layers + k - 1}", embedding[t[k:-1]]
+                joined = (rms(e, p[f"{name}.enorm.weight"]), rms(h[: len(e)], p[f"{name}.hnorm.weight"]))
+                x = block(p, name, torch.cat(joined, dim=-1) @ p[f"{name}.eh_proj.weight"].T)
+                h = rms(x, p[f"{name}.norm.weight"])
+            if len(h) == 0:
+                break
+            losses = F.cross_entropy(h @ head.T, t[k + 1 :], reduction="none")
+            sums[k] = sums[k] + (losses * w[k:]).sum()
+            counts[k] += w[k:].sum()
+    means = sums / counts
+    (means[0] + FACTOR * means[1:].mean()).backward()
+    grads = {name: x.grad for name, x in p.items() if param_map(cfg)[name].tied_to is None and x.grad is not None}
+    norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt().item()
+    return means[0].item(), means[1:].mean().item(), norm, grads
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+
+Figures = list[tuple[float, float, float]]
+
+
+def trained(rank: int, cfgs: Sequence[Config], world: int, packs: Sequence[bool]) -> list[tuple[Figures, Gradients]]:
+    """By config: (loss, loss of further tokens, gradient norm) of two steps; this rank's boxes of the first's
+    gradients.
+    """
+    from megalite.train.step import train_step
+
+    out = []
+    for engine, packs_documents in zip(jobs.engines(cfgs, world), packs):
+        jobs.spoil_gradients(engine)
+        data = [packed() if packs_documents else Rows.of(jobs.batches(1)[0]), Rows.of(jobs.batches(2)[1])]
+        dp, figures, boxes = engine.ctx.dp, [], {}
+        for step, rows in enumerate(data, 1):
+            size = len(rows) // dp.size
+            result = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], step)
+            assert not result.skipped
+            figures.append((result.loss, result.mtp_loss, result.grad_norm))
+            boxes = boxes or boxes_of(engine)
+        out.append((figures, boxes))
+    return out
+
+
+def with_factor(cfg: Config) -> Config:
+    return jobs.with_train(cfg, mtp_loss_scaling_factor=FACTOR)
+
+
+@cache
+def one_process(cfg: Config, packs: bool) -> tuple[Figures, dict[str, np.ndarray]]:
+    ((figures, boxes),) = trained(0, [cfg], 1, [packs])
+    return figures, put_together([boxes])
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["samples", "documents"])
+@pytest.mark.parametrize("model", [ONE, TWO, TIED], ids=["one", "two", "tied"])
+def test_one_process_is_plain_torch(model: ModelConfig, packs: bool) -> None:
+    cfg = with_factor(jobs.make_config(model))
+    figures, gradients = one_process(cfg, packs)
+    loss, further, norm, expected = by_hand(model, documents() if packs else plain())
+    np.testing.assert_allclose(figures[0], (loss, further, norm), rtol=1e-5)
+    assert gradients.keys() == expected.keys()
+    number = (1 - cfg.optim.beta1) * min(1.0, cfg.optim.clip_grad / (norm + 1e-6))
+    for name, grad in expected.items():
+        by_torch = grad.numpy() * number
+        np.testing.assert_allclose(
+            gradients[name], by_torch, rtol=1e-4, atol=1e-5 * np.abs(by_torch).max(), err_msg=name
+        )
+
+
+# (world, layout) -> rows: (model, ZeRO, further layout, training options, whether samples hold documents)
+Row = tuple[ModelConfig, int, dict[str, Any], dict[str, Any], bool]
+Grid = dict[Shape, list[Row]]
+STRONG: Grid = {
+    ranks_of(4, tp=2, pp=2): [
+        (TWO, 1, {"schedule": "zb-h1"}, {"micro_batch_size": 2}, True),
+        (TIED, 3, {}, {"recompute": "full"}, True),
+    ],
+    ranks_of(4, cp=2, ep=2): [(SPARSE, 3, {}, {"recompute": "selective"}, False)],
+}
+GRID: Grid = {
+    ranks_of(2): [
+        (TWO, 0, {}, {}, True),
+        (TWO, 2, {"zero_reduce": "step"}, {"loss_chunk": 5}, True),
+        (TIED, 3, {"zero_keep": "backward"}, {"recompute": "selective"}, True),
+        (TWO, 3, {"zero_keep": "step"}, {"offload": "optimizer+params", "micro_batch_size": 2}, True),
+        (ONE, 1, {}, {"offload": "activations", "recompute": "full"}, False),
+    ],
+    ranks_of(2, tp=2): [
+        (TWO, 1, {}, {"loss_chunk": 5}, True),
+        (TIED, 1, {"sequence_parallel": False}, {"recompute": "full"}, True),
+        (LATENT, 1, {}, {}, True),
+        (SPARSE, 1, {"sequence_parallel": False}, {}, False),
+        (ONE, 1, {"overlap_tp_reduce": False, "tp_chunks": 2}, {}, False),
+    ],
+    ranks_of(2, pp=2): [
+        (TWO, 1, {"schedule": "gpipe"}, {}, True),
+        (TWO, 0, {"schedule": "1f1b"}, {"loss_chunk": 5}, True),
+        (TIED, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "selective"}, True),
+        (TWO, 3, {"schedule": "zb-v", "vp": 2}, {}, True),
+        (TWO, 1, {"schedule": "interleaved", "vp": 2, "pipeline_layout": "0,3,1,0"}, {"recompute": "full"}, True),
+        (SPARSE, 1, {"schedule": "zb-h1"}, {}, False),
+    ],
+    ranks_of(4, pp=2): [(TWO, 2, {}, {}, True), (TIED, 3, {"schedule": "zb-h1"}, {}, True)],
+    ranks_of(2, cp=2): [(TWO, 1, {}, {}, True), (LATENT, 1, {}, {}, False), (ONE, 1, {"cp_comm": "ring"}, {}, False)],
+    ranks_of(4, cp=4): [(TWO, 3, {}, {"recompute": "full"}, False)],
+    ranks_of(4, cp=2, pp=2): [(TWO, 1, {"schedule": "zb-h1"}, {}, False)],
+    ranks_of(4, ep=4): [(SPARSE, 2, {}, {}, False)],
+    ranks_of(4, ep=2, tp=2): [(SPARSE, 3, {}, {"recompute": "full"}, False)],
+    ranks_of(8, tp=2, pp=2, cp=2): [(TWO, 1, {"schedule": "interleaved", "vp": 2}, {}, False)],
+}
+
+
+def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
+    world, layout = shape
+    cfgs = [with_factor(config(model, zero, {**dict(layout), **more}, **train)) for model, zero, more, train, _ in rows]
+    packs = [row[-1] for row in rows]
+    ranks = pool.run(world, trained, cfgs, world, packs)
+    for i, (model, zero, more, train, _) in enumerate(rows):
+        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        assert_close([rank[i] for rank in ranks], with_factor(single), packs[i], f"{shape} zero {zero} {more} {train}")
+
+
+def assert_close(ranks: list[tuple[Figures, Gradients]], single: Config, packs: bool, what: str) -> None:
+    figures, gradients = one_process(single, packs)
+    for got, _ in ranks:
+        np.testing.assert_allclose(got, figures, rtol=1e-5, err_msg=what)
+    held = put_together([boxes for _, boxes in ranks])
+    assert held.keys() == gradients.keys(), what
+    for name, expected in gradients.items():
+        slack = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=slack, err_msg=f"{what}: {name}")
+
+
+@pytest.mark.parametrize("shape", STRONG, ids=str)
+def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, STRONG[shape])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_grid(pool: WorkerPool, shape: Shape) -> None:
+    check(pool, shape, GRID[shape])
+
+
+def with_fault(rank: int, fault: str, cfg: Config, world: int) -> Any:
+    """`trained`, wrong in one way."""
+    from dataclasses import replace
+
+    from megalite.train import build, step
+
+    ahead, layout_of, targets_ahead = Rows.ahead, build.layout_of, step.targets_ahead
+
+    def of_main_targets(engine: Any, rows: Rows) -> Any:
+        parts = targets_ahead(engine, rows)
+        return [(part, torch.tensor(FACTOR / len(parts))) for part, _ in parts]
+
+    wrong: dict[str, tuple[Any, str, Any]] = {
+        "no mask at the ends of documents": (Rows, "ahead", lambda rows, n: ahead(replace(rows, starts=None), n)),
+        "tokens not moved": (Rows, "ahead", lambda rows, n: replace(ahead(rows, n), inputs=rows.inputs)),
+        "targets moved too far": (
+            Rows,
+            "ahead",
+            lambda rows, n: replace(ahead(rows, n + 1), inputs=ahead(rows, n).inputs),
+        ),
+        "divided by the number of main targets": (step, "targets_ahead", of_main_targets),
+        "gradient of the embedding's copy lost": (
+            build,
+            "layout_of",
+            lambda *args: replace(layout_of(*args), tied=frozenset()),
+        ),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*wrong[fault])
+        return trained(rank, [cfg], world, [True])
+
+
+FAULTS = {
+    "no mask at the ends of documents": 1,
+    "tokens not moved": 1,
+    "targets moved too far": 1,
+    "divided by the number of main targets": 1,
+    "gradient of the embedding's copy lost": 2,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
+    world, single = FAULTS[fault], with_factor(jobs.make_config(TWO))
+    cfg = with_factor(jobs.make_config(TWO, {"pp": world}))
+    ranks = pool.run(world, with_fault, fault, cfg, world) if world > 1 else [with_fault(0, fault, cfg, 1)]
+    with pytest.raises(AssertionError, match=r"Not equal to tolerance"):
+        assert_close([rank[0] for rank in ranks], single, True, fault)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for model, train, words in (
+        ({"mtp_num_layers": 9}, {}, "must be at least 0 and below 9"),
+        ({"mtp_num_layers": 2, "seq_len": 2}, {}, "must be at least 0 and below 2"),
+        ({"mtp_num_layers": 1, "position": "learned"}, {}, "have no positions added to them"),
+        ({}, {"mtp_loss_scaling_factor": 0.3}, "no module predicts further tokens"),
+        ({"mtp_num_layers": 1}, {"mtp_loss_scaling_factor": 0.0}, "must be more than 0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            jobs.make_config(jobs.llama(**model), **train)

@@ -1,0 +1,106 @@
+"""Plans of modules that predict further tokens: parameters, states, activations and work, counted on tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.batch import MicroBatch
+from megalite.config.cli import parse
+from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.memory.stages import parameters_on_rank
+from megalite.model.flops import flops_per_token
+from megalite.model.parameters import param_map
+from megalite.model.partition import block_costs, layer_split, stage_layers
+from megalite.pipeline.schedule import Placement
+from megalite.train.build import build_engine
+from tests.parity import jobs
+from tests.unit.extras.plan.test_memory import (
+    DTYPES,
+    TRAINING,
+    _state_bytes,
+    config,
+    net_bytes,
+    rank_context,
+    stages_of,
+)
+
+PLACEMENTS = [Placement(1, 1), Placement(2, 1), Placement(2, 3), Placement(2, 2, v_shape=True)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_parameters_on_a_rank_are_those_of_its_modules(tied: bool, placement: Placement) -> None:
+    """The last stage has the modules, and a copy of the embedding unless that is on its rank, or tied."""
+    parallel = {"pp": placement.pp, "vp": placement.vp, "schedule": "auto"}
+    cfg = config("llama", {"tie_embeddings": tied, "mtp_num_layers": 2}, parallel)
+    grid = Grid.of(2 * placement.pp, tp=2, pp=placement.pp)
+    for pp_rank in range(placement.pp):
+        stages = stages_of(cfg, grid, grid.rank(pp=pp_rank, tp=1), placement)
+        held = {id(p): p.numel() for stage in stages.values() for p in stage.parameters()}
+        assert parameters_on_rank(cfg, 2, placement, stage_layers(cfg), pp_rank) == sum(held.values())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bytes_of_states_counted_on_tensors(optimizer: str) -> None:
+    cfg = config("llama", {"mtp_num_layers": 2}, {"pp": 2, "bucket_size": 50_000}, {"optimizer": optimizer})
+    grid = Grid.of(4, pp=2)
+    for pp_rank in range(2):
+        engine = build_engine(cfg, rank_context(grid, grid.rank(pp=pp_rank)))
+        real = _state_bytes(engine.optimizer, [p for s in engine.stages.values() for p in s.parameters()])
+        planned = memory_per_rank(cfg, grid)[pp_rank]
+        assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_whole_stage_keeps_what_is_planned(precision: str, recompute: str) -> None:
+    options: dict[str, Any] = {"seq_len": 256, "vocab_size": 2000, "mtp_num_layers": 2}
+    cfg = config("llama", options, precision=precision, global_batch_size=1, recompute=recompute)
+    stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
+    jobs.init_parameters(stage, 1)
+    tokens = torch.randint(0, 2000, (256, 1))
+    batch = MicroBatch.of_samples(tokens, tokens)
+    weighted = replace(batch, weights_SB=torch.ones(256, 1))
+    batch = replace(batch, further=(weighted, weighted))
+    stage(tokens, batch, TRAINING)
+    planned = memory_per_rank(cfg, Grid.of(1))[0]
+    assert planned.logits == 3 * 2000 * 256 * DTYPES[precision].itemsize
+    back = recomputed_at_once(cfg)
+    # Token ids, masks and a few numbers a token are left out of the plan.
+    assert net_bytes(lambda: stage(tokens, batch, TRAINING)) == pytest.approx(
+        planned.activations + planned.logits - back, rel=0.01
+    )
+
+
+def recomputed_at_once(cfg: Any) -> int:
+    from megalite.extras.plan.memory.activations import recomputed_bytes
+
+    return recomputed_bytes(cfg, cfg.model.block_kind(0))
+
+
+def test_work_by_hand() -> None:
+    """A module adds a block, the projection of two hidden sizes to one, and the output layer."""
+    plain, two = (config("llama", {"mtp_num_layers": n}).model for n in (0, 2))
+    a, b = flops_per_token(plain), flops_per_token(two)
+    assert b.head == 3 * a.head
+    assert b.matrices == a.matrices + 2 * (a.matrices // 6 + 6 * 2 * 64 * 64)
+    assert b.causal_attention == a.causal_attention * 8 / 6
+    (costs, head), (_, heads) = block_costs(plain), block_costs(two)
+    block = a.matrices / 6 + a.causal_attention / 6
+    assert heads == pytest.approx(3 * head + 2 * (1 + 6 * 2 * 64 * 64 / block))
+    assert costs == (1.0,) * 6
+    # The last stage gives layers to the others.
+    assert [len(layers) for layers in layer_split(two, 2)] == [5, 1]
+
+
+def test_a_module_of_deepseek_v3() -> None:
+    """It has a layer like the last one, its projection and three norms: of 11.6 billion parameters."""
+    words = ["--preset", "deepseek-v3", "--mtp-num-layers", "1", "--mock-data", "--dry-run"]
+    specs = param_map(parse(words).config.model).values()
+    last, own = (sum(spec.numel for spec in specs if spec.name.startswith(f"layers.{i}.")) for i in (60, 61))
+    assert own == last + 2 * 7168**2 + 3 * 7168 == 11_610_067_968
