@@ -27,6 +27,7 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.data import Rows
 from megalite.dist.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
+from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
 from megalite.train.step import to_microbatches
@@ -225,6 +226,24 @@ def test_modules_that_predict_further_tokens(models: Any, tmp_path: Path, caplog
     save_file(weights | module | {copy: module[copy] + 1}, more / "model.safetensors")
     HFSource(more)
     assert f"{copy} differs from lm_head.weight, which it is a copy of and which is kept" in caplog.text
+    # Evaluation and generation do without the module.
+    ids = torch.arange(12).view(1, -1)
+    held = [load_for_inference(tmp_path / name, torch.device("cpu")) for name in ("with", "with-hf", "none")]
+    assert all(torch.equal(model.logits(ids), held[0].logits(ids)) for model in held)
+    assert not any("eh_proj" in name for model in held for name, _ in model.stage.named_parameters())
+    # A run trains it, unless it is told not to.
+    options = {"seq_len": 16, "mock_data": True, "train_steps": 1, "device": "cpu", "eval_every": 1, "eval_steps": 1}
+    for run, more_options in (("plain", {"mtp_num_layers": 0}), ("further", {})):
+        cfg = megalite.configure(
+            init_from_hf=str(tmp_path / "with-hf"), run_dir=str(tmp_path / run), **options, **more_options
+        )
+        with megalite.start(cfg) as started:
+            (record,) = megalite.steps(started)
+        assert ("mtp_loss" in record) == (run == "further")
+        assert (
+            export_hf(tmp_path / run, tmp_path / f"{run}-out")["num_nextn_predict_layers"] == cfg.model.mtp_num_layers
+        )
+        assert (read_all(tmp_path / f"{run}-out").keys() == (weights | module).keys()) == (run == "further")
 
 
 def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_path: Path) -> None:
@@ -348,6 +367,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from megalite.dist.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
+from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import file_tensors
 from megalite.config.model import ModelConfig

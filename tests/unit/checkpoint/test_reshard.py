@@ -31,7 +31,7 @@ PAIRS: list[tuple[Layout, Layout]] = [
     ({"tp": 2, "dp": 2, "zero": 0}, {"pp": 2, "dp": 2}),
     ({}, {"pp": 2, "dp": 2, "zero": 0}),
 ]
-MODELS = {"llama": llama(), "gpt2": gpt2()}
+MODELS = {"llama": llama(), "gpt2": gpt2(), "further": llama(mtp_num_layers=2)}
 
 
 def name_of(options: Layout) -> str:
@@ -89,6 +89,23 @@ def test_tied_embedding_is_stored_once(pool: WorkerPool, saved: Any, tmp_path: P
     assert "master embed_tokens.weight" in names
     assert "master lm_head.weight" not in names
     cfg, world = config("gpt2", b)
+    there = pool.run(world, load_and_save, cfg, world, origin["path"], str(tmp_path), 1)
+    assert_same(origin["path"], there[0]["path"])
+    np.testing.assert_allclose(there[0]["after"], origin["after"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "b", [{"pp": 2, "vp": 2, "dp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.full)], ids=name_of
+)
+def test_modules_that_predict_further_tokens_come_along(
+    pool: WorkerPool, saved: Any, tmp_path: Path, b: Layout
+) -> None:
+    """With their moments; the embedding is stored once."""
+    origin = saved("further", TP2_PP2)
+    names = whole_tensors(Path(origin["path"])).keys()
+    assert {"master layers.5.eh_proj.weight", "exp_avg layers.4.norm.weight"} <= names
+    assert "master mtp_embed_tokens.weight" not in names
+    cfg, world = config("further", b)
     there = pool.run(world, load_and_save, cfg, world, origin["path"], str(tmp_path), 1)
     assert_same(origin["path"], there[0]["path"])
     np.testing.assert_allclose(there[0]["after"], origin["after"], rtol=1e-5)

@@ -92,9 +92,11 @@ SHARED_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str,
 EXPERTS = {"num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24, "moe_aux_loss_coeff": 0.01}
 SPARSE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "ep2-zb-v": (8, 4, {**CUT, "ep": 2, "vp": 2, "schedule": "zb-v"}, {}, EXPERTS),
+    "mtp-zero3": (8, 4, {**CUT, **WHOLE_3}, {}, {"mtp_num_layers": 2}),
 }
 SPARSE_MORE: dict[str, tuple[int, int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "ep4-whole-zero3": (8, 4, {"tp": 2, "ep": 4, "etp": "1", **WHOLE_3}, {"recompute": "full"}, EXPERTS),
+    "mtp-cp2-zb-v": (8, 4, {**CUT, "cp": 2, "vp": 2, "schedule": "zb-v"}, {}, {"mtp_num_layers": 1}),
     "ep2-cp2-zero2": (8, 4, {"tp": 2, "cp": 2, "ep": 2, "zero": 2}, {}, EXPERTS),
     "64-ep64": (64, 2, {"ep": 64}, {"global_batch_size": 64}, {**EXPERTS, "num_experts": 64, "seq_len": 32}),
     "64-ep16-whole": (
