@@ -49,6 +49,7 @@ LATENT = jobs.llama(
     qk_rope_head_dim=4,
     v_head_dim=7,
 )
+MUP = jobs.llama(mtp_num_layers=1, init_std=0.1, mup_base_width=16)
 
 # ------------------------------------------------------------------------------------------------------ plain torch
 
@@ -224,6 +225,7 @@ GRID: Grid = {
         (LATENT, 1, {}, {}, True),
         (SPARSE, 1, {"sequence_parallel": False}, {}, False),
         (ONE, 1, {"overlap_tp_reduce": False, "tp_chunks": 2}, {}, False),
+        (MUP, 1, {}, {}, False),
     ],
     ranks_of(2, pp=2): [
         (TWO, 1, {"schedule": "gpipe"}, {}, True),
@@ -335,3 +337,21 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=words):
             jobs.make_config(jobs.llama(**model), **train)
+
+
+@pytest.mark.full
+def test_compiled_blocks() -> None:
+    plain, compiled = (jobs.train(0, jobs.make_config(TWO, compile=on), 1, 2) for on in (False, True))
+    np.testing.assert_allclose(compiled, plain, rtol=1e-5)
+
+
+def test_modules_stay_in_bf16() -> None:
+    from megalite.tensor_parallel.linear import ParallelLinear
+    from megalite.tensor_parallel.products import Fp8Products
+
+    engine = jobs.start(0, jobs.make_config(ONE, precision="bf16", fp8="tensorwise", fp8_emulate=True), 1)
+    layers = {name: m for name, m in engine.stages[0].layers.named_modules() if isinstance(m, ParallelLinear)}
+    assert {isinstance(m.products, Fp8Products) for name, m in layers.items() if name.startswith("3.")} == {True}
+    assert {isinstance(m.products, Fp8Products) for name, m in layers.items() if name.startswith("4.")} == {False}
+    assert "4.eh_proj" in layers
+    assert all(np.isfinite(jobs.run_steps(engine, 1)[0]))
