@@ -98,11 +98,10 @@ class RunConfig:
     """Also log to this Weights & Biases project (offline without an API key)."""
 
     def __post_init__(self) -> None:
-        in_range(self, "save_every save_model_every eval_every max_recoveries spare_ranks", 0, 10**10)
+        in_range(self, "save_every save_model_every eval_every max_recoveries spare_ranks max_minutes", 0, 10**10)
         in_range(self, "eval_steps log_every recover_every", 1, 10**10)
         in_range(self, "keep_last", 2, 10**6)
         # A timeout shorter than a step, or than reading a file at start-up, would end healthy runs.
-        in_range(self, "max_minutes", 0, 10**9)
         in_range(self, "watchdog_timeout", 1 if self.watchdog_timeout != 0 else 0, 10**7)
         in_range(self, "spike_threshold", 1, 10**6, above=True)
         resets = [f"--reset-{name}" for name in ("data", "optimizer", "step") if getattr(self, f"reset_{name}")]
