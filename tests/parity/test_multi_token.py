@@ -207,7 +207,7 @@ Grid = dict[Shape, list[Row]]
 STRONG: Grid = {
     ranks_of(4, tp=2, pp=2): [
         (TWO, 1, {"schedule": "zb-h1"}, {"micro_batch_size": 2}, True),
-        (TIED, 3, {}, {"recompute": "full"}, True),
+        (TIED, 1, {}, {"recompute": "full"}, True),
     ],
     ranks_of(4, cp=2, ep=2): [(SPARSE, 3, {}, {"recompute": "selective"}, False)],
 }
