@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -165,6 +166,21 @@ def test_same_wherever_experts_live(pool: WorkerPool, shape: Any) -> None:
         assert_same(ranks, config(MIXTRAL), f"{case.parallel} {case.train.offload}")
 
 
+@contextmanager
+def products_in_fp32() -> Iterator[None]:
+    """Let torch.optim.Muon round nothing to bf16: by `bfloat16` in torch 2.13, by `to` in 2.15."""
+
+    def to(tensor: torch.Tensor, *args: Any, cast: Any = torch.Tensor.to, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.bfloat16:
+            options["dtype"] = torch.float32
+        return cast(tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+        patch.setattr(torch.Tensor, "to", to)
+        yield
+
+
 def test_each_expert_is_a_matrix_of_its_own() -> None:
     """One step, from the momentum that it left: torch.optim.Muon on every expert's gate, up and down."""
     case = config(MIXTRAL)
@@ -185,8 +201,7 @@ def test_each_expert_is_a_matrix_of_its_own() -> None:
                 # The first momentum is a twentieth of the gradient.
                 param.grad = momentum / (1 - o.muon_momentum)
                 muon = torch.optim.Muon([param], lr=lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+                with products_in_fp32():
                     muon.step()
                 np.testing.assert_allclose(after, param.detach(), rtol=0, atol=1e-6, err_msg=f"{leaf} {expert}")
 
@@ -217,8 +232,7 @@ def plain_steps(hf: Any, cfg: Config) -> list[tuple[float, float]]:
 def torch_steps() -> list[tuple[float, float]]:
     """`plain_steps` of `jobs.llama()`, with the products of torch.optim.Muon in fp32 too."""
     cfg = config(jobs.llama())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    with products_in_fp32():
         return plain_steps(hf_llama(cfg.model, initial_weights(cfg.model, cfg.train.seed)), cfg)
 
 

@@ -27,7 +27,7 @@ from megalite.schedules.lr import learning_rate
 from megalite.sharding import Shard
 from megalite.update_rules import RULES
 from tests.parity import jobs, test_resume
-from tests.parity.test_muon import CUT, assert_same, trained
+from tests.parity.test_muon import CUT, assert_same, products_in_fp32, trained
 from tests.parity.test_oracle import hf_llama, initial_weights
 from tests.unit.checkpoint.hf_models import load_model
 from tests.workers import WorkerPool
@@ -76,10 +76,9 @@ def plain_steps(cfg: Config, hf: Any = None) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_same_as_plain_torch_with_the_table(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_as_plain_torch_with_the_table(optimizer: str) -> None:
     cfg = config(optimizer, jobs.llama(mup_base_width=8))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    with products_in_fp32():
         expected = plain_steps(cfg)
     np.testing.assert_allclose(jobs.train(0, cfg, 1), expected, rtol=1e-5)
     assert not np.allclose(jobs.train(0, config(optimizer, jobs.llama()), 1), expected, rtol=1e-3)

@@ -1,4 +1,4 @@
-// Lets a CPU build of torch run backward on fake CUDA tensors: one CUDA device that does nothing.
+// Lets torch run backward on fake CUDA tensors where there is no GPU: one CUDA device that does nothing.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -40,5 +40,6 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 
 namespace at {
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+// Before those of a CUDA build, which ask a driver.
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGISTRY_PREFERRED, Hooks)
 }

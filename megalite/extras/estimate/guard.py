@@ -1,4 +1,4 @@
-"""A CUDA device that does nothing, for CPU builds of torch. Does not import torch: it must be installed before that."""
+"""A CUDA device that does nothing, for machines without one. Imports no torch: it must be installed before that."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from pathlib import Path
 from megalite.base.errors import UserError
 
 _SOURCE = Path(__file__).with_name("guard.cpp")
+# From here on (2.11 does not, 2.15 does) the autograd engine of a CUDA build asks the driver for a tensor's device.
+_ASKS_FOR_A_DEVICE = (2, 14)
 
 
 @lru_cache
 def install_guard() -> None:
     """Let this process run backward passes on fake CUDA tensors; call it before torch is imported.
 
-    A CUDA build of torch needs nothing. For a CPU build some C++ is compiled against torch's own headers (2 s), because
-    it implements an internal interface, which changes between releases.
+    A CUDA build of torch needs nothing where there is a GPU, nor below 2.14. Otherwise some C++ is compiled against
+    torch's own headers (2 s), because it implements an internal interface, which changes between releases.
 
     Raises:
         UserError: there is no compiler, or it cannot compile torch's headers.
     """
     folder = _torch_folder()
-    if _has_cuda(folder):
+    if _needs_none(folder):
         return
     if "torch" in sys.modules:
         raise RuntimeError("install_guard must be called before `import torch`")
@@ -54,11 +56,21 @@ def _torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def _has_cuda(folder: Path) -> bool:
-    """Whether torch in this folder is built with CUDA, read from its version.py."""
+def _needs_none(folder: Path) -> bool:
+    """Whether torch in this folder, by its version.py, is built with CUDA and asks for no device, or will find one."""
     spec = importlib.util.spec_from_file_location("_torch_version", folder / "version.py")
     assert spec is not None
     assert spec.loader is not None
     version = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(version)
-    return version.cuda is not None
+    if version.cuda is None:
+        return False
+    asks = tuple(map(int, version.__version__.split(".")[:2])) >= _ASKS_FOR_A_DEVICE
+    return not asks or _has_gpu()
+
+
+def _has_gpu() -> bool:
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
