@@ -9,17 +9,19 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megalite.base.child import children, stat_of
 from tests.faults.networks import networks
 from tests.faults.test_recover import evaluations, kill, process_of, repeated
 from tests.faults.test_runtime_faults import RUN, codes, committed, events, outcome
 from tests.faults.zygote import Job, Left, Zygote, members_of
-from tests.ranks import reserve_port
+from tests.ranks import ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
 RECOVER = ["--recover", "host", "--spare-ranks"]
@@ -56,8 +58,9 @@ class Hosts:
     def power_off(self, host: int) -> None:
         """Kill all processes of a host but the one that starts others for tests."""
         listed = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
+        kept = [zygote.process.pid for zygote in self.zygotes]
         for pid in map(int, listed.stdout.split()):
-            if pid != self.zygotes[host].process.pid:
+            if pid not in kept:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -181,3 +184,37 @@ def test_a_host_and_the_one_that_keeps_its_copies(hosts: Hosts, zygote: Zygote, 
     (folder / "go on").touch()
     assert codes(end(jobs)) == [0, -signal.SIGKILL, -signal.SIGKILL, 0, 0]
     assert outcome(run) == outcome(tmp_path / "whole" / "run")
+
+
+def test_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """The store is in the first host's torchrun; the others do not notice that one of them is gone."""
+    run, env = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    long = ["--train-steps", "1000000", "--lr-decay", "constant", "--run-dir", str(run), *RECOVER, "1"]
+    port, launchers = str(reserve_port()), []
+    for host, name in enumerate(hosts.names[:3]):
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "3"]
+        command += ["--node-rank", str(host), "--nproc-per-node", "1", "--master-addr", hosts.address]
+        command += ["--master-port", port, str(ROOT / "pretrain_gpt.py"), *RUN, *long]
+        with (tmp_path / f"said_{host}").open("w") as said:
+            launchers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said))
+
+    def said(words: str, host: int = 0) -> bool:
+        text = (tmp_path / f"said_{host}").read_text()
+        assert launchers[0].poll() is None, text
+        return words in text
+
+    def reserve_is_there() -> bool:
+        guards = [pid for pid in children(launchers[2].pid) if int(stat_of(pid)[1]) == launchers[2].pid]
+        return bool(guards) and len(os.listdir(f"/proc/{guards[0]}/task")) > 1
+
+    try:
+        zygote.until(lambda: said("step 3/") and reserve_is_there(), 180)
+        hosts.power_off(1)
+        zygote.until(lambda: said("rank 1 is gone with its host or its guard: back to step "), 120)
+        back = events(run, "recovery")[0]["step"]
+        zygote.until(lambda: said(f"step {back + 3}/"), 120)
+    finally:
+        for host in (0, 1, 2):
+            hosts.power_off(host)
+        for launcher in launchers:
+            launcher.wait()

@@ -8,15 +8,28 @@ import subprocess
 import sys
 
 from megalite.base.child import signal_when_parent_dies
+from megalite.base.errors import UserError, require
+from megalite.base.log import env_int
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.processes import as_exit_code
 
 
 def reserve(spares: int) -> bool:
-    """Have the world be the launcher's without its last `spares` ranks; return whether this is one of those."""
-    world = int(os.environ.get("WORLD_SIZE", "1")) - spares
+    """Have the world be the launcher's without its last `spares` ranks; return whether this is one of those.
+
+    Exits where the launcher does not say how many ranks there are, or has started too few.
+    """
+    if spares == 0:
+        return False
+    try:
+        world, rank = env_int("WORLD_SIZE", 0) - spares, env_int("RANK", 0)
+        rule = "needs more ranks than that, started by torchrun or megalite train"
+        require(world > 0, f"--spare-ranks {spares}", rule, "start some that train")
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
     os.environ["WORLD_SIZE"] = str(world)
-    return int(os.environ.get("RANK", "0")) >= world
+    return rank >= world
 
 
 def main(command: list[str], parent: int, spares: int) -> None:

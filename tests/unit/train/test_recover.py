@@ -19,6 +19,7 @@ from megalite.base.errors import UserError
 from megalite.train.recover import guard as guard_module
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.hub import Hub, buddies
+from megalite.train.recover.main import reserve
 from megalite.train.recover.messages import EventLoop, Link, Packets
 from megalite.train.recover.restore import check_unchanged
 
@@ -274,6 +275,23 @@ def test_copies_are_kept_on_the_host_half_of_all_hosts_further_on() -> None:
     # Hosts of two sizes: somebody keeps the copies of two.
     assert buddies("aaab") == [3, 3, 3, 0]
     assert buddies("aa") == [None, None]
+
+
+def test_ranks_in_reserve_are_not_of_the_world(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Without any, what the launcher says is left alone: a rank that Slurm started has no WORLD_SIZE yet."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "2")
+    assert not reserve(0)
+    assert "WORLD_SIZE" not in os.environ
+    for world in (None, "1"):
+        if world:
+            monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(SystemExit, match="2"):
+            reserve(1)
+        assert capsys.readouterr().err.startswith("error: --spare-ranks 1: needs more ranks than that, started by")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert reserve(1)
+    assert os.environ["WORLD_SIZE"] == "2"
 
 
 def test_copies_of_another_config_or_data_are_refused() -> None:
