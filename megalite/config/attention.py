@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.base.errors import in_range, require
+from megalite.config.linear_attention import check_linear_attention
 
 
 def check_attention_options(m: Any) -> None:
@@ -32,12 +33,13 @@ def check_attention_options(m: Any) -> None:
         require(not wrong, given, why, "drop it")
 
 
-def check_sinks(m: Any, t: Any) -> None:
-    """Refuse what attention with sinks does not know: m and t are the options of model and training.
+def check_attention(m: Any, p: Any, t: Any) -> None:
+    """Refuse what sinks and gated delta nets do not know: m, p and t are the options of model, layout and training.
 
     Raises:
         UserError: an option is one of these.
     """
+    check_linear_attention(m, p, t)
     if not m.attention_sinks:
         return
     for given, refused, why in (

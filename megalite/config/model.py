@@ -10,6 +10,7 @@ from megalite.config.attention import check_attention_options
 from megalite.config.experts import check_expert_options
 from megalite.config.latent_attention import LATENT_SIZES, check_latent_options
 from megalite.config.layer_types import SLIDING, read_layer_types
+from megalite.config.linear_attention import LINEAR_SIZES, check_linear_options
 from megalite.config.names import Choices, check_names
 from megalite.config.rope import RopeScaling, check_rope_options
 from megalite.families import FAMILIES
@@ -55,6 +56,18 @@ class ModelConfig:
     """With --kv-lora-rank: size of the rotated part, of which all key heads share one. Default: 64."""
     v_head_dim: int | None = None
     """With --kv-lora-rank: size of a value head. Default: 128."""
+    linear_attention_freq: int = 0
+    """Every n-th layer has attention, the others are gated delta nets (Qwen3-Next: 4); 0: every layer has attention."""
+    linear_num_key_heads: int | None = None
+    """With --linear-attention-freq: number of key and query heads of a gated delta net. Default: 16."""
+    linear_num_value_heads: int | None = None
+    """With --linear-attention-freq: number of its value heads, each with a state. Default: 32."""
+    linear_key_head_dim: int | None = None
+    """With --linear-attention-freq: size of its key heads. Default: 128."""
+    linear_value_head_dim: int | None = None
+    """With --linear-attention-freq: size of its value heads. Default: 128."""
+    linear_conv_kernel_dim: int | None = None
+    """With --linear-attention-freq: tokens that its convolution sees, the current one included. Default: 4."""
     ffn_hidden_size: int | None = None
     """Inner width of the MLP. Default: 4 times --hidden-size; with a gated activation 8/3 times, rounded up to a
     multiple of 64."""
@@ -110,6 +123,8 @@ class ModelConfig:
     """Soft-cap attention scores to c * tanh(score / c) (Gemma 2: 50)."""
     attention_sinks: bool = False
     """Learn a score for each head that takes part in the softmax and has no value (gpt-oss)."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention by a sigmoid gate, which is projected with the queries (Qwen3-Next)."""
     logit_softcap: float | None = None
     """Soft-cap logits to c * tanh(logit / c) (Gemma 2: 30)."""
     scale_embeddings: bool = False
@@ -202,6 +217,10 @@ class ModelConfig:
                 self._default(name, size)
             self._default("head_dim", self.nope_size + self.rotary_dim)
         check_latent_options(self)
+        if self.linear_attention_freq:
+            for name, size in LINEAR_SIZES.items():
+                self._default(name, size)
+        check_linear_options(self)
         if self.head_dim is None:
             require(
                 self.hidden_size % self.num_heads == 0,
@@ -238,6 +257,10 @@ class ModelConfig:
     def _like(self, layer: int) -> int:
         """Return the layer whose options a block has: those that predict further tokens are like the last."""
         return min(layer, self.num_layers - 1)
+
+    def is_delta_net(self, layer: int) -> bool:
+        """Whether a layer is a gated delta net instead of attention."""
+        return self.linear_attention_freq > 0 and (layer + 1) % self.linear_attention_freq != 0
 
     def _mup_attention_scalar(self) -> int:
         """Return what makes attention's scale sqrt(base head size) / head size: 1 / sqrt(head size) at the base."""
@@ -288,6 +311,14 @@ class ModelConfig:
     def latent_size(self) -> int:
         assert self.kv_lora_rank is not None
         return self.kv_lora_rank
+
+    @property
+    def delta_heads(self) -> tuple[int, int, int, int]:
+        """Key heads, value heads, and the size of either, of a gated delta net."""
+        sizes = self.linear_num_key_heads, self.linear_num_value_heads
+        dims = self.linear_key_head_dim, self.linear_value_head_dim
+        assert None not in (*sizes, *dims)
+        return (*sizes, *dims)  # type: ignore[return-value]
 
     @property
     def ffn_size(self) -> int:

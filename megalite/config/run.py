@@ -11,7 +11,7 @@ from typing import Literal
 
 from megalite.base.errors import in_range, require, step_range
 from megalite.base.store import cached_at, check_local, check_url, is_url
-from megalite.config.attention import check_sinks
+from megalite.config.attention import check_attention
 from megalite.config.context_parallel import check_context_parallel
 from megalite.config.data import DataConfig
 from megalite.config.expert_parallel import check_experts
@@ -147,7 +147,7 @@ class Config:
         self._check_tensor_parallel()
         check_context_parallel(self.model, self.parallel, self.data.within_documents)
         check_latent_attention(self.model, self.parallel, self.train)
-        check_sinks(self.model, self.train)
+        check_attention(self.model, self.parallel, self.train)
         check_mtp(self.model, self.train)
         check_experts(self.model, self.parallel, self.run.moe_per_layer_logging)
         self._check_features()

@@ -76,4 +76,5 @@ class BlockKind(NamedTuple):
 
 def block_of(cfg: Any, layer: int) -> BlockKind:
     """Return the kind of a block of most families: what its options ask for (`cfg`, a `ModelConfig`)."""
-    return BlockKind("gqa" if cfg.kv_lora_rank is None else "mla", "moe" if cfg.is_moe(layer) else "mlp")
+    attention = "gqa" if cfg.kv_lora_rank is None else "mla"
+    return BlockKind("delta_net" if cfg.is_delta_net(layer) else attention, "moe" if cfg.is_moe(layer) else "mlp")

@@ -34,6 +34,7 @@ class Attention(nn.Module):
         self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
         self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
         self.dropout = layers.dropout("attention", index)
+        self.gated = cfg.attention_output_gate
         self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
         self.o_proj = layers.row(f"{name}.o_proj")
@@ -60,9 +61,14 @@ class Attention(nn.Module):
         return self.o_proj(out)
 
     def _core(self, qkv: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
-        """Attend with packed q|k|v: [S, B, (N + 2G) D] -> [S, B, N D]."""
+        """Attend with packed q|k|v: [S, B, (N + 2G) D] -> [S, B, N D]; with a gate, q is [q | gate] of each head."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         seq, batch = qkv.shape[:2]
+        gate = None
+        if self.gated:
+            q, kv = qkv.split((2 * n * d, 2 * g * d), dim=-1)
+            q, gate = q.unflatten(-1, (n, 2, d)).unbind(-2)
+            qkv, gate = torch.cat((q.flatten(-2), kv), dim=-1), gate.flatten(-2)
         if self.qk_norm:
             q, k, v = qkv.split((n * d, g * d, g * d), dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
@@ -87,7 +93,8 @@ class Attention(nn.Module):
             options["sinks"] = self.sinks
         with self.dropout.masks(fwd, qkv.device) if rate else nullcontext():
             out = self.attention(q, k, v, self.mask, documents, **options)
-        return out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
+        out = out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
+        return out if gate is None else out * gate.sigmoid()
 
 
 class QKNorm(nn.Module):

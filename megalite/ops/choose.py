@@ -18,8 +18,10 @@ from megalite.ops import (
     adamw,
     attend,
     attention,
+    causal_conv,
     clamped_glu,
     cross_entropy,
+    delta_rule,
     gelu,
     glu,
     grouped,
@@ -40,6 +42,8 @@ _MODULES = (
     rope,
     attention,
     attend,
+    delta_rule,
+    causal_conv,
     glu,
     clamped_glu,
     gelu,
@@ -78,6 +82,8 @@ class Ops:
     attention: Callable[..., Tensor]
     attend: Callable[..., tuple[Tensor, Tensor]]
     attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    gated_delta_rule: Callable[..., Tensor]
+    causal_conv: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     geglu: Callable[..., Tensor]
     clamped_swiglu: Callable[..., Tensor]

@@ -40,7 +40,8 @@ class ParamSpec:
             is replicated over all other axes.
         parts: sizes of what is packed along the last sharded dimension (q|k|v, gate|up), each sharded by itself.
         padded: whether the last sharded dimension (the vocabulary) is padded with zeros to `Layout.multiple`.
-        init, std: "normal" times the standard deviation `std`, "zeros" or "ones".
+        init, std: "normal" times the standard deviation `std`, "zeros", "ones", or "log", the logarithms of
+            numbers from 0.01 to 16 (rates of decay: Mamba).
         weight_decay: whether decoupled weight decay applies.
         decoupled_lr: whether `--decoupled-lr` sets the learning rate (embedding and output layer).
         matrix: whether each part is a matrix of a block, which matrix-wise update rules apply to.
@@ -55,7 +56,7 @@ class ParamSpec:
     sharded_dims: tuple[tuple[str, int], ...] = ()
     parts: tuple[int, ...] = ()
     padded: bool = False
-    init: Literal["normal", "zeros", "ones"] = "normal"
+    init: Literal["normal", "zeros", "ones", "log"] = "normal"
     std: float = 0.02
     weight_decay: bool = True
     decoupled_lr: bool = False
@@ -233,17 +234,17 @@ class Shard:
         """Yield (block, values) for the blocks of the global tensor that overlap with one of the wanted boxes."""
         import torch
 
-        if self.spec.init == "normal":
-            yield from _normal_blocks(self.spec, seed, [box for _, box in wanted])
+        if self.spec.init in ("normal", "log"):
+            yield from _random_blocks(self.spec, seed, [box for _, box in wanted])
         else:
             values = torch.full((), 1.0 if self.spec.init == "ones" else 0.0).expand(self.spec.shape)
             yield Slice((0,) * values.ndim, self.spec.shape), values
 
 
-def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor]]:
+def _random_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[tuple[Slice, torch.Tensor]]:
     """Draw the blocks of rows that overlap with a wanted box, each from its own generator, on this rank's cores.
 
-    A block is drawn whole: where a normal number stands in Philox's stream depends on those before it.
+    A block is drawn whole: where a number stands in Philox's stream depends on those before it.
     """
     import torch
 
@@ -257,6 +258,8 @@ def _normal_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[
 
     def draw(block: Slice) -> torch.Tensor:
         generator = philox(seed, "init", spec.tied_to or spec.name, block.offset[0] // rows_per_block)
+        if spec.init == "log":
+            return torch.from_numpy(np.log(generator.uniform(0.01, 16.0, block.shape), dtype=np.float32))
         return torch.from_numpy(generator.standard_normal(block.shape, dtype=np.float32)).mul_(spec.std)
 
     threads = min(len(blocks), max(1, (os.cpu_count() or 1) // local_world_size()))

@@ -25,7 +25,7 @@ FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 5
 # Rows with latent attention, groups, or biases that move after every step: (family, world, layout).
 BALANCED: list[tuple[str, int, dict[str, Any]]] = [
     (family, world, layout)
-    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe", "gpt_oss", "llama4")
+    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe", "gpt_oss", "llama4", "qwen3_next")
     for world, layout in (
         (4, {"ep": 2, "tp": 2}),
         (4, {"ep": 4, "zero": 3}),
@@ -149,7 +149,7 @@ def test_every_layout_follows_transformers(
         check(ranks, expected, root, f"{family} {layout}")
 
 
-@pytest.mark.parametrize("row", always_run(BALANCED, BALANCED[0], BALANCED[7], BALANCED[24], BALANCED[32]), ids=str)
+@pytest.mark.parametrize("row", always_run(BALANCED, *(BALANCED[i] for i in (0, 7, 24, 32, 38))), ids=str)
 def test_latents_and_biases_follow_transformers(pool: WorkerPool, models: Any, tmp_path: Path, row: Any) -> None:
     family, world, layout = row
     folder, *expected = models(family)

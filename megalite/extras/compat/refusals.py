@@ -103,7 +103,7 @@ the model does not support this variant -> drop it, or see --help all for the mo
     use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope qk-l2-norm
     qk-clip* softmax-scale multi-latent-attention
     relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
-    data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-* attention-output-gate
+    data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-*
     experimental-attention-variant
 modules that predict further tokens are like the last layer -> use --mtp-num-layers, --mtp-loss-scaling-factor
     mtp-*=0

@@ -23,7 +23,8 @@ class GroupedQueryAttention(Mixer):
 
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         hidden, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_size, cfg.kv_heads * cfg.head_size
-        qkv = linear(f"{name}.qkv_proj", q + 2 * kv, hidden, 0, bias=cfg.qkv_bias, std=cfg.init_std, parts=(q, kv, kv))
+        parts = (q * (1 + cfg.attention_output_gate), kv, kv)  # of each head, its gate follows its query
+        qkv = linear(f"{name}.qkv_proj", sum(parts), hidden, 0, bias=cfg.qkv_bias, std=cfg.init_std, parts=parts)
         norms = [] if cfg.qk_norm in ("none", "l2") else _qk_norms(cfg, name, q, kv)
         if cfg.attention_sinks:
             norms.append(
@@ -37,7 +38,8 @@ class GroupedQueryAttention(Mixer):
         return Attention(layers, index, recompute_core)
 
     def saved(self, cfg: Config) -> list[SavedTensor]:
-        return [inside(cfg, "output of attention", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
+        names = ["output of attention"] + ["gated output"] * cfg.model.attention_output_gate
+        return [inside(cfg, name, element_size(cfg) * cfg.model.num_heads * cfg.model.head_size) for name in names]
 
     def core(self, cfg: Config) -> list[SavedTensor]:
         """List what attention keeps besides its output: its input, the norms of queries and keys, its statistics."""
@@ -48,14 +50,14 @@ class GroupedQueryAttention(Mixer):
         by_document = documents and (on_cpu or e == 4 or m.attention_dropout > 0)
         masks = cfg.train.micro_batch_size if documents else 1
         masked = by_document or (not documents and (m.window or m.seq_len) < m.seq_len)
-        rows = []
+        rows = [inside(cfg, "gates", e * q)] if m.attention_output_gate else []
         if m.qk_norm == "head":
-            rows = [_packed(cfg, "queries, keys and values before their norms")]
+            rows += [_packed(cfg, "queries, keys and values before their norms")]
             rows += [inside(cfg, "statistics of query and key norms", 4 * (m.num_heads + m.kv_heads))]
         elif m.qk_norm == "full":
             # Over all heads it is plain torch in fp32.
             wide = [inside(cfg, f"{name} in fp32", 4 * width) for name, width in (("queries", q), ("keys", kv))]
-            rows = [_packed(cfg, "queries, keys and values before their norms")] if e == 4 else wide
+            rows += [_packed(cfg, "queries, keys and values before their norms")] if e == 4 else wide
             rows += [inside(cfg, f"normalized {name}", e * width) for name, width in (("queries", q), ("keys", kv))]
             rows += [SavedTensor("statistic of a query or key norm", 4 * tokens(cfg))] * 2
         elif m.qk_norm == "l2":
@@ -90,10 +92,12 @@ class GroupedQueryAttention(Mixer):
         return rows + ([SavedTensor("summand of the scores", e * masks * m.seq_len**2)] if masked else [])
 
     def core_input(self, cfg: Config) -> list[SavedTensor]:
-        return [_packed(cfg)]
+        m = cfg.model
+        gates = inside(cfg, "gates", element_size(cfg) * m.num_heads * m.head_size)
+        return [SavedTensor("input of the core", _packed(cfg).bytes + gates.bytes * m.attention_output_gate)]
 
     def touched(self, cfg: ModelConfig) -> int:
-        return 4 * (cfg.num_heads + cfg.kv_heads) * cfg.head_size
+        return 4 * ((1 + cfg.attention_output_gate) * cfg.num_heads + cfg.kv_heads) * cfg.head_size
 
     def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
         per_key = 2 * cfg.num_heads * cfg.head_size

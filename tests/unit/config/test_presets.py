@@ -85,6 +85,7 @@ def test_published_count(preset: str) -> None:
         ("llama-4-scout", 107_769_861_120, 17_172_894_720),
         ("llama-4-maverick", 400_711_848_960, 17_184_691_200),
         ("gpt-oss-120b", 116_829_156_672, 5_711_982_912),
+        ("qwen3-next-80b-a3b", 79_674_391_296, 3_874_929_408),
     ],
 )
 def test_total_and_active(preset: str, total: int, active: int) -> None:

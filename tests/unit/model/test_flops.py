@@ -44,8 +44,9 @@ def test_every_preset_counts_as_its_dimensions_say() -> None:
         m = parse(["--preset", name]).config.model
         q, kv, matrices = m.num_heads * m.head_size, m.kv_heads * m.head_size, 3 if m.gated else 2
         flops, keys_and_values = flops_per_token(m), q
+        deltas = sum(map(m.is_delta_net, range(m.num_layers)))
         width, routers, dense = m.ffn_size, 0, len(m.moe_dense_layers)
-        attention = m.hidden_size * (2 * q + 2 * kv)
+        attention = m.hidden_size * ((2 + m.attention_output_gate) * q + 2 * kv)
         if m.kv_lora_rank is not None:
             of_values = m.num_heads * m.value_size
             nope, keys_and_values = q - m.num_heads * m.rotary_dim, (q + of_values) / 2
@@ -55,13 +56,20 @@ def test_every_preset_counts_as_its_dimensions_say() -> None:
         if m.num_experts is not None:
             width = m.moe_topk * m.expert_ffn_size + m.moe_shared_ffn_size
             routers = m.num_experts + m.moe_shared_gate
-        weights = attention * m.num_layers + m.hidden_size * (
+        delta = states = 0
+        if deltas:
+            keys, values = (n * d for n, d in ((16, 128), (32, 128)))
+            delta = m.hidden_size * (2 * keys + 3 * values + 2 * 32) + 4 * (2 * keys + values)
+            states = 3 * 128 * values
+        weights = attention * (m.num_layers - deltas) + delta * deltas
+        weights += m.hidden_size * (
             (matrices * width + routers) * (m.num_layers - dense) + matrices * m.ffn_size * dense
         )
         assert flops.matrices == 6 * weights, name
         assert flops.head == 6 * m.vocab * m.hidden_size, name
         if m.window is None or m.window >= m.seq_len:
-            assert flops.causal_attention == 6 * m.num_layers * keys_and_values * m.seq_len, name
+            pairs = (m.num_layers - deltas) * keys_and_values * m.seq_len
+            assert flops.causal_attention == 6 * (pairs + deltas * states), name
 
 
 def test_full_attention_adds_the_other_half() -> None:

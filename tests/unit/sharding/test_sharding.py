@@ -92,20 +92,20 @@ def test_values_do_not_depend_on_which_rows_are_drawn(monkeypatch: pytest.Monkey
             assert torch.equal(shard.initial(3), shard.take(whole)), (spec, rank)
 
 
-@pytest.mark.parametrize("init", ["normal", "ones"])
+@pytest.mark.parametrize("init", ["normal", "ones", "log"])
 def test_a_share_is_a_range_of_the_local_value(monkeypatch: pytest.MonkeyPatch, init: Any) -> None:
     """ZeRO-3 keeps a share of each matrix, and draws little more than that."""
     block, drawn = 5 * 8, 0
     monkeypatch.setattr(module, "_INIT_BLOCK", block)
-    normal_blocks = module._normal_blocks
+    random_blocks = module._random_blocks
 
     def counted(*args: Any) -> Iterator[tuple[Slice, torch.Tensor]]:
         nonlocal drawn
-        for box, values in normal_blocks(*args):
+        for box, values in random_blocks(*args):
             drawn += box.numel
             yield box, values
 
-    monkeypatch.setattr(module, "_normal_blocks", counted)
+    monkeypatch.setattr(module, "_random_blocks", counted)
     rows = ParamSpec("w", (36, 8), sharded_dims=(("tp", 0),), parts=(12, 24), init=init)
     columns = ParamSpec("w", (36, 32), sharded_dims=(("tp", 1),), init=init)
     vector = ParamSpec("w", (36,), init=init)

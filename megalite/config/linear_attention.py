@@ -1,0 +1,67 @@
+"""The options of gated delta nets among layers of attention: what fits together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalite.base.errors import in_range, require
+from megalite.config.names import dashed
+
+LINEAR_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+"""Sizes of a gated delta net, and their defaults (Qwen3-Next)."""
+
+
+def check_linear_options(m: Any) -> None:
+    """Check the options of gated delta nets of `m`, a `ModelConfig`, and that none is given without them.
+
+    Raises:
+        UserError: they do not fit together.
+    """
+    in_range(m, "linear_attention_freq", 0, 10**6)
+    in_range(m, " ".join(LINEAR_SIZES), 1, 2**20 + 1)
+    gate = "--attention-output-gate with --kv-lora-rank"
+    require(not (m.attention_output_gate and m.kv_lora_rank is not None), gate, "latents have no gate here", "drop one")
+    if not m.linear_attention_freq:
+        words = " ".join(
+            f"--{dashed(name)} {getattr(m, name)}" for name in LINEAR_SIZES if getattr(m, name) is not None
+        )
+        require(not words, words, "applies to gated delta nets", "give --linear-attention-freq, or drop it")
+        return
+    freq = f"--linear-attention-freq {m.linear_attention_freq}"
+    require(m.linear_attention_freq > 1, freq, "leaves no layer without attention", "drop it, or give 2 or more")
+    require(
+        m.linear_num_value_heads % m.linear_num_key_heads == 0,
+        f"--linear-num-value-heads {m.linear_num_value_heads}",
+        f"must be a multiple of --linear-num-key-heads {m.linear_num_key_heads}: each serves as many",
+        "change one of the two",
+    )
+    for given, wrong, why in (
+        (f"--mtp-num-layers {m.mtp_num_layers}", m.mtp_num_layers > 0, "its modules have not been compared with them"),
+        ("--kv-lora-rank", m.kv_lora_rank is not None, "latent attention has not been compared among delta nets"),
+        (f"--mup-base-width {m.mup_base_width}", m.mup_base_width is not None, "muP has no rule for delta nets here"),
+    ):
+        require(not wrong, f"{freq} with {given}", why, "drop one of the two")
+
+
+def check_linear_attention(m: Any, p: Any, t: Any) -> None:
+    """Refuse what gated delta nets do not know: m, p and t are the options of model, layout and training.
+
+    Raises:
+        UserError: key heads cannot be dealt out, or an option is one of these.
+    """
+    if not m.linear_attention_freq:
+        return
+    require(
+        m.linear_num_key_heads % (p.tp * p.cp) == 0,
+        f"--linear-num-key-heads {m.linear_num_key_heads}",
+        f"must be divisible by --tp {p.tp} x --cp {p.cp}: ranks exchange tokens for whole key heads",
+        "lower one of the two",
+    )
+    given = f"--fp8 {t.fp8} with --linear-attention-freq {m.linear_attention_freq}"
+    require(t.fp8 == "off", given, "the projections of delta nets have no FP8 form", "drop one of the two")

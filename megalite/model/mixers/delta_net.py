@@ -1,0 +1,89 @@
+"""Gated delta nets (Yang et al. 2024, arXiv:2412.06464, figure 1, as in Qwen3-Next), key heads split over
+tensor-parallel ranks; see model/delta_net.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.model.kinds import Mixer
+from megalite.model.saved import SavedTensor, element_size, inside
+from megalite.model.specs import linear, out_std
+from megalite.sharding import ParamSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megalite.model.layers import Layers
+
+
+class DeltaNet(Mixer):
+    """in_proj -> causal convolution of queries, keys and values -> gated delta rule -> norm -> gate -> out_proj."""
+
+    def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
+        key_heads, heads, key_size, value_size = cfg.delta_heads
+        keys, values = key_heads * key_size, heads * value_size
+        # Of each key head: query, key, its values, their gates; then of each key head: their betas and decays.
+        parts = (2 * keys + 2 * values, 2 * heads)
+
+        def of_heads(leaf: str, init: str) -> ParamSpec:
+            return ParamSpec(f"{name}.{leaf}", (heads,), (("tp", 0),), init=init, weight_decay=False)  # type: ignore
+
+        conv = (2 * keys + values, 1, _conv(cfg))
+        # A rank sees its own heads only: a partial gradient, always.
+        norm = ParamSpec(f"{name}.norm.weight", (value_size,), init="ones", weight_decay=False, partial=("tp",))
+        return [
+            *linear(f"{name}.in_proj", sum(parts), cfg.hidden_size, 0, bias=False, std=cfg.init_std, parts=parts),
+            ParamSpec(f"{name}.conv1d", conv, (("tp", 0),), parts=(keys, keys, values), std=cfg.init_std),
+            of_heads("dt_bias", "ones"),
+            of_heads("A_log", "log"),
+            norm,
+            *linear(f"{name}.out_proj", cfg.hidden_size, values, 1, bias=False, std=out_std(cfg)),
+        ]
+
+    def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
+        from megalite.model.delta_net import DeltaNetLayer
+
+        return DeltaNetLayer(layers, index, recompute_core)
+
+    def saved(self, cfg: Config) -> list[SavedTensor]:
+        _, heads, _, size = cfg.model.delta_heads
+        return [inside(cfg, "gated values", element_size(cfg) * heads * size)]
+
+    def core(self, cfg: Config) -> list[SavedTensor]:
+        e, (key_heads, heads, key_size, size) = element_size(cfg), cfg.model.delta_heads
+        features = 2 * key_heads * key_size + heads * size
+        return [
+            *(inside(cfg, f"{name} of the convolution", e * features) for name in ("input", "output")),
+            inside(cfg, "betas", e * heads),
+            *(inside(cfg, f"decays{what}", 4 * heads) for what in (" before softplus", " after it", "")),
+            inside(cfg, "values of the delta rule", e * heads * size),
+            inside(cfg, "statistics of their norm", 4 * heads),
+            inside(cfg, "gates and normed values", 2 * e * heads * size),
+        ]
+
+    def core_input(self, cfg: Config) -> list[SavedTensor]:
+        key_heads, heads, key_size, size = cfg.model.delta_heads
+        return [inside(cfg, "input of the core", element_size(cfg) * 2 * (key_heads * key_size + heads * (size + 1)))]
+
+    def touched(self, cfg: ModelConfig) -> int:
+        key_heads, heads, key_size, size = cfg.delta_heads
+        return 6 * (2 * key_heads * key_size + heads * size) + 9 * heads * size
+
+    def weight_work(self, cfg: ModelConfig) -> int:
+        """Count the multiply-adds of a token with weights: those of the convolution too, one each."""
+        key_heads, heads, key_size, size = cfg.delta_heads
+        return super().weight_work(cfg) + (2 * key_heads * key_size + heads * size) * _conv(cfg)
+
+    def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
+        """Count the multiply-adds of a token with the states: both its key and its query read, its key writes."""
+        _, heads, key_size, size = cfg.delta_heads
+        work = 3.0 * heads * key_size * size
+        return work, work
+
+
+def _conv(cfg: ModelConfig) -> int:
+    assert cfg.linear_conv_kernel_dim is not None
+    return cfg.linear_conv_kernel_dim

@@ -1,0 +1,149 @@
+"""The gated delta rule in chunks and token by token, and the convolution before it, beside transformers' functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megalite.ops import delta_rule
+from megalite.ops.causal_conv import causal_conv
+from megalite.ops.delta_rule import gated_delta_rule, recurrent
+
+# Around the ends of chunks of 64 tokens, and less than one.
+LENGTHS = (1, 64, 65, 200)
+
+
+def inputs(tokens: int, dtype: torch.dtype = torch.float64, heads: tuple[int, int] = (2, 4)) -> list[torch.Tensor]:
+    """q, k, v, decay and beta of two samples; decays from 1 to almost nothing."""
+    g = torch.Generator().manual_seed(tokens)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(tokens, 2, *shape, generator=g, dtype=torch.float64)
+
+    keys, values = heads
+    decay = -4 * torch.rand(tokens, 2, values, generator=g, dtype=torch.float64) ** 4
+    out = [randn(keys, 6), randn(keys, 6), randn(values, 5), decay, randn(values).sigmoid()]
+    return [x.to(dtype).requires_grad_() for x in out]
+
+
+def starts_of(tokens: int) -> torch.Tensor:
+    """Documents that end inside chunks, with chunks and at one token, other ones in each sample."""
+    borders = [sorted({0, *(b for b in some if b < tokens)}) for some in ((3, 4, 64, 70, 128), (60, 66, 190))]
+    at = torch.arange(tokens)
+    return torch.stack([torch.tensor([max(b for b in some if b <= t) for t in at]) for some in borders], 1)
+
+
+def gradients(run: Any, given: list[torch.Tensor], *more: Any) -> list[torch.Tensor]:
+    """The result, and the gradient of every input from a gradient that weighs each element in its own way."""
+    out = run(*given, *more)
+    weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).cos()
+    return [out, *torch.autograd.grad(out, given, weights)]
+
+
+def close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_chunks_are_the_recurrence(tokens: int, documents: bool) -> None:
+    given, starts = inputs(tokens), starts_of(tokens) if documents else None
+    close(gradients(gated_delta_rule, given, starts), gradients(recurrent, given, starts), 1e-10)
+
+
+@pytest.mark.parametrize("run", [gated_delta_rule, recurrent], ids=["chunks", "recurrent"])
+@pytest.mark.parametrize("tokens", [5, 130])
+def test_it_is_that_of_transformers(tokens: int, run: Any) -> None:
+    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    given = inputs(tokens, torch.float32)
+    for function in (theirs.torch_recurrent_gated_delta_rule, theirs.torch_chunk_gated_delta_rule):
+
+        def reference(*args: torch.Tensor, function: Any = function) -> torch.Tensor:
+            out, _ = function(*(x.transpose(0, 1) for x in args), use_qk_l2norm_in_kernel=True)
+            return out.transpose(0, 1)
+
+        close(gradients(run, given), gradients(reference, given), 1e-5)
+
+
+@pytest.mark.parametrize("run", [gated_delta_rule, recurrent], ids=["chunks", "recurrent"])
+def test_documents_are_as_if_alone(run: Any) -> None:
+    """Each document of each sample is computed by itself, gradients included."""
+    given, starts = inputs(200), starts_of(200)
+    packed = gradients(run, given, starts)
+    for sample in range(2):
+        begins = sorted(set(starts[:, sample].tolist()))
+        for begin, end in zip(begins, [*begins[1:], 200]):
+            alone = [x.detach()[begin:end, sample : sample + 1].requires_grad_() for x in given]
+            out = run(*alone)
+            weights = torch.arange(packed[0].numel(), dtype=out.dtype).view(packed[0].shape).cos()
+            grads = torch.autograd.grad(out, alone, weights[begin:end, sample : sample + 1])
+            close([x[begin:end, sample : sample + 1] for x in packed], [out, *grads], 1e-9)
+
+
+def test_backward_keeps_the_inputs_alone() -> None:
+    given, kept = inputs(130, torch.bfloat16), list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = gated_delta_rule(*given)
+    assert out.dtype == torch.bfloat16
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in given}
+
+
+def faulty_decays(fault: str) -> Any:
+    """`_decays`, wrong in one way."""
+    right = delta_rule._decays
+
+    def decays(decay: torch.Tensor, starts: torch.Tensor | None) -> Any:
+        if fault == "sign":
+            return right(-decay, starts)
+        if fault == "no reset":
+            return right(decay, None)
+        between, before, after = right(decay, starts)
+        if fault == "state across documents":
+            before = right(decay, None)[1]
+        elif fault == "keys of other documents":
+            after = right(decay, None)[2]
+        return between, before, after
+
+    return decays
+
+
+FAULTS = ("sign", "no reset", "state across documents", "keys of other documents", "length of keys", "beta")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, starts = inputs(130), starts_of(130)
+    expected = gradients(recurrent, given, starts)
+    if fault == "length of keys":
+        monkeypatch.setattr(delta_rule, "_unit", lambda x: x)
+    elif fault == "beta":
+        given[4] = torch.ones_like(given[4]).requires_grad_()
+    else:
+        monkeypatch.setattr(delta_rule, "_decays", faulty_decays(fault))
+    with pytest.raises(AssertionError):
+        close(gradients(gated_delta_rule, given, starts), expected, 1e-3)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 70])
+def test_the_convolution_is_that_of_torch(tokens: int, documents: bool) -> None:
+    g = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(*s, generator=g, dtype=torch.float64).requires_grad_() for s in ((tokens, 2, 3), (3, 4)))
+    starts = starts_of(tokens) if documents else torch.zeros(tokens, 2, dtype=torch.int64)
+
+    def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Torch's convolution of each document by itself."""
+        samples = []
+        for sample in range(2):
+            begins = sorted(set(starts[:, sample].tolist()))
+            alone = [x[b:e, sample].t() for b, e in zip(begins, [*begins[1:], tokens])]
+            out = [F.conv1d(d, weight.unsqueeze(1), padding=3, groups=3)[:, : d.shape[1]] for d in alone]
+            samples.append(torch.cat(out, 1).t())
+        return F.silu(torch.stack(samples, 1))
+
+    given = starts if documents else None
+    close(gradients(causal_conv, [x, weight], given), gradients(reference, [x, weight]), 1e-12)
