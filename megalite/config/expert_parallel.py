@@ -1,4 +1,4 @@
-"""Where experts live: what fits a model."""
+"""Where experts live, what fits a model, and what `--moe-dispatch auto` chooses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from megalite.base.errors import require
 from megalite.config.model import ModelConfig
 from megalite.config.names import dashed
 from megalite.config.parallel import ParallelConfig
+
+
+def choose_dispatch(m: ModelConfig, p: ParallelConfig) -> tuple[str, str]:
+    """Return the value of `--moe-dispatch` in effect, and why.
+
+    For a token, a rank sends k (ep - 1) / ep rows to its experts, or ep - 1 to all ranks, and as many come back. Where
+    both are equal, alltoall needs less memory. Whether experts are sharded over tp counts alike in both.
+    """
+    if p.moe_dispatch != "auto":
+        return p.moe_dispatch, "as requested"
+    exchanged, gathered = m.moe_topk * (p.ep - 1) / p.ep, p.ep - 1
+    words = f"a rank sends {exchanged:.3g} rows per token by alltoall, {gathered} by allgather"
+    return "allgather" if gathered < exchanged else "alltoall", words
 
 
 def check_experts(m: ModelConfig, p: ParallelConfig, per_layer_logging: bool) -> None:

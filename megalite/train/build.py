@@ -11,6 +11,7 @@ from megalite import ops as kernels
 from megalite.base.dtypes import DTYPES
 from megalite.base.log import logger
 from megalite.config.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
+from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.fp8 import fp8_layers
 from megalite.config.run import Config
 from megalite.context_parallel import share_attention
@@ -121,6 +122,9 @@ def build_stages(
     cfg: Config, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops, fp8: Fp8 | None = None
 ) -> dict[int, GPTStage]:
     """Build the stages of this rank; parameters are not yet initialized."""
+    dispatch, why = choose_dispatch(cfg.model, cfg.parallel)
+    if cfg.parallel.moe_dispatch == "auto" and ctx.ep.size > 1:
+        logger.info(f"--moe-dispatch auto: {dispatch} ({why})")
     specs = {**param_map(cfg.model), **buffer_map(cfg.model)}
     rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
     split = stage_layers(cfg)
@@ -143,7 +147,7 @@ def build_stages(
             cp=ctx.axis("cp"),
             ep=ctx.ep,
             most_rows=cfg.parallel.moe_memory_factor,
-            dispatch=cfg.parallel.moe_dispatch,
+            dispatch=dispatch,
             allocate=cfg.zero_stage(ctx.batch.size) < 3,
             tp_chunks=cfg.parallel.tp_chunks,
         )

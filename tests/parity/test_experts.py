@@ -50,7 +50,7 @@ STRONG: dict[Shape, list[Row]] = {
     ranks_of(4, ep=2, tp=2): [
         (MIXTRAL, 1, {"sequence_parallel": False}, {}),
         (QWEN, 2, {}, {}),
-        (QWEN, 1, {"moe_dispatch": "allgather"}, {"recompute": "full"}),
+        (QWEN, 1, {"moe_dispatch": "auto"}, {"recompute": "full"}),  # allgather: ep is less than k
     ],
     ranks_of(4, ep=4, tp=2, etp="1"): [(MIXTRAL, 3, {}, {}), (SWITCH, 1, {}, {"recompute": "selective"})],
     ranks_of(8, ep=2, tp=2, pp=2): [(QWEN, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.model.ffn.routed import experts_tp, imbalance
@@ -29,5 +30,7 @@ def expert_rows(cfg: Config, grid: Grid) -> list[tuple[str, str]]:
         ("", f"ep {p.ep}: {m.num_experts // p.ep} experts of each layer per rank{cut}, their states over {own} ranks"),
     ]  # fmt: skip
     if p.ep > 1:
+        dispatch, why = choose_dispatch(m, p)
+        rows += [("", f"--moe-dispatch {p.moe_dispatch}: {dispatch} ({why})")] * (p.moe_dispatch == "auto")
         rows += [("", f"memory and time allow for {imbalance(p):g} times the mean of tokens on the busiest rank")]
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
@@ -67,7 +68,7 @@ class MoE(FeedForward):
         m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
         assert m.num_experts is not None
         rows, ffn = rows_received(cfg), m.expert_ffn_size // experts_tp(cfg.parallel)
-        gathers = cfg.parallel.moe_dispatch == "allgather"
+        gathers = choose_dispatch(m, cfg.parallel)[0] == "allgather"
         # Each rank of ep then orders and weighs the tokens of all.
         sent = rows_sent(cfg) * (cfg.parallel.ep if gathers else 1)
         kept = [

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from megalite.base.errors import UserError
 from megalite.config.cli import parse, to_yaml
+from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.model import ModelConfig
 
 EXPERTS = "--num-experts 8 --moe-ffn-size 32"
@@ -48,6 +53,24 @@ def test_one_expert_of_each_token_has_a_weight_of_its_own() -> None:
 
 def test_whole_experts_may_have_any_width() -> None:
     parse(["--num-experts", "8", "--moe-ffn-size", "30", "--tp", "4", "--etp", "1"])
+
+
+@pytest.mark.parametrize(
+    ("ep", "topk", "chosen"),
+    [(1, 2, "alltoall"), (2, 2, "alltoall"), (2, 3, "allgather"), (4, 8, "allgather"), (8, 6, "alltoall")],
+)
+def test_dispatch_is_chosen_by_what_a_rank_sends(ep: int, topk: int, chosen: str) -> None:
+    """Rows of a rank of ep whose tokens each go to k of 64 experts, counted over random choices."""
+    cfg = parse(f"--num-experts 64 --moe-ffn-size 32 --moe-topk {topk} --ep {ep} --moe-dispatch auto".split()).config
+    experts = np.random.default_rng(0).permuted(np.tile(np.arange(64), (10_000, 1)), axis=1)[:, :topk]
+    exchanged = (experts // (64 // ep) != 0).sum() / len(experts)
+    dispatch, why = choose_dispatch(cfg.model, cfg.parallel)
+    assert dispatch == chosen
+    assert (ep - 1 < 0.98 * exchanged) == (chosen == "allgather")
+    sent, gathered = re.findall(r"([\d.]+) (?:rows per token by|by) \w+", why)
+    assert (float(sent), float(gathered)) == pytest.approx((exchanged, ep - 1), rel=0.02)
+    asked = replace(cfg.parallel, moe_dispatch="alltoall")
+    assert choose_dispatch(cfg.model, asked) == ("alltoall", "as requested")
 
 
 def test_options_of_experts_are_written_and_read() -> None:

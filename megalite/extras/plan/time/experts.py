@@ -7,6 +7,7 @@ pace (`model.ffn.routed.imbalance`).
 
 from __future__ import annotations
 
+from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.run import Config
 from megalite.extras.plan.time.block import Block, Workload
 from megalite.model.ffn.routed import experts_tp, rows_received, rows_sent
@@ -21,7 +22,7 @@ def experts_time(cfg: Config, load: Workload) -> Block:
     each = max(1, round(rows / local))
     shapes = [((2 if m.gated else 1) * width, m.hidden_size), (m.hidden_size, width)]
     products, products_back = map(sum, zip(*(rates.products(each, n, k, local) for n, k in shapes)))
-    gathers = p.moe_dispatch == "allgather"
+    gathers = choose_dispatch(m, p)[0] == "allgather"
     rows = rows_sent(cfg) * p.ep // m.moe_topk if gathers else rows
     sent = rates.element * rows * m.hidden_size * (p.ep - 1) / p.ep
     way = 2 * rates.transfer(sent, p.ep, experts_tp(p), 1, exchange=not gathers)

@@ -168,8 +168,8 @@ def test_what_powersgd_carries_of_experts_is_cut_as_they_are(layout: dict[str, A
 
 
 def test_the_page_of_qwen3_30b() -> None:
-    words = "--preset qwen3-30b-a3b --ep 8 --precision bf16 --micro-batch-size 1 --global-batch-size 64 --dry-run"
-    cfg = parse(words.split()).config
+    words = "--preset qwen3-30b-a3b --ep 8 --moe-dispatch auto --precision bf16 --micro-batch-size 1"
+    cfg = parse([*words.split(), "--global-batch-size", "64", "--dry-run"]).config
     page = dry_run_report(cfg, Grid.from_config(cfg.parallel, 64))
     for line in (
         "30,532,122,624 (3,353,032,704 active)",
@@ -177,6 +177,7 @@ def test_the_page_of_qwen3_30b() -> None:
         "64 ranks = dp 64 x pp 1 x tp 1; vp 1",
         "ep 8: 16 experts of each layer per rank, their states over 8 ranks",
         "allow for 1.5 times the mean of tokens",
+        "--moe-dispatch auto: alltoall (a rank sends 7 rows per token by alltoall, 7 by allgather)",
     ):
         assert line in page, page
 
