@@ -68,13 +68,14 @@ TYPES |= dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr", "cos
 TYPES |= dict.fromkeys(("stats_ptr", "lse_ptr", "scale_ptr", "partial_ptr", "multiplier_ptr", "param_ptr"), "*fp32")
 TYPES |= dict.fromkeys(("codes_ptr", "second_codes_ptr"), "*fp8e4nv") | {"second_scale_ptr": "*fp32"}
 TYPES |= dict.fromkeys(("exp_avg_ptr", "exp_avg_sq_ptr"), "*fp32")
+TYPES |= {"main_grad_ptr": "*fp32", "tiles_ptr": "*i32", "ends_ptr": "*i32"}
 TYPES |= dict.fromkeys(("eps", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2"), "fp32")
 TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
 
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, grouped, norm, rope
     from megalite.ops.triton.support import row_launch
 
     cases, to_fp8, no_codes = [], "F2FP.SATFINITE.E4M3", {"GROUP": 0, "LARGEST": 448.0}
@@ -131,6 +132,16 @@ def triton_cases() -> list[Case]:
             name = f"fp8_product_{together}_sm_{arch}"
             kernel, limit = fp8_product.block_product_kernel, Limit(255, 24, 48)
             cases.append(Case(name, kernel, case, 8, limit, arch, instruction, last_arch=arch))
+    for arch, instruction in ((80, "HMMA"), (90, "HGMMA"), (100, "UTCHMMA")):
+        tile = {"WIDEN": False, "SIDE": 128, "INNER": 64}
+        for name, kernel, flags, limit in (
+            ("grouped_linear", grouped.grouped_product_kernel, {"TRANSPOSED": True}, Limit(192, 24, 12)),
+            ("grouped_dgrad", grouped.grouped_product_kernel, {"TRANSPOSED": False}, Limit(192, 24, 12)),
+            ("grouped_wgrad", grouped.grouped_wgrad_kernel, {"ADD": True}, Limit(232, 40, 12)),
+        ):
+            cases.append(
+                Case(f"{name}_sm_{arch}", kernel, {**tile, **flags}, 8, limit, arch, instruction, last_arch=arch)
+            )
     adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
     return [
         *cases,

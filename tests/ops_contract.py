@@ -345,6 +345,31 @@ def _matmul_cases() -> Iterator[Case]:
         yield Case(label, inputs, _matmul, _matmul_oracle, differentiate=False)
 
 
+def _grouped(sizes: list[int], ops: Ops, main_grad: Tensor, dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    main_grad, first = main_grad.clone(), torch.full_like(main_grad, torch.nan)
+    ops.grouped_wgrad(first, dy, x, sizes, accumulate=False)
+    ops.grouped_wgrad(main_grad, dy, x, sizes)
+    return ops.grouped_linear(x, w, sizes), ops.grouped_dgrad(dy, w, sizes), main_grad, first
+
+
+def _grouped_oracle(sizes: list[int], main_grad: Tensor, dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    parts = list(zip(dy.split(sizes), x.split(sizes), w))
+    wgrad = torch.stack([dy_e.t() @ x_e for dy_e, x_e, _ in parts])
+    y, dx = torch.cat([x_e @ w_e.t() for _, x_e, w_e in parts]), torch.cat([dy_e @ w_e for dy_e, _, w_e in parts])
+    return y, dx, main_grad + wgrad, wgrad
+
+
+def _grouped_cases() -> Iterator[Case]:
+    # Groups of none, of one row, of exactly a kernel's 128 and of more; widths of more than a tile, and of odd sizes.
+    for sizes, out, width in (([3, 0, 128, 1, 0], 136, 72), ([0, 131], 5, 67), ([0, 0], 8, 16)):
+
+        def inputs(g: torch.Generator, n: int = sum(sizes), e: int = len(sizes), o: int = out, i: int = width) -> Any:
+            return [_randn(g, e, o, i).float(), _randn(g, n, o), _randn(g, n, i), _randn(g, e, o, i)]
+
+        run, oracle = functools.partial(_grouped, sizes), functools.partial(_grouped_oracle, sizes)
+        yield Case(f"grouped {sizes} {out} x {width}", inputs, run, oracle, differentiate=False)
+
+
 def _attention_oracle(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, first_BS: Tensor | None = None
 ) -> tuple[Tensor]:
@@ -466,6 +491,7 @@ def cases() -> list[Case]:
         *_cross_entropy_cases(),
         *_flat_cases(),
         *_matmul_cases(),
+        *_grouped_cases(),
         *_attention_cases(),
         *_attend_cases(),
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -289,6 +289,23 @@ def lamb_apply(
 ) -> None:
     """Run `lamb_apply` on all segments in one launch."""
     _kernel(kernels, "lamb_apply_")(param, update, out_param, ratios, _offsets_on(param.device, offsets), lr)
+
+
+def grouped_linear(x: Tensor, w: Tensor, sizes: Sequence[int], *, kernels: str) -> Tensor:
+    """Run `grouped_linear` in one launch."""
+    return _kernel(kernels, "grouped_product")(x, w, sizes, True)
+
+
+def grouped_dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int], *, kernels: str) -> Tensor:
+    """Run `grouped_dgrad` in one launch."""
+    return _kernel(kernels, "grouped_product")(dy, w, sizes, False)
+
+
+def grouped_wgrad(
+    main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulate: bool = True, *, kernels: str
+) -> None:
+    """Run `grouped_wgrad` in one launch."""
+    _kernel(kernels, "grouped_wgrad_")(main_grad, dy, x, sizes, accumulate)
 
 
 def stochastic_round(

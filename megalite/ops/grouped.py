@@ -14,19 +14,22 @@ grouped_wgrad(main_grad, dy, x, sizes, accumulate=True) -> None
     main_grad [E, O, I], of the dtypes of `linear_wgrad`.
 
 These functions are not differentiable: `tensor_parallel.grouped_linear` defines their backward. On CUDA in bf16,
-torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8. On CPU groups are
-multiplied one after another, in fp32 by oneDNN where that is faster (ops/onednn.py).
+torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8. Where torch has none (fp16,
+GPUs before Hopper), Triton's kernels compute all three (ops/triton/grouped.py). On CPU groups are multiplied one after
+another, in fp32 by oneDNN where that is faster (ops/onednn.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.ops.fused import triton_backend
 from megalite.ops.matmul import linear_wgrad
 from megalite.ops.onednn import product, why_not, window
 from megalite.ops.op import TORCH, Backend, Op
@@ -121,11 +124,28 @@ def _load(op: Op) -> Mapping[str, Callable[..., Any]]:
 def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"for CUDA tensors, not {device.type}"
-    return None if dtype == torch.bfloat16 else f"torch's grouped GEMM is for bf16, not {dtype}"
+    if dtype != torch.bfloat16:
+        return f"torch's grouped GEMM is for bf16, not {dtype}"
+    # Elsewhere torch multiplies groups one after another, and waits for their sizes.
+    return None if torch.cuda.get_device_capability(device) >= (9, 0) else "torch's grouped GEMM is for Hopper or newer"
+
+
+_TRITON = triton_backend("grouped")
+
+
+def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cuda" and dtype == torch.float32:
+        return "for bf16 and fp16: in fp32, cuBLAS multiplies groups one after another"
+    return _TRITON.why_not(device, dtype)
 
 
 OP = Op(
     "grouped",
     (grouped_linear, grouped_dgrad, grouped_wgrad),
-    (Backend("cuda", _load, _why_not), Backend("onednn", _load_onednn, why_not), TORCH),
+    (
+        Backend("cuda", _load, _why_not),
+        replace(_TRITON, why_not=_why_no_triton),
+        Backend("onednn", _load_onednn, why_not),
+        TORCH,
+    ),
 )

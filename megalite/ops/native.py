@@ -135,6 +135,14 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
             len(codes), len(second), dtype=dtype
         ),
     ),
+    "grouped_product": (
+        "(Tensor x, Tensor w, int[] sizes, bool transposed) -> Tensor",
+        lambda x, w, sizes, transposed: x.new_empty(len(x), w.shape[1 if transposed else 2]),
+    ),
+    "grouped_wgrad_": (
+        "(Tensor(a!) main_grad, Tensor dy, Tensor x, int[] sizes, bool accumulated) -> ()",
+        _in_place,
+    ),
     "cast_fp8": (
         "(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
         lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),

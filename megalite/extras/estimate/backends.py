@@ -14,8 +14,10 @@ from functools import lru_cache
 from typing import Any
 from unittest import mock
 
+import torch
+
 from megalite.ops import choose, fused, grouped, native
-from megalite.ops.op import Backend, Op
+from megalite.ops.op import Backend, Missing, Op
 
 
 @contextmanager
@@ -37,11 +39,21 @@ def target_backends(spec: str | None) -> Iterator[None]:
 def _on_target(backend: Backend, wanted: str, op: Op) -> Backend:
     if backend.name == "triton":
         installed = importlib.util.find_spec("triton") is not None
-        return Backend("triton", backend.load if installed else _load_fakes, lambda device, dtype: None)
+        return Backend("triton", backend.load if installed else _load_fakes, _unless_missing(backend))
     if backend.name == "cuda" and op is not grouped.OP:  # whose kernels are torch's own
         reason = None if wanted == "cuda" else "assumed to be absent; name it with --ops"
         return replace(backend, why_not=lambda device, dtype: reason)
     return backend
+
+
+def _unless_missing(backend: Backend) -> Callable[..., str | None]:
+    """Return why a backend cannot run on a GPU where all that it needs is installed."""
+
+    def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+        reason = backend.why_not(device, dtype)
+        return None if isinstance(reason, Missing) else reason
+
+    return why_not
 
 
 def _load_fakes(op: Op) -> dict[str, Callable[..., Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,11 @@ _ATTENTION = {
 }
 # FlashAttention's variable-length kernels (torch.nn.attention.varlen).
 _VARLEN = ("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward")
+# Rows of Triton's grouped products, and what each element of a row is multiplied by.
+_GROUPED: dict[str, Callable[..., tuple[torch.Tensor, int]]] = {
+    "megalite::triton_grouped_product": lambda x, w, sizes, transposed: (x, w.shape[1 if transposed else 2]),
+    "megalite::triton_grouped_wgrad_": lambda main_grad, dy, x, *rest: (dy, x.shape[1]),
+}
 # What a pipeline operation leaves in memory, by its kind.
 _KEPT = {"F": "activations", "I": "deferred weight gradients", "RF": "messages", "RB": "messages"}
 
@@ -267,6 +272,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     if packet in _PRODUCTS:
         left, right = (args[place] for place in _PRODUCTS[packet])
         return 2 * left.numel() * right.shape[-1]
+    if func.name() in _GROUPED:
+        rows, width = _GROUPED[func.name()](*args)
+        return 2 * rows.numel() * width
     if func.name() in _VARLEN:
         return _varlen_flops(arguments(func, args, kwargs))
     if packet not in _ATTENTION:

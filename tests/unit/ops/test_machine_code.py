@@ -49,9 +49,9 @@ def test_every_triton_kernel_passes_the_gate(aot: ModuleType, arch: int) -> None
 
 
 def test_every_triton_kernel_has_a_case(aot: ModuleType) -> None:
-    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, grouped, norm, rope
 
-    modules = (activation, cross_entropy, flat, fp8, fp8_product, norm, rope)
+    modules = (activation, cross_entropy, flat, fp8, fp8_product, grouped, norm, rope)
     kernels = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
     assert kernels == {case.kernel.__name__ for case in aot.triton_cases()}
 

@@ -41,6 +41,8 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "triton_rope_pack": (r(3, 2, 4, 8), r(3, 2, 1, 8), r(3, 2, 1, 8), table, table.clone()),
         "triton_quantize": (r(3, 128), 1, 128),
         "triton_cast_fp8": (r(3, 128), r(3, 1).abs(), torch.float8_e4m3fn),
+        "triton_grouped_product": (r(3, 16), r(2, 8, 16), [1, 2], True),
+        "triton_grouped_wgrad_": (r(2, 8, 16), r(3, 8), r(3, 16), [0, 3], True),
         "triton_norm_codes": (x, x.clone(), w, None, 1e-5, 8),
         "triton_glu_codes": (x, 0, 8),
         "glu": (x, 0),

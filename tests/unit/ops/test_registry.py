@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,6 +49,21 @@ def test_interpreter_is_never_an_automatic_choice() -> None:
     choice, _ = choose(_op(triton=None, torch=None), "auto", CPU, torch.float32, None)
     assert choice.backend == "torch"
     assert choice.rejected[0][0] == "triton"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc, which Triton requires")
+@pytest.mark.parametrize(
+    ("capability", "dtype", "backend"),
+    [((9, 0), torch.bfloat16, "cuda"), ((9, 0), torch.float16, "triton"), ((8, 0), torch.bfloat16, "triton"),
+     ((9, 0), torch.float32, "torch")],
+)  # fmt: skip
+def test_grouped_products_by_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, backend: str
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choice, _ = choose(OPS["grouped"], "auto", torch.device("cuda"), dtype, None)
+    assert choice.backend == backend
 
 
 def test_spec_names_win_over_the_default_whatever_their_order() -> None:

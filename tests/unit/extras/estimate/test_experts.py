@@ -15,16 +15,17 @@ from megalite.extras.plan.memory.ranks import memory_per_rank
 
 FLAGS = (
     "--arch mixtral --num-layers 4 --hidden-size 256 --num-heads 4 --num-kv-heads 4 --ffn-hidden-size 512 "
-    "--num-experts 8 --vocab-size 512 --seq-len 128 --global-batch-size 16 --precision bf16 --mock-data --device cuda "
+    "--num-experts 8 --vocab-size 512 --seq-len 128 --global-batch-size 16 --mock-data --device cuda "
     "--ep 2 --tp 2"
 )
 
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires")
-@pytest.mark.parametrize("dispatch", ["alltoall", "allgather"])
-def test_the_busiest_rank_of_ep(dispatch: str) -> None:
-    flags = [*FLAGS.split(), "--mlp-bias", "--moe-dispatch", dispatch]
+@pytest.mark.parametrize(("dispatch", "precision"), [("alltoall", "bf16"), ("allgather", "fp16")])
+def test_the_busiest_rank_of_ep(dispatch: str, precision: str) -> None:
+    """With torch's products, and with Triton's."""
+    flags = [*FLAGS.split(), "--precision", precision, "--mlp-bias", "--moe-dispatch", dispatch]
     words = [*flags, "--rank", "0", "--world", "8", "--json"]
     done = subprocess.run([sys.executable, "-m", "megalite", "estimate", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
