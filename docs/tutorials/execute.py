@@ -4,7 +4,8 @@
     python docs/tutorials/execute.py                 # all
     python docs/tutorials/execute.py 01 03           # those whose names begin so
 
-Code is written in the English notebook; its Chinese twin gets the same code and the same outputs.
+Code is written in the English notebook; its Chinese twin gets the same code and the same outputs. A cell whose metadata
+name a `picture` draws that file of docs/images too.
 """
 
 from __future__ import annotations
@@ -88,6 +89,12 @@ def png(figure: Any) -> bytes:
     return small.getvalue()
 
 
+def picture(cell: dict[str, Any]) -> bytes:
+    """The one picture among a cell's stored outputs."""
+    (data,) = (output["data"] for output in cell["outputs"] if "data" in output)
+    return base64.b64decode(data["image/png"])
+
+
 def store(path: Path) -> None:
     """Run an English notebook in an empty folder; write its code and outputs to it and to its Chinese twin."""
     english, twin = read(path), read(chinese(path))
@@ -106,6 +113,8 @@ def store(path: Path) -> None:
     for number, (ours, theirs, outputs) in enumerate(zip(*cells, results), start=1):
         ours.update(execution_count=number, outputs=outputs)
         theirs.update(source=ours["source"], execution_count=number, outputs=outputs)
+        if "picture" in ours["metadata"]:
+            (FOLDER.parent / "images" / ours["metadata"]["picture"]).write_bytes(picture(ours))
     write(path, english)
     write(chinese(path), twin)
 

@@ -24,7 +24,9 @@ def kinds(cell: dict[str, Any]) -> list[str]:
     return [output["output_type"] for output in cell["outputs"]]
 
 
-@pytest.mark.parametrize("path", ENGLISH, ids=name)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.full] * p.name.startswith("08")) for p in ENGLISH], ids=name
+)
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -43,6 +45,14 @@ def test_pictures_are_small(path: Path) -> None:
     pictures = [base64.b64decode(output["data"]["image/png"]) for output in outputs if "data" in output]
     assert pictures
     assert max(map(len, pictures)) <= LARGEST_PICTURE
+
+
+def test_pages_show_the_pictures_of_the_tutorials() -> None:
+    drawn = [cell for path in ENGLISH for cell in code_cells(read(path)) if "picture" in cell["metadata"]]
+    assert drawn
+    for cell in drawn:
+        file = execute.FOLDER.parent / "images" / cell["metadata"]["picture"]
+        assert file.read_bytes() == execute.picture(cell), "run docs/tutorials/execute.py"
 
 
 @pytest.mark.parametrize("path", ENGLISH, ids=name)
