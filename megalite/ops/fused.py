@@ -83,15 +83,9 @@ CUDA = Backend("cuda", lambda op: functions(op, "cuda"), native.why_no_cuda)
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        kernels: str,
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, kernels: str,
         group: int,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         if group:
             y, total, mean, rstd, *codes = _kernel(kernels, "norm_codes")(x, residual, weight, bias, eps, group)
             y.fp8_codes = codes
@@ -236,15 +230,9 @@ def cross_entropy_stats(
 
 
 def cross_entropy_grad_(
-    logits: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    lse: Tensor,
-    scale: Tensor,
-    valid: int | None = None,
-    *,
+    logits: Tensor, target: Tensor, vocab_start: int, lse: Tensor, scale: Tensor, valid: int | None = None, *,
     kernels: str,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute `cross_entropy_grad_` in one pass."""
     columns = logits.shape[1] if valid is None else valid
     _kernel(kernels, "cross_entropy_grad_")(logits, target, vocab_start, lse, scale, columns)
@@ -278,15 +266,9 @@ def segment_norms(flat: Tensor, offsets: tuple[int, ...], *, kernels: str) -> Te
 
 
 def lamb_apply(
-    param: Tensor,
-    update: Tensor,
-    out_param: Tensor | None,
-    ratios: Tensor,
-    offsets: tuple[int, ...],
-    lr: float,
-    *,
+    param: Tensor, update: Tensor, out_param: Tensor | None, ratios: Tensor, offsets: tuple[int, ...], lr: float, *,
     kernels: str,
-) -> None:
+) -> None:  # fmt: skip
     """Run `lamb_apply` on all segments in one launch."""
     _kernel(kernels, "lamb_apply_")(param, update, out_param, ratios, _offsets_on(param.device, offsets), lr)
 
