@@ -183,11 +183,14 @@ def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path)
         hf_model_config(tmp_path / "nowhere")
 
 
-def test_modules_that_predict_further_tokens(models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+def test_modules_that_predict_further_tokens(
+    models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
     """One after the last layer and like it, with copies of what it shares; transformers has no such layers, so that a
     number of them alone means none. Biases stay fp32 beside weights in bf16, and are of no type.
     """
-    folder, _ = models("deepseek_v3")
+    folder, _ = models(family)
     more = tmp_path / "more"
     more.mkdir()
     config, weights = json.loads((folder / "config.json").read_text()), read_all(folder)
@@ -207,11 +210,12 @@ def test_modules_that_predict_further_tokens(models: Any, tmp_path: Path, caplog
     }
     for name, number, held in (("with", 1, module), ("without", 1, {}), ("none", 0, {})):
         save_file(weights | held, more / "model.safetensors")
-        content = {**config, "num_nextn_predict_layers": number, "model_type": "kimi_k2"}
+        alias = {"deepseek_v3": "kimi_k2"}.get(family, family)
+        content = {**config, "num_nextn_predict_layers": number, "model_type": alias}
         (more / "config.json").write_text(json.dumps(content))
         import_hf(more, tmp_path / name)
         written = export_hf(tmp_path / name, tmp_path / f"{name}-hf")
-        assert (written["model_type"], written["num_nextn_predict_layers"]) == ("deepseek_v3", len(held) > 0)
+        assert (written["model_type"], written["num_nextn_predict_layers"]) == (family, len(held) > 0)
         assert written["dtype"] == "bfloat16"
         out = read_all(tmp_path / f"{name}-hf")
         assert out.keys() == (weights | held).keys()

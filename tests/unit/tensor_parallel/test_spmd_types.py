@@ -22,6 +22,7 @@ from tests.spmd.types import SpmdTypeError
 MODELS: dict[str, Any] = {"llama": jobs.llama(2), "gpt2": jobs.gpt2(2)}
 LATENTS = {"num_kv_heads": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 MODELS["latents"] = jobs.llama(2, kv_lora_rank=16, q_lora_rank=12, qkv_bias=True, **LATENTS)
+MODELS["further"] = jobs.llama(2, mtp_num_layers=2)
 MODELS |= {name: jobs.llama(2, **options) for name, options in VARIANTS.items()}
 
 

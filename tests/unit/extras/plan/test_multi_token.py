@@ -11,8 +11,10 @@ import torch
 from megalite.batch import MicroBatch
 from megalite.config.cli import parse
 from megalite.dist.grid import Grid
+from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank
+from megalite.extras.plan.time.step import pass_times
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import param_map
 from megalite.model.partition import block_costs, layer_split, stage_layers
@@ -96,6 +98,15 @@ def test_work_by_hand() -> None:
     assert costs == (1.0,) * 6
     # The last stage gives layers to the others.
     assert [len(layers) for layers in layer_split(two, 2)] == [5, 1]
+
+
+def test_a_module_takes_the_time_of_a_block_and_the_output_layer() -> None:
+    plain, one = (
+        pass_times(config("llama", {"mtp_num_layers": n}), Cluster.parse("h100:1"), "1f1b")[0] for n in (0, 1)
+    )
+    assert one.blocks == plain.blocks
+    block = plain.blocks.total / 6
+    assert 1 < (one.head.total - 2 * plain.head.total) / block < 1.5
 
 
 def test_a_module_of_deepseek_v3() -> None:
