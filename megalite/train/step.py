@@ -85,11 +85,13 @@ def train_step(
     loss_sum = forward_backward(engine, rows, step, scale / full)
     squared_norm = engine.optimizer.finish_grads()
     totals = sum_over_world(engine, loss_sum, rows, squared_norm, stop, failed)
-    loss_sum_all, targets, squared, stops, failures, further, *routed = collectives.to_host(totals)
+    loss_sum_all, targets, squared, stops, failures, *more = collectives.to_host(totals)
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     rates = rates_at(cfg.optim, cfg.train, step)
-    routing = routing_figures(cfg.model, routed, len(rows) * engine.ctx.dp.size * cfg.model.seq_len)
+    routing = routing_figures(
+        cfg.model, more[bool(cfg.model.mtp_layers) :], len(rows) * engine.ctx.dp.size * cfg.model.seq_len
+    )
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
@@ -107,7 +109,7 @@ def train_step(
         stop=stops > 0,
         failed=failures > 0,
         routing=routing,
-        mtp_loss=further / (targets * cfg.train.mtp_loss_scaling_factor) if cfg.model.mtp_layers and targets else None,
+        mtp_loss=more[0] / (targets * cfg.train.mtp_loss_scaling_factor) if cfg.model.mtp_layers and targets else None,
     )
 
 
@@ -162,8 +164,9 @@ def sum_over_world(
     """Run the one status all-reduce of a step.
 
     Returns:
-        fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue,
-        weighted loss sum of further tokens], then what routers have counted (`routing_sums`).
+        fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue],
+        of a training step the weighted loss sum of further tokens, if modules predict those, and what routers have
+        counted (`routing_sums`).
     """
     ctx = engine.ctx
     # Ranks of the last stage that see the same tokens hold the same losses; other stages hold zero.
@@ -171,15 +174,15 @@ def sum_over_world(
     counts_rows = ctx.grid.is_first_except(ctx.rank, "pp", "dp") and _has_last_stage(engine)
     # Counted on the host: the step first waits for the GPU when it reads the status, which `collectives.to_host` times.
     targets = rows.total_weight() if counts_rows else 0.0
-    routed = routing_sums(engine) if squared_norm is not None else []
-    status = torch.cat((torch.zeros(6, dtype=torch.float64, device=ctx.device), *routed))
+    status = torch.zeros(5, dtype=torch.float64, device=ctx.device)
     status[0] = loss_sum if is_owner else 0.0
     status[1] = targets
     if squared_norm is not None:
         status[2] = squared_norm
-        status[5] = sum(stage.mtp_loss for stage in engine.stages.values()) if is_owner else 0.0
     status[3] = float(stop)
     status[4] = float(failed)
+    if squared_norm is not None:
+        status = torch.cat((status, *_further_sum(engine, is_owner), *routing_sums(engine)))
     collectives.all_reduce(status, ctx.world).wait()
     return status
 
@@ -199,6 +202,14 @@ def targets_ahead(engine: Engine, rows: Rows) -> list[tuple[Rows, torch.Tensor]]
     own = counts[1:]
     weights = torch.where(own > 0, counts[0] / own, 0.0) * (engine.cfg.train.mtp_loss_scaling_factor / depth)
     return list(zip(ahead, weights.float()))
+
+
+def _further_sum(engine: Engine, is_owner: bool) -> list[torch.Tensor]:
+    """List what this rank adds to the weighted loss sum of further tokens, fp64 [1]; nothing without such modules."""
+    if not engine.cfg.model.mtp_layers:
+        return []
+    total = torch.zeros(1, dtype=torch.float64, device=engine.ctx.device)
+    return [total + sum(stage.mtp_loss for stage in engine.stages.values() if is_owner)]
 
 
 def _has_last_stage(engine: Engine) -> bool:

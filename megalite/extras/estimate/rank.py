@@ -163,7 +163,9 @@ def run_step(engine: Engine, log: list[Event]) -> int:
 def plausible_status(cfg: Config) -> Iterator[None]:
     """Replace the numbers that the ranks agree on at the end of a step by plausible ones."""
     tokens = float(cfg.train.global_batch_size * cfg.model.seq_len)
-    with mock.patch.object(collectives, "to_host", return_value=[10.0 * tokens, tokens, 1.0, 0.0, 0.0, 0.0]):
+    with mock.patch.object(
+        collectives, "to_host", return_value=[10.0 * tokens, tokens, 1.0, 0.0, 0.0, *[0.0] * bool(cfg.model.mtp_layers)]
+    ):
         yield
 
 
