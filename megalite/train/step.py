@@ -83,15 +83,13 @@ def train_step(
     # Gradients are of the loss sum divided by the tokens of the largest batch; the true weight comes with the status.
     full = cfg.train.global_batch_size * cfg.model.seq_len
     loss_sum = forward_backward(engine, rows, step, scale / full)
-    squared_norm = engine.optimizer.finish_grads()
-    totals = sum_over_world(engine, loss_sum, rows, squared_norm, stop, failed)
+    totals = sum_over_world(engine, loss_sum, rows, engine.optimizer.finish_grads(), stop, failed)
     loss_sum_all, targets, squared, stops, failures, *more = collectives.to_host(totals)
+    further, routed = more[: bool(cfg.model.mtp_layers)], more[bool(cfg.model.mtp_layers) :]
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     rates = rates_at(cfg.optim, cfg.train, step)
-    routing = routing_figures(
-        cfg.model, more[bool(cfg.model.mtp_layers) :], len(rows) * engine.ctx.dp.size * cfg.model.seq_len
-    )
+    routing = routing_figures(cfg.model, routed, len(rows) * engine.ctx.dp.size * cfg.model.seq_len)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
@@ -109,7 +107,7 @@ def train_step(
         stop=stops > 0,
         failed=failures > 0,
         routing=routing,
-        mtp_loss=more[0] / (targets * cfg.train.mtp_loss_scaling_factor) if cfg.model.mtp_layers and targets else None,
+        mtp_loss=further[0] / (targets * cfg.train.mtp_loss_scaling_factor) if further and targets else None,
     )
 
 
