@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from megalite.base.errors import UserError
 from megalite.families import FAMILIES
 from tests.parity import jobs, test_experts, test_latents
 from tests.parity.test_experts import Row, Shape, ranks_of
+from tests.parity.test_oracle import STARTS, train_packed
 from tests.workers import WorkerPool
 
 # A large epsilon: the norm of a first token's values, (q k) v, magnifies roundings of q k where that is near 0.
@@ -77,3 +81,64 @@ def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
 @pytest.mark.parametrize("shape", GRID, ids=str)
 def test_grid(pool: WorkerPool, shape: Shape) -> None:
     check(pool, shape, GRID[shape])
+
+
+def packed_logits(model: Any, starts: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of two samples of several documents, and of each document by itself, in one process."""
+    from megalite.batch import Documents, ForwardPass, MicroBatch
+
+    engine = jobs.start(0, jobs.make_config(model), 1)
+    engine.optimizer.wait_weights()
+    (stage,), fwd = engine.stages.values(), ForwardPass(0, 0, 0, training=False)
+    tokens = torch.from_numpy(jobs.batches(1)[0, :2, :-1]).t()
+
+    def logits(tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+        with torch.no_grad():
+            return stage(tokens, MicroBatch.of_samples(tokens, None, documents), fwd)
+
+    alone = []
+    for sample, row in enumerate(starts):
+        begins = sorted(set(row.tolist()))
+        own = [logits(tokens[b:e, sample : sample + 1]) for b, e in zip(begins, [*begins[1:], jobs.SEQ])]
+        alone.append(torch.cat(own)[:, 0])
+    return logits(tokens, Documents(torch.from_numpy(starts).t())), alone
+
+
+def test_packed_documents_are_as_if_alone() -> None:
+    packed, alone = packed_logits(HYBRID, STARTS[:2])
+    for sample, expected in enumerate(alone):
+        torch.testing.assert_close(packed[:, sample], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"zero": 3}], ids=str)
+def test_packed_documents_in_layouts(pool: WorkerPool, layout: dict[str, int]) -> None:
+    single, cfg = (jobs.make_config(HYBRID, parallel, train_steps=5) for parallel in ({}, layout))
+    (expected,) = train_packed(0, [single], 1)
+    for rank in pool.run(4, train_packed, [cfg], 4):
+        np.testing.assert_allclose(rank[0], expected, rtol=1e-5)
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"linear_attention_freq": 0}, {}, "applies to gated delta nets"),
+    ({"linear_attention_freq": 1}, {}, "leaves no layer without attention"),
+    ({"linear_num_value_heads": 6}, {}, "must be a multiple of"),
+    ({"mup_base_width": 16}, {}, "muP has no rule"),
+    ({"mtp_num_layers": 1}, {}, "have not been compared"),
+    ({"linear_num_key_heads": 2}, {"tp": 2, "cp": 2}, "divisible by --tp 2 x --cp 2"),
+    ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),
+]
+
+
+@pytest.mark.parametrize(("model", "more", "words"), BAD, ids=[words for *_, words in BAD])
+def test_what_does_not_fit_is_refused(model: dict[str, Any], more: dict[str, Any], words: str) -> None:
+    parallel = {name: value for name, value in more.items() if name in ("tp", "cp")}
+    train = {name: value for name, value in more.items() if name not in parallel}
+    with pytest.raises(UserError, match=words):
+        jobs.make_config(jobs.llama(**{**SIZES, "linear_attention_freq": 2, **model}), parallel, **train)
+
+
+@pytest.mark.full
+def test_compiled_blocks() -> None:
+    plain, compiled = (jobs.train(0, jobs.make_config(HYBRID, compile=on), 1, 2) for on in (False, True))
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(plain), rtol=1e-5, atol=0)

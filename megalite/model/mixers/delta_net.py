@@ -57,6 +57,9 @@ class DeltaNet(Mixer):
         features = 2 * key_heads * key_size + heads * size
         return [
             *(inside(cfg, f"{name} of the convolution", e * features) for name in ("input", "output")),
+            SavedTensor(
+                "weights of the convolution", e * features * _conv(cfg.model) // (cfg.parallel.tp * cfg.parallel.cp)
+            ),
             inside(cfg, "betas", e * heads),
             *(inside(cfg, f"decays{what}", 4 * heads) for what in (" before softplus", " after it", "")),
             inside(cfg, "values of the delta rule", e * heads * size),

@@ -38,8 +38,7 @@ class GroupedQueryAttention(Mixer):
         return Attention(layers, index, recompute_core)
 
     def saved(self, cfg: Config) -> list[SavedTensor]:
-        names = ["output of attention"] + ["gated output"] * cfg.model.attention_output_gate
-        return [inside(cfg, name, element_size(cfg) * cfg.model.num_heads * cfg.model.head_size) for name in names]
+        return [inside(cfg, "output of attention", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
 
     def core(self, cfg: Config) -> list[SavedTensor]:
         """List what attention keeps besides its output: its input, the norms of queries and keys, its statistics."""
@@ -50,7 +49,8 @@ class GroupedQueryAttention(Mixer):
         by_document = documents and (on_cpu or e == 4 or m.attention_dropout > 0)
         masks = cfg.train.micro_batch_size if documents else 1
         masked = by_document or (not documents and (m.window or m.seq_len) < m.seq_len)
-        rows = [inside(cfg, "gates", e * q)] if m.attention_output_gate else []
+        gated = ["gates", "output before the gate"] if m.attention_output_gate else []
+        rows = [inside(cfg, name, e * q) for name in gated]
         if m.qk_norm == "head":
             rows += [_packed(cfg, "queries, keys and values before their norms")]
             rows += [inside(cfg, "statistics of query and key norms", 4 * (m.num_heads + m.kv_heads))]

@@ -42,6 +42,9 @@ from tests.unit.extras.plan.test_memory import (
 
 LATENT = {"num_kv_heads": None, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10}
 LOW_RANK = {**LATENT, "q_lora_rank": 20}
+GATED = {"attention_output_gate": True, "qk_norm": "head"}
+DELTA: dict[str, Any] = {"linear_attention_freq": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10}
 
 
 def mla(options: dict[str, Any], **train: Any) -> Config:
@@ -50,7 +53,7 @@ def mla(options: dict[str, Any], **train: Any) -> Config:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("options", [LATENT, LOW_RANK], ids=["direct", "low rank"])
+@pytest.mark.parametrize("options", [LATENT, LOW_RANK, GATED, DELTA], ids=["direct", "low rank", "gated", "delta net"])
 def test_latent_attention_keeps_what_the_closed_form_says(
     options: dict[str, Any], recompute: str, precision: str
 ) -> None:
@@ -111,7 +114,15 @@ def test_states_of_muon() -> None:
     assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.002)
 
 
-PRESETS = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "glm-4.5-air", "glm-4.5", "gpt-oss-20b")
+PRESETS = (
+    "deepseek-v2-lite",
+    "deepseek-v2",
+    "deepseek-v3",
+    "kimi-k2",
+    "glm-4.5-air",
+    "glm-4.5",
+    "gpt-oss-20b",
+)
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "gpt-oss-120b", "llama-4-scout", "llama-4-maverick"])
