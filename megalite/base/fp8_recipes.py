@@ -24,6 +24,11 @@ class Recipe:
     multiple: int
     capabilities: tuple[tuple[int, int], ...]
 
+    @property
+    def square(self) -> bool:
+        """Whether blocks of weights are squares, so that the codes of one direction are those of the other."""
+        return self.weight[0] == self.weight[1] > 0
+
     def spans(self, dims: str) -> str:
         """Return those dimensions of an operand that a scale covers whole: sharded ones need the amax of all ranks.
 

@@ -117,7 +117,7 @@ class Layers:
     def linear(self, name: str) -> dict[str, Any]:
         """Make the arguments of a declared parallel linear layer."""
         return {
-            "weight": self.param(f"{name}.weight", True),
+            "weight": self._matrix(f"{name}.weight"),
             "bias": self._bias(name),
             "tp": self.tp,
             "sequence_parallel": self.sequence_parallel,
@@ -142,13 +142,18 @@ class Layers:
 
     def experts(self, name: str) -> GroupedLinear:
         """Make the linear layers of this rank's experts with the declared weights."""
-        spec, weight, bias = self.specs[f"{name}.weight"], self.param(f"{name}.weight", True), self._bias(name)
+        spec, weight, bias = self.specs[f"{name}.weight"], self._matrix(f"{name}.weight"), self._bias(name)
         products = GroupedProducts(self.ops)
         if self.fp8 is not None and self._in_fp8(spec):
             products = Fp8GroupedProducts(self._fp8_products(spec, self.fp8))
         # Outputs of experts that are cut along their input are summed over tp.
         summed = weight.shard.layout.grid["tp"] > 1 and ("tp", 2) in spec.sharded_dims
         return GroupedLinear(weight, bias, self.queue, products, adds_bias=not summed or self.tp.rank == 0)
+
+    def _matrix(self, name: str) -> ShardedParameter:
+        weight = self.param(name, True)
+        weight.fp8 = self.fp8 if self._in_fp8(self.specs[name]) else None
+        return weight
 
     def _in_fp8(self, spec: ParamSpec) -> bool:
         return self.fp8 is not None and spec.matrix and int(spec.name.split(".")[1]) in self.fp8.layers

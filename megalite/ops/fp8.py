@@ -98,7 +98,12 @@ def quantize(
 def fused_quantize(
     x: Tensor, block: tuple[int, int], dtype: torch.dtype, power_of_2: bool, amax: Tensor | None = None
 ) -> Codes:
-    """Triton implementation of `quantize`: blocks in one pass, rows and tensors in one after their maxima."""
+    """Triton implementation of `quantize`: blocks in one pass, rows and tensors in one after their maxima.
+
+    Blocks whose maxima are given are shares of weights, once per step: torch's.
+    """
+    if all(block) and amax is not None:
+        return quantize(x, block, dtype, power_of_2, amax)
     importlib.import_module("megalite.ops.triton.fp8")
     kernels = torch.ops.megalite
     if all(block):

@@ -19,6 +19,7 @@ from megalite.dist.context import ParallelContext
 from megalite.optim.compress import BucketParam, Codec, make_codec
 from megalite.optim.host_share import HostGather, on_host
 from megalite.optim.shares import GradKind, ParamShare, Sharding, bucket_layout
+from megalite.optim.weight_codes import WeightCodes, gathers_codes
 from megalite.sharding.parameter import ShardedParameter
 from megalite.update_rules import RULES
 
@@ -103,7 +104,10 @@ class Bucket:
         self.bytes_sent, self._scale = 0, 1.0
         self._reducing: collectives.Work | Codec | None = None
         self._across_groups: collectives.Work | None = None
-        self._gathering: collectives.Work | HostGather = collectives.FinishedWork()
+        self._gathering: collectives.Work | HostGather | WeightCodes = collectives.FinishedWork()
+        self._codes: WeightCodes | None = None
+        if gathers_codes(params, sharded):
+            self._codes = WeightCodes(self.param_shares, self.starts, self.numel, self.share_axis)
         self.release()
         if sharded.grad:
             _resize(self.grad, 0)
@@ -132,8 +136,8 @@ class Bucket:
 
     @property
     def gathered(self) -> bool:
-        """Whether the full weights have memory."""
-        return self.weights.untyped_storage().nbytes() > 0
+        """Whether the full weights, or their codes, have memory."""
+        return self.weights.untyped_storage().nbytes() > 0 or (self._codes is not None and self._codes.gathered)
 
     @property
     def weight_share(self) -> torch.Tensor:
@@ -279,10 +283,21 @@ class Bucket:
         """Names of parameters with too few or too many gradient contributions; empty after a full backward pass."""
         return [name for name, count in self._missing.items() if count]
 
+    def start_pass(self) -> None:
+        """Take the weights for changed since the last pass."""
+        if self._codes is not None:
+            self._codes.forget()
+
     def gather(self) -> None:
-        """Start gathering the shares of all ranks; the weights are complete after `wait_weights`."""
+        """Start gathering the shares of all ranks; the weights are complete after `wait_weights`.
+
+        Weights that are only multiplied in FP8 are gathered as codes (`weight_codes.py`).
+        """
         self._forget_codes()
-        if self.sharded.state:
+        if self._codes is not None:
+            self._codes.start(self.weight_share)
+            self._gathering = self._codes
+        elif self.sharded.state:
             _resize(self.weights, self.numel)
             if self.sharded.host and self.sharded.weights:
                 self._gathering = HostGather(self.weights, self.owned, self.weight_share, self.share_axis)
@@ -299,6 +314,8 @@ class Bucket:
             self.wait_weights()
             self._forget_codes()
             _resize(self.weights, 0)
+            if self._codes is not None:
+                self._codes.release()
 
     def _forget_codes(self) -> None:
         for param in self.params:

@@ -4,8 +4,8 @@ Before a unit's forward pass its weights are gathered, and the next unit's gathe
 An identity node on the unit's output gathers them again when the backward pass reaches it, and one on its input
 releases them when the backward pass leaves. Weight gradients that a split backward pass defers need no weights, nor
 does the backward pass of an embedding, whose input has no gradient. All of this happens in module hooks, outside of
-what torch.compile traces. Source: Rajbhandari et al. 2019, section 5.3; prefetch as in PyTorch FSDP (Zhao et al. 2023,
-section 3.3).
+what torch.compile traces. Weights that are only multiplied in FP8 may come as codes (`weight_codes.py`). Source:
+Rajbhandari et al. 2019, section 5.3; prefetch as in PyTorch FSDP (Zhao et al. 2023, section 3.3).
 """
 
 from __future__ import annotations
@@ -94,11 +94,13 @@ class UnitWeights:
         return unit
 
     def start_pass(self) -> None:
-        """Release weights that an interrupted pass has left gathered."""
+        """Release weights that an interrupted pass has left gathered; the next gathers send them as they are now."""
         for unit in self._units:
             unit.in_backward = False
             if unit.used:
                 self._release(unit)
+        for bucket in self._users:
+            bucket.start_pass()
 
     def end_pass(self) -> None:
         """Release weights that are kept until the end of a step or an evaluation.

@@ -20,13 +20,18 @@ import pytest
 import torch
 
 from megalite.base.fp8_recipes import RECIPES
+from megalite.config.fp8 import fp8_layers
 from megalite.config.run import Config
 from megalite.dist import collectives
+from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.ops import fp8
+from megalite.optim import bucket
 from megalite.tensor_parallel import products
 from megalite.train import fp8_amax
 from megalite.train.step import train_step
 from tests.parity import jobs, test_resume
+from tests.rows import always_run
 from tests.unit.tensor_parallel.test_products import BLOCKS, SMALL, plant
 from tests.workers import WorkerPool
 
@@ -167,6 +172,104 @@ def test_codes_of_norms_and_activations(pool: WorkerPool, recipe: str) -> None:
     # Codes of both norms in every forward pass: with their scales.
     assert sent.count(torch.uint8) == 2 * 4 * 2 * cfg.train.global_batch_size
     assert wrong != expected
+
+
+def sent_as(rank: int, cfg: Config, world: int, how: str) -> tuple[list[tuple[float, float]], list[int], int]:
+    """`losses` of two steps, the elements of each gather of codes, and the number of gathers of anything else."""
+    sent: list[torch.Tensor] = []
+    gather, reduce = collectives.all_gather, collectives.all_reduce
+
+    def counted(out: torch.Tensor, x: torch.Tensor, axis: Any) -> Any:
+        sent.extend([x] if x.ndim == 1 else [])  # a bucket's; others gather tokens
+        return gather(out, x, axis)
+
+    def of_this_rank(x: torch.Tensor, axis: Any, *op: Any) -> Any:
+        return collectives.FinishedWork() if op else reduce(x, axis, *op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_gather", counted)
+        if how == "weights":
+            patch.setattr(bucket, "gathers_codes", lambda *args: False)
+        if how == "maxima of this rank":
+            patch.setattr(collectives, "all_reduce", of_this_rank)
+        if how == "codes of the first pass":
+            patch.setattr(bucket.WeightCodes, "forget", lambda self: None)
+        out = losses(rank, cfg, world, 2)
+    codes = [x.numel() * world for x in sent if x.dtype == torch.uint8]
+    return out, codes, len(sent) - len(codes)
+
+
+# (ranks, layout, training options)
+SENT: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (3, {}, {"fp8_keep_bf16": 1, "global_batch_size": 6}),
+    (2, {"zero_keep": "backward"}, {"recompute": "full"}),
+    (4, {"tp": 2, "zero_keep": "step"}, {"precision": "bf16"}),
+    (4, {"zero_group": "2"}, {"precision": "bf16", "recompute": "selective"}),
+    (4, {"pp": 2, "schedule": "zb-h1"}, {}),
+]
+
+
+@pytest.mark.parametrize("row", always_run(SENT, SENT[0]), ids=str)
+def test_zero_3_gathers_codes(pool: WorkerPool, row: tuple[int, dict[str, Any], dict[str, Any]]) -> None:
+    """ZeRO-3 sends codes of the blocks in FP8, of no other: to the same bits as from the gathered weights."""
+    world, layout, train = row
+    cfg = config("blockwise", {"zero": 3, **CUT, **layout}, **train)
+    (got, codes, others), (expected, none, wide) = (
+        pool.run(world, sent_as, cfg, world, how)[0] for how in ("codes", "weights")
+    )
+    assert got == expected
+    assert not none
+    assert len(codes) + others == wide
+    assert len(codes) >= 2 * len(fp8_layers(cfg.model, cfg.train)) // layout.get("pp", 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["maxima of this rank", "codes of the first pass"])
+def test_faults_of_gathered_codes_are_found(pool: WorkerPool, fault: str) -> None:
+    cfg = config("blockwise", {"zero": 3, **CUT}, global_batch_size=6)
+    got, wrong = (pool.run(3, sent_as, cfg, 3, how)[0][0] for how in ("codes", fault))
+    assert got != wrong
+
+
+def bytes_of_codes(rank: int, cfg: Config) -> tuple[int, int]:
+    """Bytes of the codes of this rank's shares, and of what is gathered beyond the weights that it replaces."""
+    engine = jobs.start(rank, cfg, 2)
+    found = []
+    end = engine.unit_weights.end_pass
+
+    def measure() -> None:
+        coded = [b._codes for b in engine.optimizer.buckets if b._codes is not None]
+        shown = [codes for b in engine.optimizer.buckets for p in b.params for codes in p.codes or ()]
+        transposed = sum(codes.codes.nbytes for codes in shown[1::2]) + sum(codes.scale.nbytes for codes in shown)
+        gathered = sum(c._all.nbytes for c in coded)
+        width = torch.finfo(engine.optimizer.buckets[0].weights.dtype).bits // 8
+        found.append((sum(c._own.nbytes for c in coded), transposed + gathered * (1 - width)))
+        end()
+
+    engine.unit_weights.end_pass = measure
+    batch = batches(cfg, 1)[0]
+    train_step(engine, np.split(batch, 2)[rank], 1)
+    return found[0]
+
+
+@pytest.mark.full
+def test_bytes_of_gathered_codes_are_planned(pool: WorkerPool) -> None:
+    cfg = config("blockwise", {"zero": 3, "zero_keep": "step", **CUT}, fp8_keep_bf16=1)
+    plain = jobs.with_train(cfg, fp8="off", fp8_emulate=False, fp8_keep_bf16=0)
+    planned, off = (memory_per_rank(c, Grid.of(2))[0] for c in (cfg, plain))
+    for held, gathered in pool.run(2, bytes_of_codes, cfg):
+        assert held == planned.weights - off.weights > 0
+        assert gathered == planned.temporary - off.temporary
+
+
+def test_blocks_with_a_router_gather_weights(pool: WorkerPool) -> None:
+    """A router is multiplied in fp32: the bucket that holds it is sent as it is, experts over ep as codes."""
+    experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": 256}
+    cfg = config("blockwise", {"zero": 3, "ep": 2, **CUT}, experts)
+    (got, codes, others), (expected, _, wide) = (pool.run(4, sent_as, cfg, 4, how)[0] for how in ("codes", "weights"))
+    assert got == expected
+    assert 0 < len(codes) < others
+    assert len(codes) + others == wide
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.full), "tensorwise"])

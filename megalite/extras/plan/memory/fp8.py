@@ -1,16 +1,21 @@
-"""Memory of the weights' FP8 codes: both directions of every matrix, once per step or while its unit is gathered."""
+"""Memory of the weights' FP8 codes: both directions of every matrix, once per step or while its unit is gathered.
+
+Where ZeRO-3 gathers codes instead of weights, those of one direction count as gathered weights (`coded_units`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 
 from megalite.base.fp8_recipes import RECIPES
 from megalite.config.fp8 import fp8_layers
 from megalite.config.model import ModelConfig
+from megalite.config.optim import OptimConfig
 from megalite.config.run import Config
-from megalite.extras.plan.memory.states import Cut, names_of, unit_of
+from megalite.extras.plan.memory.states import Cut, names_of, unit_of, units_of
 
 
 def code_bytes(
@@ -26,12 +31,52 @@ def code_bytes(
     """
     if cfg.train.fp8 == "off":
         return 0, 0
-    by_unit = _by_unit(cfg.model, cfg.train.fp8, Cut.of(cfg, tp), experts)
+    by_unit, coded = _by_unit(cfg.model, cfg.train.fp8, Cut.of(cfg, tp), experts), _coded(cfg, tp, dp, experts)
     in_fp8 = {f"layers.{i}" for i in fp8_layers(cfg.model, cfg.train)}
-    sizes = [by_unit.get(unit, 0) for units in names_of(cfg, layers, held) for unit in units if unit in in_fp8]
+    units = [unit for units in names_of(cfg, layers, held) for unit in units if unit in in_fp8]
+    sizes = [by_unit.get(unit, 0) - coded.get(unit, 0) for unit in units]
     if cfg.zero_stage(dp) < 3:
         return sum(sizes), 0
     return 0, max(sizes, default=0) if cfg.parallel.zero_keep == "none" else sum(sizes)
+
+
+def coded_units(
+    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], dp: int, experts: bool | None = None
+) -> list[list[int]]:
+    """List the elements of each unit that ZeRO-3 gathers as codes, in the order of `units_of`.
+
+    Arguments as for `code_bytes`.
+    """
+    coded = _coded(cfg, tp, dp, experts)
+    if not coded:
+        return [[0] * len(units) for units in units_of(cfg, tp, layers, held, experts)]
+    known = _matrices(cfg.model, Cut.of(cfg, tp), experts, cfg.optim, cfg.parallel.zero_whole_below)
+    return [[coded.get(unit, 0) for unit in units if unit in known] for units in names_of(cfg, layers, held)]
+
+
+def _coded(cfg: Config, tp: int, dp: int, experts: bool | None) -> dict[str, int]:
+    """Return the elements that are gathered as codes, of the units that have any."""
+    gathers = cfg.zero_stage(dp) == 3 and cfg.train.offload != "optimizer+params"
+    if cfg.train.fp8 == "off" or not RECIPES[cfg.train.fp8].square or not gathers:
+        return {}
+    sizes = _matrices(cfg.model, Cut.of(cfg, tp), experts, cfg.optim, cfg.parallel.zero_whole_below)
+    return {unit: sizes[unit] for i in fp8_layers(cfg.model, cfg.train) if sizes.get(unit := f"layers.{i}")}
+
+
+@lru_cache(maxsize=64)
+def _matrices(
+    model: ModelConfig, cut: Cut, experts: bool | None, optim: OptimConfig, whole_below: int
+) -> dict[str, int]:
+    """Return by unit the elements of those buckets that are sharded and hold nothing but matrices of blocks."""
+    kinds: dict[str, dict[object, list[tuple[bool, int]]]] = defaultdict(lambda: defaultdict(list))
+    for spec, shape in cut.shapes(model, experts):
+        kind = spec.weight_decay, spec.partial, optim.rule_of(spec.matrix)
+        kinds[unit_of(spec.name)][kind].append((spec.matrix, math.prod(shape)))
+    out = {}
+    for unit, by_kind in kinds.items():
+        totals = (sum(n for _, n in kind) for kind in by_kind.values() if all(matrix for matrix, _ in kind))
+        out[unit] = sum(n for n in totals if n >= whole_below)
+    return out
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ from megalite.extras.plan.memory.activations import (
     mtp_bytes,
     recomputed_bytes,
 )
-from megalite.extras.plan.memory.fp8 import code_bytes
+from megalite.extras.plan.memory.fp8 import code_bytes, coded_units
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
 from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
 from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
@@ -102,14 +102,16 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
         units = units_of(cfg, grid["tp"], layers, held, experts=False)
         sides = sides_of(cfg, grid["tp"], layers, held, experts=False)
         (matrices, of_experts), ranks = placed_matrices(cfg, grid, layers, held), grid.batch_ranks
-        states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, matrices.elements)
+        coded = coded_units(cfg, grid["tp"], layers, held, ranks, experts=False)
+        states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, matrices.elements, coded=coded)
         update = widened_bytes(cfg, units, ranks, ranks)
         codes, made = code_bytes(cfg, grid["tp"], layers, held, ranks, experts=False)
         own = list(filter(None, units_of(cfg, grid["tp"], layers, held, experts=True)))
         if grid.experts is not None and own:
             sides = sides_of(cfg, grid["tp"], layers, held, experts=True)
             copies, elements = grid.experts.batch_ranks, of_experts.elements
-            states += states_of(cfg, own, copies, element_size(cfg), apart, sides, elements, of=ranks)
+            coded = list(filter(None, coded_units(cfg, grid["tp"], layers, held, copies, experts=True)))
+            states += states_of(cfg, own, copies, element_size(cfg), apart, sides, elements, of=ranks, coded=coded)
             update = max(update, widened_bytes(cfg, own, copies, ranks))
             codes, made = map(add, (codes, made), code_bytes(cfg, grid["tp"], layers, held, copies, experts=True))
         out.append(

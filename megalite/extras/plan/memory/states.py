@@ -56,6 +56,7 @@ def states_of(
     sides: Sides = (0, 0),
     matrices: int = 0,
     of: int | None = None,
+    coded: Sequence[Sequence[int]] | None = None,
 ) -> States:
     """Compute what a rank holds: 18, 6 + 12 / dp, 2 + 16 / dp and 18 / dp bytes per parameter for bf16 and AdamW.
 
@@ -66,6 +67,7 @@ def states_of(
         sides: sides of the matrices that PowerSGD compresses, from `sides_of`.
         matrices: elements of the blocks' matrices, from `matrices_of`.
         of: number of batch ranks, where only `dp` of them hold the same parameters (experts).
+        coded: elements of the units that are gathered as FP8 codes, from `coded_units`; default: none.
     """
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
@@ -77,7 +79,8 @@ def states_of(
     grad, sent, arriving = _gradient_bytes(cfg, dp)
     left, compressing = _compression(cfg, stages, sides, dp) if dp > 1 and t.compress != "none" else (0, 0)
     shared = total if zero == 2 else gathered
-    share = element * -(-gathered // group)
+    coded = coded or [[0] * len(units) for units in stages]
+    share = element * -(-gathered // group) + -(-sum(map(sum, coded)) // group)
     weights = element * (total - gathered) + (0 if params_away else share)
     ranks = group if zero else 1
     # Shares are fp32, and separate where the gradients are sharded or bf16.
@@ -96,7 +99,7 @@ def states_of(
     if zero == 2:
         temporary += _gradient(cfg, _largest_bucket(cfg, stages, dp), total, sent + arriving)
     if zero == 3:
-        temporary += max(_of_units(cfg, units, gathered, element, sent + arriving, split) for units in cut)
+        temporary += _at_stage_3(cfg, cut, coded, element, sent + arriving, split)
     return States(weights, main_grad, optimizer, host, temporary)
 
 
@@ -183,13 +186,29 @@ def _gradient(cfg: Config, largest: int, total: int, copies: int) -> int:
     return (each + copies + (each if cfg.parallel.device != "cpu" else 0)) * largest
 
 
-def _of_units(cfg: Config, units: Sequence[int], total: int, element: int, copies: int, split: bool) -> int:
-    """Compute the peak bytes of gathered weights and of the gradients beside them, at stage 3."""
-    ahead = [0, *units[:-1]] if cfg.parallel.overlap_param_gather else [0] * len(units)
+def _at_stage_3(
+    cfg: Config, cut: Sequence[Sequence[int]], coded: Sequence[Sequence[int]], element: int, copies: int, split: bool
+) -> int:
+    """Compute the peak bytes of gathered weights and of the gradients beside them; codes take one byte per element."""
+    sizes = [[element * n - (element - 1) * c for n, c in zip(*unit)] for unit in zip(cut, coded)]
+    total, whole = (sum(map(sum, stages)) for stages in (cut, sizes))
+    return max(_of_units(cfg, units, total, taken, whole, copies, split) for units, taken in zip(cut, sizes))
+
+
+def _of_units(
+    cfg: Config, units: Sequence[int], total: int, taken: Sequence[int], whole: int, copies: int, split: bool
+) -> int:
+    """Compute `_at_stage_3` for one stage of the model.
+
+    Args:
+        units, total: elements of each unit of a stage, and of all stages.
+        taken, whole: bytes of the same once they are gathered.
+    """
+    ahead = [0, *taken[:-1]] if cfg.parallel.overlap_param_gather else [0] * len(units)
     # The next unit's weights are being gathered while one runs.
-    weights = [element * (n + more) for n, more in zip(units, ahead)]
+    weights = [n + more for n, more in zip(taken, ahead)]
     if cfg.parallel.zero_keep != "none":
-        weights = [element * total] * len(units)
+        weights = [whole] * len(units)
     grads = [_gradient(cfg, n, total, copies) for n in units]
     # Deferred weight gradients need no weights.
     both = [max(w, g) if split and cfg.parallel.zero_keep != "step" else w + g for w, g in zip(weights, grads)]

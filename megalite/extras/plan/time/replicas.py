@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
+from megalite.extras.plan.memory.fp8 import coded_units
 from megalite.extras.plan.memory.stages import parameters_on_rank
 from megalite.extras.plan.time.block import Workload
 from megalite.extras.plan.time.rates import Rates
@@ -22,12 +23,14 @@ class Replicas(NamedTuple):
         ranks: number of ranks.
         inner: ranks between one of these and the next.
         group: number of ranks that ZeRO shards over.
+        coded: number of elements that ZeRO-3 gathers as FP8 codes.
     """
 
     elements: int
     ranks: int
     inner: int
     group: int
+    coded: int = 0
 
     def ring(self, rates: Rates, per_element: float, messages: int = 1) -> float:
         """Compute the seconds of gathering or reducing them among all ranks."""
@@ -36,6 +39,11 @@ class Replicas(NamedTuple):
     def near(self, rates: Rates, per_element: float, messages: int = 1) -> float:
         """Compute the seconds of gathering or reducing them within a group."""
         return rates.ring(per_element * self.elements, self.group, self.inner, messages)
+
+    def gathered(self, rates: Rates, messages: int) -> float:
+        """Compute the seconds of gathering the weights within a group, codes with one byte per element."""
+        size = rates.element * self.elements - (rates.element - 1) * self.coded
+        return rates.ring(size, self.group, self.inner, messages)
 
     def across(self, rates: Rates, per_element: float) -> float:
         """Compute the seconds of the sum over the groups of hybrid sharding, once per step."""
@@ -54,7 +62,9 @@ def replicas_of(
             ranks, inner = own.batch_ranks, own["tp"] * own["ep"]
             asked = p.zero_group_size(grid.batch_ranks, domain) if grid.batch_ranks > 1 else None
             group = group_among(asked, ranks, grid.batch_ranks) if asked else ranks
-            out.append(Replicas(elements, ranks, inner, group))
+            held = placement.stages_of(rank)
+            coded = sum(map(sum, coded_units(cfg, p.tp, layers, held, ranks, experts)))
+            out.append(Replicas(elements, ranks, inner, group, coded))
     return out
 
 
@@ -74,7 +84,8 @@ def over_dp(
         return 0.0, 0.0
     across = sum(r.across(rates, engine.grad_bytes) for r in replicas)
     if p.zero == 3:
-        gather, reduce = (sum(r.near(rates, size, units) for r in replicas) for size in sizes)
+        gather = sum(r.gathered(rates, units) for r in replicas)
+        reduce = sum(r.near(rates, engine.grad_bytes, units) for r in replicas)
         passes = {"none": 2, "backward": 1, "step": 1 / m}[p.zero_keep]
         times = m if p.zero_reduce == "microbatch" else 1
         first, second = gather * min(passes, 1), gather * max(passes - 1, 0)

@@ -12,7 +12,9 @@ from megalite.config.cli import parse
 from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.extras.plan.time.rates import Rates
+from megalite.extras.plan.time.replicas import replicas_of
 from megalite.extras.plan.time.step import StepTime, step_time
+from megalite.pipeline.schedule import placement_of
 
 FLAGS = "--preset llama-3-8b --vocab-size 128256 --mock-data --precision bf16 --device cuda --global-batch-size 64"
 
@@ -46,6 +48,18 @@ def test_a_step_gains_what_its_products_gain() -> None:
         assert 1.2 < bf16.total / fp8.total < 1.5
     assert by_recipe["blockwise"].total < by_recipe["rowwise"].total == by_recipe["tensorwise"].total
     assert kept.gemm == pytest.approx((bf16.gemm + by_recipe["blockwise"].gemm) / 2, rel=0.02)
+
+
+def test_zero_3_gathers_one_byte_per_element() -> None:
+    """Matrices of the blocks; embedding, output layer, norms and blocks in bf16 take two."""
+    block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    for flags, coded in (([], 0), (["blockwise"], 32), (["rowwise"], 0), (["blockwise", "--fp8-keep-bf16", "3"], 26)):
+        cfg = parse([*FLAGS.split(), "--zero", "3", *(["--fp8", *flags] if flags else [])]).config
+        (own,) = replicas_of(cfg, Grid.of(8), placement_of("1f1b", 1, 1), [range(32)], 0, 8)
+        assert own.coded == coded * block
+        rates = Rates.of(cfg, cluster("h100"))
+        size = 2 * own.elements - own.coded
+        assert own.gathered(rates, 1) == pytest.approx(rates.ring(size, 8, 1, 1))
 
 
 def test_gpus_without_fp8_are_refused() -> None:
