@@ -98,16 +98,13 @@ class Bucket:
         self._missing: Counter[str] = Counter()
         self._contributions = self._outstanding = 0
         self._in_flight = [] if in_flight is None else in_flight
-        self._sent = self.grad
         entries = [BucketParam((s := p.shard.spec).name, p.shape, at, s.ndim > 1) for p, at in zip(params, self.starts)]
         self.codec: Codec | None = make_codec(compress, entries, self.numel, self.batch, like.device)
-        self.bytes_sent, self._scale = 0, 1.0
+        self._sent, self.bytes_sent, self._scale = self.grad, 0, 1.0
         self._reducing: collectives.Work | Codec | None = None
         self._across_groups: collectives.Work | None = None
         self._gathering: collectives.Work | HostGather | WeightCodes = collectives.FinishedWork()
-        self._codes: WeightCodes | None = None
-        if gathers_codes(params, sharded):
-            self._codes = WeightCodes(self.param_shares, self.starts, self.numel, self.share_axis)
+        self._codes = self._make_codes()
         self.release()
         if sharded.grad:
             _resize(self.grad, 0)
@@ -122,6 +119,11 @@ class Bucket:
         param.after_grad = partial(self._count_contribution, param)
         if not param.adds_to_main_grad:
             param.register_post_accumulate_grad_hook(_move_grad)
+
+    def _make_codes(self) -> WeightCodes | None:
+        if not gathers_codes(self.params, self.sharded):
+            return None
+        return WeightCodes(self.param_shares, self.starts, self.numel, self.share_axis)
 
     def _gaps(self) -> list[torch.Tensor]:
         """List the views of the gradient that no parameter covers (padding)."""

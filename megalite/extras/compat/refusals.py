@@ -52,6 +52,8 @@ initial values depend only on the seed and the name of the parameter, on any dev
     use-cpu-initialization no-initialization init-model-with-meta-device
 the type of the tokenizer is read from its files
     tokenizer-type tokenizer-metadata tiktoken-pattern legacy-tokenizer trust-remote-code no-save-tokenizer-assets
+the types of the optimizer's states are options of their own
+    use-precision-aware-optimizer
 padding follows from --vocab-size, --vocab-divisible-by and --tp, and never counts
     padded-vocab-size no-pad-vocab-size
 the loss is always divided by the number of targets of the whole step; the mask is always causal
@@ -96,8 +98,12 @@ a layer specification in Python cannot be read -> describe the model with the op
     spec yaml-cfg
 the residual stream is in --precision; embedding, loss and matrix products have no precision of their own -> drop it
     fp32-residual-connection fp16-lm-cross-entropy embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul
-all moments have one type, and bf16 is rounded stochastically -> use --moments-dtype, --master-dtype, --grad-dtype
-    use-precision-aware-optimizer exp-avg-dtype exp-avg-sq-dtype main-grads-dtype main-params-dtype
+both moments have one type, and bf16 is rounded stochastically, not to nearest -> use --moments-dtype bf16
+    exp-avg-dtype=fp32 exp-avg-sq-dtype=fp32
+masters are fp32, or bf16 and rounded stochastically -> use --master-dtype bf16
+    main-params-dtype=fp32
+this type is that of the sum over micro-batches -> use --grad-dtype bf16
+    main-grads-dtype=fp32
 the model does not support this variant -> drop it, or see --help all for the model's options
     squared-relu apply-residual-connection-post-layernorm embed-layernorm
     use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope qk-l2-norm

@@ -99,21 +99,19 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
     out = []
     for rank, apart in enumerate(splits_backward(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
         held = placement.stages_of(rank)
-        units = units_of(cfg, grid["tp"], layers, held, experts=False)
-        sides = sides_of(cfg, grid["tp"], layers, held, experts=False)
+        of_rank = cfg, grid["tp"], layers, held
         (matrices, of_experts), ranks = placed_matrices(cfg, grid, layers, held), grid.batch_ranks
-        coded = coded_units(cfg, grid["tp"], layers, held, ranks, experts=False)
-        states = states_of(cfg, units, ranks, element_size(cfg), apart, sides, matrices.elements, coded=coded)
+        units, sides, coded = units_of(*of_rank, False), sides_of(*of_rank, False), coded_units(*of_rank, ranks, False)
+        states = states_of(cfg, units, coded, ranks, element_size(cfg), apart, sides, matrices.elements)
         update = widened_bytes(cfg, units, ranks, ranks)
-        codes, made = code_bytes(cfg, grid["tp"], layers, held, ranks, experts=False)
-        own = list(filter(None, units_of(cfg, grid["tp"], layers, held, experts=True)))
+        codes, made = code_bytes(*of_rank, ranks, experts=False)
+        own = list(filter(None, units_of(*of_rank, experts=True)))
         if grid.experts is not None and own:
-            sides = sides_of(cfg, grid["tp"], layers, held, experts=True)
             copies, elements = grid.experts.batch_ranks, of_experts.elements
-            coded = list(filter(None, coded_units(cfg, grid["tp"], layers, held, copies, experts=True)))
-            states += states_of(cfg, own, copies, element_size(cfg), apart, sides, elements, of=ranks, coded=coded)
+            sides, coded = sides_of(*of_rank, True), list(filter(None, coded_units(*of_rank, copies, True)))
+            states += states_of(cfg, own, coded, copies, element_size(cfg), apart, sides, elements, of=ranks)
             update = max(update, widened_bytes(cfg, own, copies, ranks))
-            codes, made = map(add, (codes, made), code_bytes(cfg, grid["tp"], layers, held, copies, experts=True))
+            codes, made = map(add, (codes, made), code_bytes(*of_rank, copies, experts=True))
         out.append(
             RankMemory(
                 parameters_on_rank(cfg, grid["tp"], placement, layers, rank),

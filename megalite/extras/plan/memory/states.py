@@ -50,24 +50,24 @@ class States:
 def states_of(
     cfg: Config,
     stages: Sequence[Sequence[UnitSizes]],
+    coded: Sequence[Sequence[int]],
     dp: int,
     element: int,
     split: bool,
     sides: Sides = (0, 0),
     matrices: int = 0,
     of: int | None = None,
-    coded: Sequence[Sequence[int]] | None = None,
 ) -> States:
     """Compute what a rank holds: 18, 6 + 12 / dp, 2 + 16 / dp and 18 / dp bytes per parameter for bf16 and AdamW.
 
     Args:
         stages: units of each stage of the rank.
+        coded: elements of each that are gathered as FP8 codes, from `coded_units`.
         element: bytes of a weight.
         split: whether the schedule splits the backward pass.
         sides: sides of the matrices that PowerSGD compresses, from `sides_of`.
         matrices: elements of the blocks' matrices, from `matrices_of`.
         of: number of batch ranks, where only `dp` of them hold the same parameters (experts).
-        coded: elements of the units that are gathered as FP8 codes, from `coded_units`; default: none.
     """
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
@@ -79,7 +79,6 @@ def states_of(
     grad, sent, arriving = _gradient_bytes(cfg, dp)
     left, compressing = _compression(cfg, stages, sides, dp) if dp > 1 and t.compress != "none" else (0, 0)
     shared = total if zero == 2 else gathered
-    coded = coded or [[0] * len(units) for units in stages]
     share = element * -(-gathered // group) + -(-sum(map(sum, coded)) // group)
     weights = element * (total - gathered) + (0 if params_away else share)
     ranks = group if zero else 1
@@ -198,12 +197,7 @@ def _at_stage_3(
 def _of_units(
     cfg: Config, units: Sequence[int], total: int, taken: Sequence[int], whole: int, copies: int, split: bool
 ) -> int:
-    """Compute `_at_stage_3` for one stage of the model.
-
-    Args:
-        units, total: elements of each unit of a stage, and of all stages.
-        taken, whole: bytes of the same once they are gathered.
-    """
+    """Compute `_at_stage_3` for one stage; units and all stages take `taken` and `whole` bytes once gathered."""
     ahead = [0, *taken[:-1]] if cfg.parallel.overlap_param_gather else [0] * len(units)
     # The next unit's weights are being gathered while one runs.
     weights = [n + more for n, more in zip(taken, ahead)]

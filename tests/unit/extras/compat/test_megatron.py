@@ -256,7 +256,7 @@ NO_EFFECT = """
     wandb-exp-name wandb-save-dir no-check-for-nan-in-loss-and-grad check-for-spiky-loss check-for-large-grads
     manual-gc empty-unused-memory-level profile-step-start profile-ranks inference-max-requests
     straggler-minmax-count nccl-communicator-config-path te-rng-tracker use-sharp one-logger-project
-    no-one-logger exit-signal moe-permute-fusion moe-grouped-gemm
+    no-one-logger exit-signal moe-permute-fusion moe-grouped-gemm use-precision-aware-optimizer
 """
 """Dropping these changes nothing that is trained."""
 
@@ -281,7 +281,7 @@ MATTERS = """
     use-checkpoint-args use-mp-args-from-checkpoint-args exit-on-missing-checkpoint save-retain-interval
     exit-interval kill-switch-path adlr-autoresume skip-train wandb-entity
     fp8-format rl-x retro-x distributed-timeout-seconds-after-init softmax-scale muon-tp-mode
-    use-precision-aware-optimizer iterations-to-skip full-validation
+    exp-avg-dtype exp-avg-sq-dtype main-params-dtype main-grads-dtype iterations-to-skip full-validation
 """
 """Dropping these would train something else, or would do it elsewhere or longer."""
 
@@ -310,6 +310,7 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
         ),
         *("--softmax-type vanilla", "--vocab-extra-ids 0", "--dataloader-type single", "--mtp-num-layers 0"),
         *("--lr-wsd-decay-style linear", "--num-distributed-optimizer-instances 1"),
+        *(f"--{name}-dtype fp32" for name in ("exp-avg", "exp-avg-sq", "main-params", "main-grads")),
     ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted(argv: str) -> None:
