@@ -35,6 +35,8 @@ REFUSED = {
     f"{EXPERTS} --moe-topk 1": "--moe-topk 1: renormalized, its weight is always 1",
     f"{EXPERTS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01": "there is no balance loss to weigh",
     "--num-experts 1": "--num-experts 1: must be at least 2",
+    f"{EXPERTS} --moe-router-enable-expert-bias": "--moe-router-enable-expert-bias: is added to sigmoids",
+    f"{EXPERTS} --moe-router-bias-update-rate 0.01": "--moe-router-bias-update-rate 0.01: there is no bias to move",
 }
 
 
