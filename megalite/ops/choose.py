@@ -151,10 +151,9 @@ def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: 
     for backend in op.backends:
         if is_requested and backend.name != wanted:
             continue
-        if backend.name == "triton" and device.type == "cpu" and not is_requested:
-            reason: str | None = "runs on CPU only in its interpreter, and only when requested by name"
-        else:
-            reason = backend.why_not(device, dtype)
+        reason = backend.why_not(device, dtype)
+        if reason is None and not is_requested:
+            reason = backend.why_not_auto(device, dtype)
         if reason is None:
             if is_requested:
                 why = "requested"

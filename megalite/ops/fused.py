@@ -73,7 +73,10 @@ def triton_backend(module: str) -> Backend:
         importlib.import_module(f"megalite.ops.triton.{module}")
         return functions(op, "triton")
 
-    return Backend("triton", load, _why_no_triton)
+    def why_not_auto(device: torch.device, dtype: torch.dtype) -> str | None:
+        return "runs on CPU only in its interpreter, and only when requested by name" if device.type == "cpu" else None
+
+    return Backend("triton", load, _why_no_triton, why_not_auto)
 
 
 CPP = Backend("cpp", lambda op: functions(op, "cpp"), native.why_no_cpp)

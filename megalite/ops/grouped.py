@@ -15,8 +15,9 @@ grouped_wgrad(main_grad, dy, x, sizes, accumulate=True) -> None
 
 These functions are not differentiable: `tensor_parallel.grouped_linear` defines their backward. On CUDA in bf16,
 torch's grouped GEMM computes the first two in one kernel, where O and I are multiples of 8. Where torch has none (fp16,
-GPUs before Hopper), Triton's kernels compute all three (ops/triton/grouped.py). On CPU groups are multiplied one after
-another, in fp32 by oneDNN where that is faster (ops/onednn.py).
+GPUs other than Hopper and Blackwell data-center GPUs), Triton's kernels compute all three (ops/triton/grouped.py): from
+sm_80 on, and in fp32 only when asked for by name. Elsewhere groups are multiplied one after another, on CPU in fp32 by
+oneDNN where that is faster (ops/onednn.py).
 """
 
 from __future__ import annotations
@@ -127,16 +128,19 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"torch's grouped GEMM is for bf16, not {dtype}"
     # Elsewhere torch multiplies groups one after another, and waits for their sizes.
-    return None if torch.cuda.get_device_capability(device) >= (9, 0) else "torch's grouped GEMM is for Hopper or newer"
+    fast = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return None if fast else "torch's grouped GEMM is for Hopper and Blackwell data-center GPUs"
 
 
 _TRITON = triton_backend("grouped")
 
 
-def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+def _why_no_triton_auto(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cuda" and dtype == torch.float32:
-        return "for bf16 and fp16: in fp32, cuBLAS multiplies groups one after another"
-    return _TRITON.why_not(device, dtype)
+        return "in fp32, cuBLAS multiplies groups one after another"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton uses tensor cores from sm_80 on"
+    return _TRITON.why_not_auto(device, dtype)
 
 
 OP = Op(
@@ -144,7 +148,7 @@ OP = Op(
     (grouped_linear, grouped_dgrad, grouped_wgrad),
     (
         Backend("cuda", _load, _why_not),
-        replace(_TRITON, why_not=_why_no_triton),
+        replace(_TRITON, why_not_auto=_why_no_triton_auto),
         Backend("onednn", _load_onednn, why_not),
         TORCH,
     ),

@@ -22,11 +22,13 @@ class Backend:
         load: function that imports the backend and returns {function name: callable} of an op; called only if `why_not`
             returns None.
         why_not: function that returns why the backend cannot run on (device, dtype), or None.
+        why_not_auto: function that returns why a backend that can run is only chosen when requested by name, or None.
     """
 
     name: str
     load: Callable[[Op], Mapping[str, Callable[..., Any]]]
     why_not: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+    why_not_auto: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def target_backends(spec: str | None) -> Iterator[None]:
 def _on_target(backend: Backend, wanted: str, op: Op) -> Backend:
     if backend.name == "triton":
         installed = importlib.util.find_spec("triton") is not None
-        return Backend("triton", backend.load if installed else _load_fakes, _unless_missing(backend))
+        return replace(backend, load=backend.load if installed else _load_fakes, why_not=_unless_missing(backend))
     if backend.name == "cuda" and op is not grouped.OP:  # whose kernels are torch's own
         reason = None if wanted == "cuda" else "assumed to be absent; name it with --ops"
         return replace(backend, why_not=lambda device, dtype: reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -17,12 +18,17 @@ from torch import Tensor
 from megalite.ops.grouped import numbers
 from megalite.ops.triton.support import FUSE, register
 
-_SIDE, _INNER = 128, 64
+
+def _tile(x: Tensor) -> dict[str, Any]:
+    """Return the launch options for operands like `x`: fp32 has no tensor cores, and takes twice the memory."""
+    side, inner, warps = (64, 32, 4) if x.dtype == torch.float32 else (128, 64, 8)
+    widen = x.dtype == torch.float32 or not x.is_cuda
+    return {"WIDEN": widen, "SIDE": side, "INNER": inner, "num_warps": warps, **FUSE}
 
 
 @triton.jit
 def multiply(a, b, total, WIDEN: tl.constexpr):
-    """Add a product to `total`, of operands as they are, or in fp32 (the interpreter)."""
+    """Add a product to `total`, of operands as they are, or in fp32 (fp32 ones, the interpreter)."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total)
@@ -95,24 +101,26 @@ def grouped_wgrad_kernel(
 def _grouped_product(x: Tensor, w: Tensor, sizes: Sequence[int], transposed: bool) -> Tensor:
     inner, columns = (w.shape[2], w.shape[1]) if transposed else (w.shape[1], w.shape[2])
     y = x.new_empty(len(x), columns)
-    ends = list(accumulate(sizes))
+    ends, options = list(accumulate(sizes)), _tile(x)
+    side = options["SIDE"]
     starts = ((e, end - size, end) for e, (size, end) in enumerate(zip(sizes, ends)))
-    tiles = [(e, row, end) for e, first, end in starts for row in range(first, end, _SIDE)]
+    tiles = [(e, row, end) for e, first, end in starts for row in range(first, end, side)]
     if tiles:
         table = numbers((value for tile in tiles for value in tile), x, torch.int32)
-        grouped_product_kernel[len(tiles), triton.cdiv(columns, _SIDE)](
+        grouped_product_kernel[len(tiles), triton.cdiv(columns, side)](
             x.contiguous(), w.contiguous(), table, y, columns, inner,
-            TRANSPOSED=transposed, WIDEN=not x.is_cuda, SIDE=_SIDE, INNER=_INNER, num_warps=8, **FUSE,
+            TRANSPOSED=transposed, **options,
         )  # fmt: skip
     return y
 
 
 def _grouped_wgrad_(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulated: bool) -> None:
     groups, rows, columns = main_grad.shape
-    ends = numbers((0, *accumulate(sizes)), x, torch.int32)
-    grouped_wgrad_kernel[groups, triton.cdiv(rows, _SIDE), triton.cdiv(columns, _SIDE)](
+    ends, options = numbers((0, *accumulate(sizes)), x, torch.int32), _tile(x)
+    side = options["SIDE"]
+    grouped_wgrad_kernel[groups, triton.cdiv(rows, side), triton.cdiv(columns, side)](
         main_grad, dy.contiguous(), x.contiguous(), ends, rows, columns,
-        ADD=accumulated, WIDEN=not x.is_cuda, SIDE=_SIDE, INNER=_INNER, num_warps=8, **FUSE,
+        ADD=accumulated, **options,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 from megalite.base.errors import UserError
 from megalite.ops import Ops, resolve
 from megalite.ops.choose import OPS, choose, parse_spec
-from megalite.ops.op import Backend, Op
+from megalite.ops.fused import triton_backend
+from megalite.ops.op import TORCH, Backend, Op
 from tests.ops_contract import check
 
 CPU = torch.device("cpu")
@@ -46,23 +48,28 @@ def test_default_backend_that_an_op_lacks_leaves_it_automatic_with_a_reason() ->
 
 
 def test_interpreter_is_never_an_automatic_choice() -> None:
-    choice, _ = choose(_op(triton=None, torch=None), "auto", CPU, torch.float32, None)
+    op = Op("op", (), (replace(triton_backend("norm"), why_not=lambda device, dtype: None), TORCH))
+    choice, _ = choose(op, "auto", CPU, torch.float32, None)
     assert choice.backend == "torch"
     assert choice.rejected[0][0] == "triton"
+    choice, _ = choose(op, "triton", CPU, torch.float32, None)
+    assert choice.backend == "triton"
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc, which Triton requires")
 @pytest.mark.parametrize(
-    ("capability", "dtype", "backend"),
-    [((9, 0), torch.bfloat16, "cuda"), ((9, 0), torch.float16, "triton"), ((8, 0), torch.bfloat16, "triton"),
-     ((9, 0), torch.float32, "torch")],
+    ("asked", "capability", "dtype", "backend"),
+    [("auto", (9, 0), torch.bfloat16, "cuda"), ("auto", (9, 0), torch.float16, "triton"),
+     ("auto", (9, 0), torch.float32, "torch"), ("triton", (9, 0), torch.float32, "triton"),
+     ("auto", (8, 0), torch.bfloat16, "triton"), ("auto", (7, 5), torch.float16, "torch"),
+     ("triton", (7, 5), torch.float16, "triton"), ("auto", (12, 0), torch.bfloat16, "triton")],
 )  # fmt: skip
 def test_grouped_products_by_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, backend: str
+    monkeypatch: pytest.MonkeyPatch, asked: str, capability: tuple[int, int], dtype: torch.dtype, backend: str
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    choice, _ = choose(OPS["grouped"], "auto", torch.device("cuda"), dtype, None)
+    choice, _ = choose(OPS["grouped"], asked, torch.device("cuda"), dtype, None)
     assert choice.backend == backend
 
 
