@@ -18,8 +18,8 @@ from megalite.dist import collectives
 from megalite.dist.context import ParallelContext
 from megalite.optim.compress import BucketParam, Codec, make_codec
 from megalite.optim.host_share import HostGather, on_host
-from megalite.optim.shares import GradKind, ParamShare, Sharding, bucket_layout
-from megalite.optim.weight_codes import WeightCodes, gathers_codes
+from megalite.optim.shares import GradKind, ParamShare, Sharding, bucket_layout, gathers_codes
+from megalite.optim.weight_codes import WeightCodes
 from megalite.sharding.parameter import ShardedParameter
 from megalite.update_rules import RULES
 
@@ -285,8 +285,8 @@ class Bucket:
         """Names of parameters with too few or too many gradient contributions; empty after a full backward pass."""
         return [name for name, count in self._missing.items() if count]
 
-    def start_pass(self) -> None:
-        """Take the weights for changed since the last pass."""
+    def forget_codes(self) -> None:
+        """Free the codes of this rank's share, if it has any: weights change."""
         if self._codes is not None:
             self._codes.forget()
 
@@ -295,7 +295,7 @@ class Bucket:
 
         Weights that are only multiplied in FP8 are gathered as codes (`weight_codes.py`).
         """
-        self._forget_codes()
+        self._drop_codes()
         if self._codes is not None:
             self._codes.start(self.weight_share)
             self._gathering = self._codes
@@ -314,12 +314,12 @@ class Bucket:
         """Free sharded weights, except for this rank's share."""
         if self.sharded.weights:
             self.wait_weights()
-            self._forget_codes()
+            self._drop_codes()
             _resize(self.weights, 0)
             if self._codes is not None:
                 self._codes.release()
 
-    def _forget_codes(self) -> None:
+    def _drop_codes(self) -> None:
         for param in self.params:
             param.codes = None
 

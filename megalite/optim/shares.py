@@ -54,6 +54,12 @@ class Sharding:
         return None if self.group is None else group_among(self.group, ranks, batch_ranks)
 
 
+def gathers_codes(params: Sequence[ShardedParameter], sharded: Sharding) -> bool:
+    """Check that parameters' weights are needed as codes only: all are multiplied in FP8, by squares."""
+    in_fp8 = all(param.fp8 is not None and param.fp8.recipe.square for param in params)
+    return in_fp8 and sharded.weights and not sharded.host
+
+
 @dataclass(frozen=True)
 class GradKind:
     """What the parameters of one bucket have in common.
@@ -65,6 +71,7 @@ class GradKind:
         decoupled_lr: whether the learning rate is that of `--decoupled-lr`.
         rule: name of the update rule.
         width: muP's multiplier of the width, 1 without muP.
+        coded: whether the weights may be gathered as FP8 codes (`gathers_codes`).
     """
 
     weight_decay: bool
@@ -73,6 +80,7 @@ class GradKind:
     decoupled_lr: bool = False
     rule: str = "adamw"
     width: float = 1.0
+    coded: bool = False
 
     @classmethod
     def of(cls, param: ShardedParameter, sharded: Sharding, cfg: OptimConfig = OptimConfig()) -> GradKind:
@@ -80,7 +88,8 @@ class GradKind:
         shard, spec = param.shard, param.shard.spec
         is_owner = shard.is_owner(shared=shard.layout.batch if sharded.state else ())
         decoupled_lr = spec.decoupled_lr and cfg.decoupled_lr is not None
-        return cls(spec.weight_decay, shard.reduce, is_owner, decoupled_lr, cfg.rule_of(spec.matrix), spec.width)
+        rule, coded = cfg.rule_of(spec.matrix), gathers_codes([param], sharded)
+        return cls(spec.weight_decay, shard.reduce, is_owner, decoupled_lr, rule, spec.width, coded)
 
 
 class ParamShare(NamedTuple):

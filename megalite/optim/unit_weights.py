@@ -99,8 +99,7 @@ class UnitWeights:
             unit.in_backward = False
             if unit.used:
                 self._release(unit)
-        for bucket in self._users:
-            bucket.start_pass()
+        self._forget_codes()
 
     def end_pass(self) -> None:
         """Release weights that are kept until the end of a step or an evaluation.
@@ -114,6 +113,11 @@ class UnitWeights:
         remaining = [unit.name for unit in self._units if unit.used or any(bucket.gathered for bucket in unit.buckets)]
         if remaining:
             raise RuntimeError(f"weights not released after the pass: units of {', '.join(remaining)}")
+        self._forget_codes()
+
+    def _forget_codes(self) -> None:
+        for bucket in self._users:
+            bucket.forget_codes()
 
     def _before_forward(self, unit: _Unit, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if unit.in_backward:

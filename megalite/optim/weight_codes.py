@@ -14,14 +14,7 @@ import torch
 from megalite.dist import collectives
 from megalite.dist.context import Axis
 from megalite.ops.fp8 import Codes, Fp8, amaxes, scales
-from megalite.optim.shares import ParamShare, Sharding
-from megalite.sharding.parameter import ShardedParameter
-
-
-def gathers_codes(params: Sequence[ShardedParameter], sharded: Sharding) -> bool:
-    """Check that a bucket's weights are needed as codes only: all are multiplied in FP8, by squares."""
-    in_fp8 = all(param.fp8 is not None and param.fp8.recipe.square for param in params)
-    return in_fp8 and sharded.weights and not sharded.host
+from megalite.optim.shares import ParamShare
 
 
 class WeightCodes:
@@ -49,7 +42,7 @@ class WeightCodes:
         return self._all is not None
 
     def forget(self) -> None:
-        """Quantize again before the next gather: weights may have changed."""
+        """Free the codes of this rank's share: weights change."""
         self._own = None
 
     def start(self, share: torch.Tensor) -> None:

@@ -231,45 +231,86 @@ def test_faults_of_gathered_codes_are_found(pool: WorkerPool, fault: str) -> Non
     assert got != wrong
 
 
-def bytes_of_codes(rank: int, cfg: Config) -> tuple[int, int]:
-    """Bytes of the codes of this rank's shares, and of what is gathered beyond the weights that it replaces."""
-    engine = jobs.start(rank, cfg, 2)
-    found = []
+def bytes_of_codes(rank: int, cfg: Config, world: int) -> tuple[int, int, int]:
+    """Bytes of the codes of whole weights, of codes of shares and what is gathered beyond weights, and after a pass."""
+    engine = jobs.start(rank, cfg, world)
+    found: list[int] = []
     end = engine.unit_weights.end_pass
+    coded = [b for b in engine.optimizer.buckets if b._codes is not None]
+
+    def held(sharded: bool) -> tuple[int, int]:
+        """Bytes of both directions of matrices, and of the gathered one."""
+        shown = [p.codes for b in engine.optimizer.buckets if (b in coded) == sharded for p in b.params if p.codes]
+        both = [codes for of_param in shown for codes in of_param]
+        return sum(c.codes.nbytes + c.scale.nbytes for c in both), sum(c.codes.nbytes for c in both[::2])
 
     def measure() -> None:
-        coded = [b._codes for b in engine.optimizer.buckets if b._codes is not None]
-        shown = [codes for b in engine.optimizer.buckets for p in b.params for codes in p.codes or ()]
-        transposed = sum(codes.codes.nbytes for codes in shown[1::2]) + sum(codes.scale.nbytes for codes in shown)
-        gathered = sum(c._all.nbytes for c in coded)
         width = torch.finfo(engine.optimizer.buckets[0].weights.dtype).bits // 8
-        found.append((sum(c._own.nbytes for c in coded), transposed + gathered * (1 - width)))
+        both, gathered = held(sharded=True)
+        found.extend((held(sharded=False)[0], both - width * gathered + sum(b._codes._own.nbytes for b in coded)))
         end()
+        found.append(sum(b._codes._own is not None or b._codes.gathered for b in coded))
 
     engine.unit_weights.end_pass = measure
-    batch = batches(cfg, 1)[0]
-    train_step(engine, np.split(batch, 2)[rank], 1)
-    return found[0]
+    batch_ranks = engine.ctx.dp
+    train_step(engine, np.split(batches(cfg, 1)[0], batch_ranks.size)[batch_ranks.rank], 1)
+    whole, shared, after = found
+    return whole, shared, after
+
+
+EXPERTS = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": 256}
 
 
 @pytest.mark.full
-def test_bytes_of_gathered_codes_are_planned(pool: WorkerPool) -> None:
-    cfg = config("blockwise", {"zero": 3, "zero_keep": "step", **CUT}, fp8_keep_bf16=1)
+@pytest.mark.parametrize(
+    ("world", "layout", "experts"),
+    [(2, {}, {}), (2, {}, EXPERTS), (4, {"ep": 2}, EXPERTS), (4, {"ep": 2, "zero_group": "2"}, EXPERTS)],
+    ids=str,
+)
+def test_bytes_of_gathered_codes_are_planned(
+    pool: WorkerPool, world: int, layout: dict[str, Any], experts: dict[str, Any]
+) -> None:
+    cfg = config("blockwise", {"zero": 3, "zero_keep": "step", **CUT, **layout}, experts, fp8_keep_bf16=1)
     plain = jobs.with_train(cfg, fp8="off", fp8_emulate=False, fp8_keep_bf16=0)
-    planned, off = (memory_per_rank(c, Grid.of(2))[0] for c in (cfg, plain))
-    for held, gathered in pool.run(2, bytes_of_codes, cfg):
-        assert held == planned.weights - off.weights > 0
-        assert gathered == planned.temporary - off.temporary
+    planned, off = (memory_per_rank(c, Grid.from_config(c.parallel, world))[0] for c in (cfg, plain))
+    for whole, shared, after in pool.run(world, bytes_of_codes, cfg, world):
+        assert whole == planned.weights - off.weights
+        assert (whole > 0) == (layout.get("zero_group") == "2")  # each expert is then on one rank of a group
+        assert shared == planned.temporary - off.temporary != 0
+        assert after == 0
 
 
-def test_blocks_with_a_router_gather_weights(pool: WorkerPool) -> None:
-    """A router is multiplied in fp32: the bucket that holds it is sent as it is, experts over ep as codes."""
-    experts = {"num_experts": 4, "moe_topk": 2, "moe_ffn_size": 256}
-    cfg = config("blockwise", {"zero": 3, "ep": 2, **CUT}, experts)
+@pytest.mark.parametrize("layout", [{}, pytest.param({"ep": 2}, marks=pytest.mark.full)], ids=str)
+def test_routers_are_gathered_apart_from_codes(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    """A router is multiplied in fp32, and gathered apart from the matrices of its block; experts over ep are, too."""
+    cfg = config("blockwise", {"zero": 3, **CUT, **layout}, EXPERTS)
     (got, codes, others), (expected, _, wide) = (pool.run(4, sent_as, cfg, 4, how)[0] for how in ("codes", "weights"))
+    attention, experts = 4 * 256 * 128, 4 * 3 * 256 * 128
     assert got == expected
-    assert 0 < len(codes) < others
+    assert set(codes) == ({attention, experts} if layout else {attention + experts})
     assert len(codes) + others == wide
+
+
+def evaluated_and_resumed(rank: int, folder: Path, world: int, how: str) -> list[Any]:
+    """Hashes of the states after a run with evaluations, and after a further step of a run that takes it up."""
+    sizes = ["--hidden-size", "128", "--head-dim", "64", "--ffn-hidden-size", "256", "--seq-len", "128"]
+    sharded = ["--zero", "3", "--zero-whole-below", "500", "--eval-every", "1", "--run-dir", str(folder / how)]
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "weights":
+            patch.setattr(bucket, "gathers_codes", lambda *args: False)
+        given = [*FLAGS, *sizes, *sharded, "--fp8", "blockwise", "--fp8-emulate", "--train-steps"]
+        return [test_resume.train(rank, [*given, steps], world) for steps in ("2", "3")]
+
+
+@pytest.mark.full
+def test_evaluations_and_resuming_take_codes_of_their_weights(pool: WorkerPool, tmp_path: Path) -> None:
+    """Step, evaluation, step, resume, step: to the bits of gathered weights, in evaluations as well."""
+    codes, weights = (pool.run(2, evaluated_and_resumed, tmp_path, 2, how) for how in ("codes", "weights"))
+    assert codes == weights
+    logs = ((tmp_path / how / "metrics.jsonl").read_text().splitlines() for how in ("codes", "weights"))
+    measured = [[(line["step"], line["loss"]) for line in map(json.loads, log) if "loss" in line] for log in logs]
+    assert measured[0] == measured[1]
+    assert len(measured[0]) >= 6
 
 
 @pytest.mark.parametrize("recipe", [pytest.param("blockwise", marks=pytest.mark.full), "tensorwise"])

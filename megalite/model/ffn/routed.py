@@ -69,8 +69,7 @@ class MoE(FeedForward):
         assert m.num_experts is not None
         rows, ffn = rows_received(cfg), m.expert_ffn_size // experts_tp(cfg.parallel)
         gathers = choose_dispatch(m, cfg.parallel)[0] == "allgather"
-        # Each rank of ep then orders and weighs the tokens of all.
-        sent = rows_sent(cfg) * (cfg.parallel.ep if gathers else 1)
+        sent = rows_combined(cfg)
         kept = [
             SavedTensor("probabilities of the router", 4 * own * m.num_experts),
             *self.remembered(cfg),
@@ -126,6 +125,12 @@ def rows_sent(cfg: Config) -> int:
     """Count the tokens of a micro-batch that a rank sends to experts, once for each of theirs."""
     own = tokens(cfg) if cfg.parallel.etp == "tp" else residual_rows(cfg)
     return own * cfg.model.moe_topk
+
+
+def rows_combined(cfg: Config) -> int:
+    """Return how many rows a rank orders and weighs: with allgather, each rank of ep does so with those of all."""
+    gathers = choose_dispatch(cfg.model, cfg.parallel)[0] == "allgather"
+    return rows_sent(cfg) * (cfg.parallel.ep if gathers else 1)
 
 
 def rows_received(cfg: Config) -> int:

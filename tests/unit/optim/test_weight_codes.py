@@ -51,7 +51,7 @@ def gathered(rank: int, world: int, cases: range) -> list[str]:
         kind = GradKind(weight_decay=True, reduce=("dp",), is_owner=True)
         bucket = Bucket(params, kind, ctx, sharded=Sharding.stage(3))
         for turn in range(2):
-            bucket.start_pass()
+            bucket.forget_codes()
             bucket.gather()
             bucket.wait_weights()
             assert bucket.gathered

@@ -13,70 +13,61 @@ from functools import lru_cache
 from megalite.base.fp8_recipes import RECIPES
 from megalite.config.fp8 import fp8_layers
 from megalite.config.model import ModelConfig
-from megalite.config.optim import OptimConfig
 from megalite.config.run import Config
-from megalite.extras.plan.memory.states import Cut, names_of, unit_of, units_of
+from megalite.extras.plan.memory.units import Cut, coded_layers, names_of, unit_of, units_of
 
 
 def code_bytes(
-    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], dp: int, experts: bool | None = None
+    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], group: int, experts: bool | None = None
 ) -> tuple[int, int]:
     """Compute the bytes of codes that a pipeline rank holds between steps, and those that it makes within one.
 
     Args:
         layers: blocks of every stage of the model.
         held: the rank's stages.
-        dp: number of ranks that hold the same, and see different tokens of a batch.
+        group: number of ranks that share a state, from `group_of`.
         experts: only of parameters on the experts' grid, or only of the others; None: of all.
     """
     if cfg.train.fp8 == "off":
         return 0, 0
-    by_unit, coded = _by_unit(cfg.model, cfg.train.fp8, Cut.of(cfg, tp), experts), _coded(cfg, tp, dp, experts)
+    by_unit, coded = _by_unit(cfg.model, cfg.train.fp8, Cut.of(cfg, tp), experts), _coded(cfg, tp, group, experts)
     in_fp8 = {f"layers.{i}" for i in fp8_layers(cfg.model, cfg.train)}
     units = [unit for units in names_of(cfg, layers, held) for unit in units if unit in in_fp8]
     sizes = [by_unit.get(unit, 0) - coded.get(unit, 0) for unit in units]
-    if cfg.zero_stage(dp) < 3:
+    if cfg.zero_stage(group) < 3:
         return sum(sizes), 0
     return 0, max(sizes, default=0) if cfg.parallel.zero_keep == "none" else sum(sizes)
 
 
 def coded_units(
-    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], dp: int, experts: bool | None = None
+    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], group: int, experts: bool | None = None
 ) -> list[list[int]]:
     """List the elements of each unit that ZeRO-3 gathers as codes, in the order of `units_of`.
 
     Arguments as for `code_bytes`.
     """
-    coded = _coded(cfg, tp, dp, experts)
+    coded = _coded(cfg, tp, group, experts)
     if not coded:
         return [[0] * len(units) for units in units_of(cfg, tp, layers, held, experts)]
-    known = _matrices(cfg.model, Cut.of(cfg, tp), experts, cfg.optim, cfg.parallel.zero_whole_below)
+    known = _matrices(cfg.model, Cut.of(cfg, tp), experts, cfg.parallel.zero_whole_below)
     return [[coded.get(unit, 0) for unit in units if unit in known] for units in names_of(cfg, layers, held)]
 
 
-def _coded(cfg: Config, tp: int, dp: int, experts: bool | None) -> dict[str, int]:
+def _coded(cfg: Config, tp: int, group: int, experts: bool | None) -> dict[str, int]:
     """Return the elements that are gathered as codes, of the units that have any."""
-    gathers = cfg.zero_stage(dp) == 3 and cfg.train.offload != "optimizer+params"
-    if cfg.train.fp8 == "off" or not RECIPES[cfg.train.fp8].square or not gathers:
+    if cfg.zero_stage(group) < 3:
         return {}
-    sizes = _matrices(cfg.model, Cut.of(cfg, tp), experts, cfg.optim, cfg.parallel.zero_whole_below)
-    return {unit: sizes[unit] for i in fp8_layers(cfg.model, cfg.train) if sizes.get(unit := f"layers.{i}")}
+    sizes = _matrices(cfg.model, Cut.of(cfg, tp), experts, cfg.parallel.zero_whole_below)
+    return {unit: sizes[unit] for i in coded_layers(cfg) if sizes.get(unit := f"layers.{i}")}
 
 
 @lru_cache(maxsize=64)
-def _matrices(
-    model: ModelConfig, cut: Cut, experts: bool | None, optim: OptimConfig, whole_below: int
-) -> dict[str, int]:
-    """Return by unit the elements of those buckets that are sharded and hold nothing but matrices of blocks."""
-    kinds: dict[str, dict[object, list[tuple[bool, int]]]] = defaultdict(lambda: defaultdict(list))
+def _matrices(model: ModelConfig, cut: Cut, experts: bool | None, whole_below: int) -> dict[str, int]:
+    """Return by unit the elements of those of its matrices whose buckets are sharded."""
+    kinds: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
     for spec, shape in cut.shapes(model, experts):
-        kind = spec.weight_decay, spec.partial, optim.rule_of(spec.matrix)
-        kinds[unit_of(spec.name)][kind].append((spec.matrix, math.prod(shape)))
-    out = {}
-    for unit, by_kind in kinds.items():
-        totals = (sum(n for _, n in kind) for kind in by_kind.values() if all(matrix for matrix, _ in kind))
-        out[unit] = sum(n for n in totals if n >= whole_below)
-    return out
+        kinds[unit_of(spec.name)][spec.weight_decay, spec.partial] += math.prod(shape) if spec.matrix else 0
+    return {unit: sum(n for n in sizes.values() if n >= whole_below) for unit, sizes in kinds.items()}
 
 
 @lru_cache(maxsize=64)

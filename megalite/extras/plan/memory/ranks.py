@@ -26,10 +26,11 @@ from megalite.extras.plan.memory.fp8 import code_bytes, coded_units
 from megalite.extras.plan.memory.in_flight import InFlight, in_flight_by_rank, splits_backward
 from megalite.extras.plan.memory.matrices import placed_matrices, update_bytes
 from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, split, vocab_rows
-from megalite.extras.plan.memory.states import sides_of, states_of, units_of, widened_bytes
+from megalite.extras.plan.memory.states import group_of, states_of, widened_bytes
+from megalite.extras.plan.memory.units import sides_of, units_of
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
-from megalite.model.ffn.routed import rows_sent
+from megalite.model.ffn.routed import rows_combined
 from megalite.model.partition import blocks_by_kind
 from megalite.model.saved import element_size, residual_bytes, tokens
 from megalite.pipeline.choose import name_of
@@ -98,20 +99,20 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
     layers, placement = split(cfg), placement_of(schedule, p.pp, p.vp)
     out = []
     for rank, apart in enumerate(splits_backward(schedule, p.pp, p.vp, sample_sizes(p.pp, m)[0])):
-        held = placement.stages_of(rank)
-        of_rank = cfg, grid["tp"], layers, held
+        of_rank = cfg, grid["tp"], layers, (held := placement.stages_of(rank))
         (matrices, of_experts), ranks = placed_matrices(cfg, grid, layers, held), grid.batch_ranks
-        units, sides, coded = units_of(*of_rank, False), sides_of(*of_rank, False), coded_units(*of_rank, ranks, False)
+        group = group_of(cfg, ranks, ranks)
+        units, sides, coded = units_of(*of_rank, False), sides_of(*of_rank, False), coded_units(*of_rank, group, False)
         states = states_of(cfg, units, coded, ranks, element_size(cfg), apart, sides, matrices.elements)
         update = widened_bytes(cfg, units, ranks, ranks)
-        codes, made = code_bytes(*of_rank, ranks, experts=False)
+        codes, made = code_bytes(*of_rank, group, experts=False)
         own = list(filter(None, units_of(*of_rank, experts=True)))
         if grid.experts is not None and own:
-            copies, elements = grid.experts.batch_ranks, of_experts.elements
-            sides, coded = sides_of(*of_rank, True), list(filter(None, coded_units(*of_rank, copies, True)))
-            states += states_of(cfg, own, coded, copies, element_size(cfg), apart, sides, elements, of=ranks)
+            copies, group = grid.experts.batch_ranks, group_of(cfg, grid.experts.batch_ranks, ranks)
+            sides, coded = sides_of(*of_rank, True), list(filter(None, coded_units(*of_rank, group, True)))
+            states += states_of(cfg, own, coded, copies, element_size(cfg), apart, sides, of_experts.elements, ranks)
             update = max(update, widened_bytes(cfg, own, copies, ranks))
-            codes, made = map(add, (codes, made), code_bytes(*of_rank, copies, experts=True))
+            codes, made = map(add, (codes, made), code_bytes(*of_rank, group, experts=True))
         out.append(
             RankMemory(
                 parameters_on_rank(cfg, grid["tp"], placement, layers, rank),
@@ -134,8 +135,7 @@ def kept_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[tuple[int, int
     layers, sizes = split(cfg), sample_sizes(p.pp, m)
     samples = [in_flight_by_rank(schedule, p.pp, p.vp, size) for size in sizes]
     placement, head = placement_of(schedule, p.pp, p.vp), _head_bytes(cfg, m)
-    taken = _stages_bytes(cfg, layers)
-    host = [0] * p.pp
+    taken, host = _stages_bytes(cfg, layers), [0] * p.pp
     if cfg.train.offload == "activations":
         host = offloaded_bytes(cfg, grid["dp"], schedule, layers, pinned=p.device != "cpu")
     out = []
@@ -155,7 +155,7 @@ def _gpu_workspace(cfg: Config, num_microbatches: int) -> int:
     if p.device == "cpu":
         return 0
     # Weighed outputs of a token's experts are fp32, and so are their gradients.
-    combined = 8 * rows_sent(cfg) * m.hidden_size if m.num_experts else 0
+    combined = 8 * rows_combined(cfg) * m.hidden_size if m.num_experts else 0
     width = element_size(cfg) * tokens(cfg)
     shards = p.tp if cfg.sequence_parallel else 1
     sends = min(MAX_SENDS, num_microbatches * p.vp) * width * m.hidden_size // shards if p.pp > 1 else 0

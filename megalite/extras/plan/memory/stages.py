@@ -8,7 +8,7 @@ from functools import lru_cache
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
-from megalite.extras.plan.memory.states import units_of
+from megalite.extras.plan.memory.units import units_of
 from megalite.families.parts import BlockKind
 from megalite.model.parameters import param_map
 from megalite.model.partition import blocks_by_kind, layer_split, stage_layers

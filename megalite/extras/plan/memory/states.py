@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import add
-from typing import NamedTuple
 
 from megalite.base.hardware import pinned_bytes
-from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
-from megalite.model.parameters import param_map
-from megalite.model.specs import layout_holding
+from megalite.extras.plan.memory.units import Sides, UnitSizes
 from megalite.optim.shares import INT8_BLOCK, group_among, plan_buckets, staging_bytes
-from megalite.sharding import Layout, ParamSpec, Shard
 
-UnitSizes = tuple[int, ...]
-"""Number of elements on one rank of each kind of parameter, of an embedding, block, norm or output layer."""
 _WIDTH = {"fp32": 4, "bf16": 2}
-Sides = tuple[int, int]
-"""Sum of the rows and sum of the columns of a rank's matrices."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ def states_of(
     """
     p, t = cfg.parallel, cfg.train
     params_away = t.offload == "optimizer+params"
-    group = _group(cfg, dp, of or dp)
+    group = group_of(cfg, dp, of or dp)
     zero = cfg.zero_stage(group)
     total = sum(sum(unit) for units in stages for unit in units)
     cut = _cut(cfg, stages, group)
@@ -79,8 +67,7 @@ def states_of(
     grad, sent, arriving = _gradient_bytes(cfg, dp)
     left, compressing = _compression(cfg, stages, sides, dp) if dp > 1 and t.compress != "none" else (0, 0)
     shared = total if zero == 2 else gathered
-    share = element * -(-gathered // group) + -(-sum(map(sum, coded)) // group)
-    weights = element * (total - gathered) + (0 if params_away else share)
+    weights = element * (total - gathered) + (0 if params_away else element * -(-gathered // group))
     ranks = group if zero else 1
     # Shares are fp32, and separate where the gradients are sharded or bf16.
     apart = -(-total // ranks) if grad == 2 else -(-shared // group)
@@ -98,12 +85,12 @@ def states_of(
     if zero == 2:
         temporary += _gradient(cfg, _largest_bucket(cfg, stages, dp), total, sent + arriving)
     if zero == 3:
-        temporary += _at_stage_3(cfg, cut, coded, element, sent + arriving, split)
+        temporary += -(-sum(map(sum, coded)) // group) + _at_stage_3(cfg, cut, coded, element, sent + arriving, split)
     return States(weights, main_grad, optimizer, host, temporary)
 
 
-def _group(cfg: Config, dp: int, of: int) -> int:
-    """Return how many ranks share a state."""
+def group_of(cfg: Config, dp: int, of: int) -> int:
+    """Return how many of the `dp` ranks that hold the same parameters share a state; `of`: number of batch ranks."""
     if of == 1:
         return dp
     asked = cfg.parallel.zero_group_size(of, _ranks_of_host() if cfg.parallel.zero_group == "node" else of)
@@ -149,7 +136,7 @@ def widened_bytes(cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int, o
     if cfg.train.offload.startswith("optimizer"):
         return 0
     moments = max(len(o.states_of(is_matrix)) for is_matrix in (True, False)) * (o.moments_dtype == "bf16")
-    group = _group(cfg, dp, of)
+    group = group_of(cfg, dp, of)
     ranks = group if cfg.zero_stage(group) else 1
     return 4 * (moments + (o.master_dtype == "bf16")) * -(-_largest_update(cfg, stages, dp, group) // ranks)
 
@@ -216,84 +203,3 @@ def _largest_bucket(cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int)
     plans = plan_buckets(units, limit, alone_from)
     largest = max(sum(units[unit][i] for unit, i in bucket) for bucket in plans)
     return largest if len(plans) == 1 else min(largest, max(limit, *(unit[0] for unit in units)))
-
-
-def units_of(
-    cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], experts: bool | None = None
-) -> list[list[UnitSizes]]:
-    """List the units of a rank's stages, in forward order.
-
-    Args:
-        tp: tensor-parallel size.
-        layers: blocks of every stage of the model.
-        held: the rank's stages.
-        experts: only parameters on the experts' grid, or only the others; None: all.
-    """
-    sizes = _unit_sizes(cfg.model, Cut.of(cfg, tp), experts)
-    return [[sizes[name] for name in names if name in sizes] for names in names_of(cfg, layers, held)]
-
-
-def sides_of(cfg: Config, tp: int, layers: Sequence[range], held: Sequence[int], experts: bool | None = None) -> Sides:
-    """Sum the sides of the matrices that PowerSGD compresses on a rank; arguments as for `units_of`."""
-    codec, _, rank = cfg.train.compress.partition(":")
-    if codec != "powersgd":
-        return 0, 0
-    held_units = {name for names in names_of(cfg, layers, held) for name in names}
-    shapes = Cut.of(cfg, tp).shapes(cfg.model, experts)
-    matrices = [(math.prod(s[:-1]), s[-1]) for p, s in shapes if p.ndim > 1 and unit_of(p.name) in held_units]
-    matrices = [s for s in matrices if int(rank) * sum(s) < math.prod(s)]
-    return sum(rows for rows, _ in matrices), sum(columns for _, columns in matrices)
-
-
-def names_of(cfg: Config, layers: Sequence[range], held: Sequence[int]) -> list[list[str]]:
-    """List the names of the units of a rank's stages; arguments as for `units_of`."""
-    out = []
-    for stage in held:
-        names = [f"layers.{i}" for i in layers[stage]]
-        if stage == 0:
-            names = ["embed_tokens", "embed_positions", *names]
-        if stage == len(layers) - 1:
-            # Both uses of an embedding on one rank are one parameter.
-            names += ["norm"] if cfg.model.tie_embeddings and 0 in held else ["norm", "lm_head"]
-            names += [] if 0 in held else ["mtp_embed_tokens"]
-            names += [f"layers.{i}" for i in cfg.model.mtp_layers]
-        out.append(names)
-    return out
-
-
-def unit_of(name: str) -> str:
-    """Return the unit of a parameter: "layers.3", "embed_tokens"."""
-    unit = re.match(r"layers\.\d+|[^.]+", name)
-    assert unit is not None
-    return unit[0]
-
-
-class Cut(NamedTuple):
-    """How parameters are cut over the ranks of a stage."""
-
-    tp: int
-    vocab_divisible_by: int
-    ep: int
-    etp: str
-
-    @classmethod
-    def of(cls, cfg: Config, tp: int) -> Cut:
-        p = cfg.parallel
-        return cls(tp, p.vocab_divisible_by, p.ep, p.etp)
-
-    def shapes(self, model: ModelConfig, experts: bool | None) -> Iterator[tuple[ParamSpec, tuple[int, ...]]]:
-        """Yield every parameter with its local shape, or those that are on the experts' grid, or the others."""
-        grid = Grid.of(self.tp * self.ep, ep=self.ep, etp=self.etp, tp=self.tp)
-        layout = Layout(grid, multiple=self.vocab_divisible_by)
-        for spec in param_map(model).values():
-            own = layout_holding(spec, layout)
-            if experts is None or experts == (own is not layout):
-                yield spec, Shard(spec, own).shape
-
-
-@lru_cache(maxsize=256)
-def _unit_sizes(model: ModelConfig, cut: Cut, experts: bool | None) -> dict[str, UnitSizes]:
-    sizes: dict[str, dict[object, int]] = defaultdict(lambda: defaultdict(int))
-    for spec, shape in cut.shapes(model, experts):
-        sizes[unit_of(spec.name)][spec.weight_decay, spec.partial] += math.prod(shape)
-    return {name: tuple(kinds.values()) for name, kinds in sizes.items()}

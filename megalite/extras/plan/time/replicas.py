@@ -63,7 +63,7 @@ def replicas_of(
             asked = p.zero_group_size(grid.batch_ranks, domain) if grid.batch_ranks > 1 else None
             group = group_among(asked, ranks, grid.batch_ranks) if asked else ranks
             held = placement.stages_of(rank)
-            coded = sum(map(sum, coded_units(cfg, p.tp, layers, held, ranks, experts)))
+            coded = sum(map(sum, coded_units(cfg, p.tp, layers, held, group, experts)))
             out.append(Replicas(elements, ranks, inner, group, coded))
     return out
 

@@ -15,7 +15,7 @@ from megalite.dist.context import Axis, ParallelContext
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
-from megalite.extras.plan.memory.states import sides_of
+from megalite.extras.plan.memory.units import sides_of
 from megalite.extras.plan.report import dry_run_report
 from megalite.optim.compress import PowerSGD
 from megalite.pipeline.schedule import Placement
@@ -177,7 +177,7 @@ def test_the_page_of_qwen3_30b() -> None:
         "64 ranks = dp 64 x pp 1 x tp 1; vp 1",
         "ep 8: 16 experts of each layer per rank, their states over 8 ranks",
         "allow for 1.5 times the mean of tokens",
-        "--moe-dispatch auto: alltoall (a rank sends 7 rows per token by alltoall, 7 by allgather)",
+        "--moe-dispatch auto: alltoall (a rank sends 7 rows per token by alltoall, 7 by allgather, which",
     ):
         assert line in page, page
 
@@ -205,9 +205,10 @@ def test_groups_of_ranks_that_share_experts(world: int, ep: int, group: str, alo
     assert "ep" in dry_run_report(cfg, Grid.from_config(cfg.parallel, world))
 
 
-def test_the_combined_outputs_of_a_gpu_are_planned_for() -> None:
-    cfg = moe({"moe_topk": 4}, {"device": "cuda"}, micro_batch_size=2)
-    assert _gpu_workspace(cfg, 1) == 8 * (2 * 32 * 4) * 64
+@pytest.mark.parametrize(("dispatch", "gathered"), [("alltoall", 1), ("allgather", 2), ("auto", 2)])
+def test_the_combined_outputs_of_a_gpu_are_planned_for(dispatch: str, gathered: int) -> None:
+    cfg = moe({"moe_topk": 4}, {"device": "cuda", "ep": 2, "moe_dispatch": dispatch}, micro_batch_size=2)
+    assert _gpu_workspace(cfg, 1) == gathered * 8 * (2 * 32 * 4) * 64
 
 
 @pytest.mark.parametrize("layout", [{"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": "1"}], ids=str)
