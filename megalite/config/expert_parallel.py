@@ -17,7 +17,10 @@ def choose_dispatch(m: ModelConfig, p: ParallelConfig) -> tuple[str, str]:
     if p.moe_dispatch != "auto":
         return p.moe_dispatch, "as requested"
     exchanged, gathered = m.moe_topk * (p.ep - 1) / p.ep, p.ep - 1
-    words = f"a rank sends {exchanged:.3g} rows per token by alltoall, {gathered} by allgather"
+    words = (
+        f"a rank sends {exchanged:.3g} rows per token by alltoall, {gathered} by allgather, which keeps {p.ep} times "
+    )
+    words += "the outputs of experts"
     return "allgather" if gathered < exchanged else "alltoall", words
 
 

@@ -37,7 +37,8 @@ class ParallelConfig:
     """Ranks that each expert is sharded over: those of tp, or 1 for whole experts (requires sequence parallelism)."""
     moe_dispatch: Literal["alltoall", "allgather", "auto"] = "alltoall"
     """How tokens reach experts of other ranks. alltoall: each is sent to its experts; allgather: all tokens go to
-    all ranks of --ep, which needs more memory; auto: what sends less, allgather where --ep is below --moe-topk."""
+    all ranks of --ep, which keeps --ep times the outputs of experts; auto: what sends less, allgather where --ep is
+    below --moe-topk."""
     moe_memory_factor: float = 1.5
     """Rows that a rank's experts get, over those that it sends, up to which memory is planned: where a layer gets more,
     it keeps only the inputs of its experts, and computes them again in backward."""
