@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests on the newest stable torch, where that is newer than the pinned one: what communicates, trains and resumes (unit
-# tests of these rooms and the parity grid). Arguments go to pytest. PyTorch's own index of CPU builds is asked first; where it
+# Tests on the newest stable torch, where that is newer than the pinned one: what communicates, trains and resumes, and the
+# estimate. Arguments go to pytest. PyTorch's own index of CPU builds is asked first; where it
 # has none, pip's usual index, whose builds for CUDA run on a CPU too but take 6 GB.
 set -eu
 cd "$(dirname "$0")/.."
@@ -38,7 +38,7 @@ echo "import site; site.addsitedir('$base')" >"$own/base.pth"
 export VIRTUAL_ENV=$PWD/.venv-newest
 export PATH=$VIRTUAL_ENV/bin:$PATH
 failed=0
-.venv-newest/bin/python -m pytest -n 3 --dist loadfile tests/unit/dist tests/unit/pipeline tests/unit/optim tests/unit/train \
-    tests/unit/tensor_parallel tests/unit/extras/estimate tests/parity "$@" || failed=$?
+.venv-newest/bin/python -m pytest -n 3 --dist loadfile tests/unit/dist tests/unit/pipeline tests/unit/extras/estimate/test_estimate.py \
+    tests/parity "$@" || failed=$?
 rm -rf .venv-newest
 exit "$failed"
