@@ -164,7 +164,7 @@ def _preset_layer(preset: str | None) -> Layer:
 
 def _folder_layer(folder: OptionValue, cache_dir: str, read_model: Callable[[str, str], ModelConfig]) -> Layer:
     """Return the options of the model in a Hugging Face folder, without those that belong to a run."""
-    run_options = ("seq_len", "hidden_dropout", "attention_dropout", "init_std", *BALANCING)
+    run_options = ("seq_len", "mtp_num_layers", "hidden_dropout", "attention_dropout", "init_std", *BALANCING)
     check_url("--init-from-hf", folder.value)
     options = vars(read_model(folder.value, cache_dir))
     return {name: OptionValue(value, folder.written) for name, value in options.items() if name not in run_options}

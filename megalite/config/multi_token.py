@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.base.errors import require
+from megalite.schedules.layers import count_modules
 
 
-def check_mtp(m: Any, t: Any) -> None:
-    """Check these options; m and t are the options of model and training.
+def check_mtp(m: Any, p: Any) -> None:
+    """Check these options; m and p are the options of model and layout.
 
     Raises:
         UserError: they do not fit together.
     """
+    given = f"--mtp-num-layers {m.mtp_num_layers}"
     require(
         m.mtp_num_layers == 0 or m.position == "rope",
-        f"--mtp-num-layers {m.mtp_num_layers} with --position {m.position}",
+        f"{given} with --position {m.position}",
         "embeddings of further tokens have no positions added to them",
         "use --position rope",
     )
-    factor = "mtp_loss_scaling_factor"
+    written = count_modules(p.pipeline_layout or "")
     require(
-        m.mtp_num_layers > 0 or getattr(t, factor) == getattr(type(t), factor),
-        f"--mtp-loss-scaling-factor {t.mtp_loss_scaling_factor:g}",
-        "no module predicts further tokens",
-        "give --mtp-num-layers, or drop it",
+        written in (0, m.mtp_num_layers),
+        f"{given} with --pipeline-layout {p.pipeline_layout}",
+        f"the layout has {written} of them (m)",
+        "change one",
     )

@@ -148,7 +148,7 @@ class Config:
         check_context_parallel(self.model, self.parallel, self.data.within_documents)
         check_latent_attention(self.model, self.parallel, self.train)
         check_attention(self.model, self.parallel, self.train)
-        check_mtp(self.model, self.train)
+        check_mtp(self.model, self.parallel)
         check_experts(self.model, self.parallel, self.run.moe_per_layer_logging)
         self._check_features()
         check_fp8(self.model, self.parallel, self.train)

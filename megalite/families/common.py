@@ -124,9 +124,9 @@ class Family:
     read: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]] = lambda values, options: {}
     write: Callable[[Any], dict[str, Any]] = lambda cfg: {}
 
-    def copies_in(self, cfg: Any) -> dict[str, str]:
-        """Map the names of copies that files of a model (`ModelConfig`) hold to names of megalite."""
-        return {name.format(layer): ours for layer in cfg.mtp_layers for name, ours in self.copies.items()}
+    def copies_in(self, layers: range) -> dict[str, str]:
+        """Map the names of copies that files hold in modules of these numbers to names of megalite."""
+        return {name.format(layer): ours for layer in layers for name, ours in self.copies.items()}
 
     def place(self, name: str) -> Packing:
         """Return the packing of a tensor of megalite in the family's files, with the layer filled in."""

@@ -245,18 +245,19 @@ def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:
     theirs = model_config(saved, source.path)
     rope = cfg.model.position == "rope"
     free = {*TRAINING_ONLY, *(("max_position_embeddings",) if rope else ()), *(_ROTARY if source.reset_data else ())}
-    differ = [
-        f"{key} {there} there, {here} here"
+    differ = {
+        key: f"{key} {there} there, {here} here"
         for key, here in vars(cfg.model).items()
         if key not in free and (there := getattr(theirs, key)) != here
-    ]
+    }
     if differ:
-        more = "" if rope else " (learned positions cannot be extended)"
-        raise UserError(
-            f"checkpoint {source.path}",
-            f"was made with another model ({'; '.join(differ)})",
-            f"use the same model options{more}, another --run-dir, or --resume never",
-        )
+        more, count = "" if rope else " (learned positions cannot be extended)", theirs.mtp_num_layers
+        advice = f"use the same model options{more}, another --run-dir, or --resume never"
+        if differ.keys() == {"mtp_num_layers"}:
+            why = ", or start a new run from its export, with --init-from-hf" if count else ": none can be added later"
+            advice = f"give --mtp-num-layers {count}{why}"
+        rule = f"was made with another model ({'; '.join(differ.values())})"
+        raise UserError(f"checkpoint {source.path}", rule, advice)
 
 
 def _check_tokenizer(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -194,9 +194,10 @@ def init_weights(engine: Engine) -> dict[str, Any]:
         logger.info(f"new run: random weights of --seed {engine.cfg.train.seed}")
     else:
         local = agree(engine.ctx, lambda: bring_tree(folder, engine.cfg.run.cache_dir))
-        dtype = load_hf(local, engine.cfg.model, engine.optimizer.states(), engine.ctx)
+        source = load_hf(local, engine.cfg.model, engine.optimizer.states(), engine.ctx)
         engine.optimizer.finish_load()
-        logger.info(f"weights from {folder} ({dtype}); the optimizer starts at zero")
+        logger.info(f"weights from {folder} ({source.dtype}); the optimizer starts at zero")
+        source.log_left_out(engine.cfg.model)
     return {"step": 0, "consumed_samples": 0}
 
 

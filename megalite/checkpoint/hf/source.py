@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.base.dtypes import DTYPES, STORED, torch_name
-from megalite.base.log import warn_on_rank_0
+from megalite.base.log import logger
 from megalite.base.slices import Slice, box_index
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
@@ -59,6 +59,7 @@ class HFSource:
             found = unpacked(found)
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
         # transformers writes their number, and not the modules that predict further tokens.
+        self._modules_named = self.config.mtp_num_layers
         if not any(f".layers.{self.config.num_layers}." in name for name in self._tensors):
             self.config = replace(self.config, mtp_num_layers=0)
         self.specs: Mapping[str, ParamSpec] = {**param_map(self.config), **buffer_map(self.config)}
@@ -100,6 +101,23 @@ class HFSource:
         out = torch.empty(box.shape)
         self.read(spec, packing, box.offset, out)
         return out
+
+    def warn_of_modules(self, number: int) -> None:
+        """Log what is odd about modules that predict further tokens: config.json names some and there are none, or a
+        copy of a shared tensor in the first `number` of them differs. These copies, some GB, are read in full.
+        """
+        if (named := self._modules_named) > self.config.mtp_num_layers:
+            what = f"config.json names {named} modules that predict further tokens, and its files hold none"
+            logger.warning(f"{self.folder}: {what}")
+        for copy, of in self.family.copies_in(self.config.mtp_layers[:number]).items():
+            if copy in self._tensors and not self._is_copy(copy, of):
+                logger.warning(f"{self.folder}: {copy} differs from {of}, which it is a copy of and which is kept")
+
+    def log_left_out(self, cfg: ModelConfig) -> None:
+        """Log how many modules a run of model `cfg` leaves out."""
+        if left_out := (held := self.config.mtp_num_layers) - cfg.mtp_num_layers:
+            what = f"modules that predict further tokens left out: {left_out}"
+            logger.info(f"{what} (--mtp-num-layers {held} trains all of {self.folder})")
 
     def _find_tensors(self) -> dict[str, FolderTensor]:
         """List the tensors of the file, or of the files of the index, which must list exactly these."""
@@ -155,15 +173,15 @@ class HFSource:
         return out
 
     def _check(self) -> None:
-        """Check names, shapes and types against the model; copies that are present must equal what they are of."""
+        """Check names, shapes and types against the model; a head that is present must equal its tied embedding."""
         where = str(self.folder)
         expected: dict[str, tuple[int, ...]] = {}
         for spec, place in self.tensors():
             expected.update({part.name: part.shape for part in self.parts(spec, place)})
-        copies, head = self.family.copies_in(self.config), self.family.place("lm_head.weight").names[0]
-        if self.specs["lm_head.weight"].tied_to is not None:
-            copies[head] = "embed_tokens.weight"
-        extra = sorted(self._tensors.keys() - expected.keys() - copies.keys())
+        copies = self.family.copies_in(self.config.mtp_layers)
+        shapes = expected | {name: expected[self._original(of)] for name, of in copies.items()}
+        head = {self.family.place("lm_head.weight").names[0]} if self.specs["lm_head.weight"].tied_to else set()
+        extra = sorted(self._tensors.keys() - shapes.keys() - head)
         missing = sorted(expected.keys() - self._tensors.keys())
         remedy = "use the config.json and the weights of the same model"
         if missing:
@@ -171,27 +189,29 @@ class HFSource:
         if extra:
             raise BadCheckpoint(where, f"{_some(extra)} unexpected: its config.json does not have it", remedy)
         for name, tensor in self._tensors.items():
-            shape = expected.get(name, tensor.shape)
+            shape = shapes.get(name, tensor.shape)
             if tensor.shape != shape:
                 rule = f"tensor {name} has shape {list(tensor.shape)}, config.json implies {list(shape)}"
                 raise BadCheckpoint(where, rule, remedy)
             if tensor.dtype not in STORED:
                 raise BadCheckpoint(where, f"tensor {name} has type {tensor.dtype}", f"must be {', '.join(STORED)}")
-        for copy in copies.keys() & self._tensors.keys():
-            self._check_copy(copy, copies[copy], refuse=copy == head)
+        for name in head & self._tensors.keys():
+            if not self._is_copy(name, "embed_tokens.weight"):
+                rule = f"tie_word_embeddings is true, and {name} differs from {self._original('embed_tokens.weight')}"
+                remedy = "set tie_word_embeddings to false in config.json, or remove the head"
+                raise BadCheckpoint(where, rule, remedy)
 
-    def _check_copy(self, copy: str, of: str, refuse: bool) -> None:
-        """Check that a tensor is a copy of another, given by its name in megalite; refuse it, or warn."""
-        original = self.family.place(of if self.specs[of].tied_to is None else "embed_tokens.weight").names[0]
-        one, other = self._tensors[copy], self._tensors[original]
+    def _original(self, of: str) -> str:
+        """Return the folder's name of a tensor, given by its name in megalite, or of what it is tied to."""
+        return self.family.place(self.specs[of].tied_to or of).names[0]
+
+    def _is_copy(self, copy: str, of: str) -> bool:
+        """Whether a tensor is a copy of another, given by its name in megalite; both are read."""
+        one, other = self._tensors[copy], self._tensors[self._original(of)]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
         blocks = zip(*(read_box(tensor, [slice(0, n) for n in tensor.shape]) for tensor in (one, other)))
-        if (one.shape, one.dtype) == (other.shape, other.dtype) and all(torch.equal(a, b) for (_, a), (_, b) in blocks):
-            return
-        if refuse:
-            rule = f"tie_word_embeddings is true, and {copy} differs from {original}"
-            remedy = "set tie_word_embeddings to false in config.json, or remove the head"
-            raise BadCheckpoint(str(self.folder), rule, remedy)
-        warn_on_rank_0(f"{self.folder}: {copy} differs from {original}, which it is a copy of and which is kept")
+        return all(torch.equal(a, b) for (_, a), (_, b) in blocks)
 
 
 def _some(names: list[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.base.downloads import bring_tree
-from megalite.base.errors import UserError
+from megalite.base.errors import UserError, require
 from megalite.base.log import warn_on_rank_0
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.hf.source import HFSource
@@ -29,7 +29,7 @@ def hf_model_config(folder: str | Path, cache_dir: str = "") -> ModelConfig:
     return HFSource(bring_tree(str(folder), cache_dir)).config
 
 
-def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> str:
+def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor], ctx: ParallelContext) -> HFSource:
     """Fill the masters of all ranks from a Hugging Face folder; moments become zero. Every rank calls this.
 
     Each rank reads only the slices that it holds.
@@ -41,12 +41,12 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
         ctx: this rank's axes.
 
     Returns:
-        The type of the weights in the folder ("bfloat16").
+        The folder; `warn_of_modules` has been called on rank 0.
 
     Raises:
         UserError: see `HFSource`; or the run's model differs. Raised on every rank.
     """
-    source = agree(ctx, lambda: _open(folder, cfg))
+    source = agree(ctx, lambda: _open(folder, cfg, ctx))
     if (positions := source.config.positions) < cfg.seq_len:
         warn_on_rank_0(f"--seq-len {cfg.seq_len} is more than the {positions} positions of the model in {folder}")
 
@@ -58,18 +58,20 @@ def load_hf(folder: str | Path, cfg: ModelConfig, states: Sequence[StateTensor],
                 source.read(*tensors[state.name], box.offset, flat[box.at : box.at + box.numel].view(box.shape))
 
     agree(ctx, fill)
-    return source.dtype
+    return source
 
 
-def _open(folder: str | Path, cfg: ModelConfig) -> HFSource:
+def _open(folder: str | Path, cfg: ModelConfig, ctx: ParallelContext) -> HFSource:
     source = HFSource(folder)
+    if ctx.rank == 0:
+        source.warn_of_modules(cfg.mtp_num_layers)
+    given, held = f"--mtp-num-layers {cfg.mtp_num_layers}", source.config.mtp_num_layers
+    require(cfg.mtp_num_layers <= held, given, f"{folder} holds {held} such modules", "lower it, or drop it")
     differences = [
         f"{name} {getattr(cfg, name)!r} here, {value!r} there"
         for name, value in vars(source.config).items()
         if name not in (*TRAINING_ONLY, "max_position_embeddings", "mtp_num_layers") and getattr(cfg, name) != value
     ]
-    if cfg.mtp_num_layers > (held := source.config.mtp_num_layers):  # fewer leave the others out
-        differences.append(f"mtp_num_layers {cfg.mtp_num_layers} here, {held} there")
     if cfg.position == "learned" and cfg.positions != source.config.positions:
         differences.append(f"max_position_embeddings {cfg.positions} here, {source.config.positions} there")
     if differences:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from megalite.base.dtypes import DTYPES, stored_name, torch_name
 from megalite.base.errors import UserError
 from megalite.base.log import logger
-from megalite.checkpoint.entries import TensorEntry
 from megalite.checkpoint.hf.config import write_config
 from megalite.checkpoint.hf.packing import FileTensor, file_tensors, pieces
 from megalite.checkpoint.hf.source import HFSource
@@ -60,6 +58,7 @@ def import_hf(
         UserError: see `HFSource` and `upcycled`; or `out` is not empty or cannot be written. Nothing is left behind.
     """
     hf = HFSource(source)
+    hf.warn_of_modules(hf.config.mtp_num_layers)
     model = hf.config if num_experts is None else upcycled(hf.config, num_experts, topk)
     tensors = [
         ImportedTensor("master", spec.name, spec.shape, lambda s=spec, p=packing, b=box: hf.full(s, p, b), box)  # type: ignore[misc]
@@ -107,8 +106,8 @@ def export_hf(
     try:
         _verify_weights(reader)
         meta = reader.manifest.meta
-        cfg = model_config(meta, path)
-        cfg = dataclasses.replace(cfg, max_position_embeddings=_exported_positions(cfg))
+        _check_names(reader, saved := model_config(meta, path))
+        cfg = _exported_model(saved)
         weight_dtype = _export_dtype(meta, dtype)
         tokenizer = tokenizer or recorded_tokenizer(meta)
         with new_folder(out) as folder:
@@ -126,6 +125,15 @@ def export_hf(
     finally:
         reader.close()
     return config
+
+
+def _exported_model(cfg: ModelConfig) -> ModelConfig:
+    """Return the model as config.json names it: without modules that its family's files do not hold."""
+    if cfg.mtp_layers and not FAMILIES[cfg.arch].copies:
+        what = f"modules that predict further tokens left out: {cfg.mtp_num_layers}"
+        logger.warning(f"{what} (files of --arch {cfg.arch} do not hold them)")
+        cfg = dataclasses.replace(cfg, mtp_num_layers=0)
+    return dataclasses.replace(cfg, max_position_embeddings=_exported_positions(cfg))
 
 
 def _exported_positions(cfg: ModelConfig) -> int:
@@ -169,8 +177,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
     """Write model.safetensors, or numbered files and their index."""
     family, tensors = FAMILIES[cfg.arch], weights_of(reader.manifest, reader.path)
     buffers = buffer_map(cfg)
-    specs = {name: spec for name, spec in {**param_map(cfg), **buffers}.items() if spec.tied_to is None}
-    _check_names(reader.path, specs, tensors)
+    specs = _stored_specs(cfg)
 
     def group(spec: ParamSpec, part: FileTensor) -> TensorGroup:
         own = torch.float32 if spec.name in buffers else dtype
@@ -188,7 +195,7 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
     parts = [
         (spec, part) for spec in specs.values() for part in file_tensors(family.place(spec.name), spec, cfg.num_heads)
     ]
-    for copy, of in family.copies_in(cfg).items():
+    for copy, of in family.copies_in(cfg.mtp_layers).items():
         spec = specs[of if of in specs else "embed_tokens.weight"]
         (part,) = file_tensors(family.place(spec.name), spec, cfg.num_heads)
         parts.append((spec, dataclasses.replace(part, name=copy)))
@@ -218,11 +225,17 @@ def _without_mup(cfg: ModelConfig) -> ModelConfig:
     return dataclasses.replace(cfg, mup_base_width=None, mup_base_head_dim=None)
 
 
-def _check_names(path: Path, specs: Mapping[str, ParamSpec], tensors: dict[str, TensorEntry]) -> None:
+def _stored_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """Return the tensors that a checkpoint holds: each that is shared, once."""
+    return {name: spec for name, spec in {**param_map(cfg), **buffer_map(cfg)}.items() if spec.tied_to is None}
+
+
+def _check_names(reader: ShardReader, cfg: ModelConfig) -> None:
+    specs, tensors = _stored_specs(cfg), weights_of(reader.manifest, reader.path)
     mismatches = sorted(specs.keys() ^ tensors.keys())
     mismatches += [n for n, s in specs.items() if n in tensors and tensors[n].shape != s.shape]
     if mismatches:
-        raise BadCheckpoint(str(path), f"tensor {mismatches[0]} does not match its own model config")
+        raise BadCheckpoint(str(reader.path), f"tensor {mismatches[0]} does not match its own model config")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -127,6 +127,29 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
         return logits_VSB[: cfg.model.vocab].permute(2, 1, 0).numpy()
 
 
+def bytes_of_tensors(rank: int, cfg: Config, world: int, folder: str, names: list[str]) -> int:
+    """Start from a Hugging Face folder of one file; count the bytes of these tensors that this rank reads."""
+    from megalite.checkpoint.hf.start import load_hf
+
+    engine = start(rank, cfg, world)
+    data = (Path(folder) / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header, read, preadv = json.loads(data[8:begin]), [0], os.preadv
+
+    def counting(fd: int, buffers: Any, offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        for first, end in (header[name]["data_offsets"] for name in names):
+            read[0] += max(0, min(begin + end, offset + count) - max(begin + first, offset))
+        return count
+
+    os.preadv = counting
+    try:
+        load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
+    finally:
+        os.preadv = preadv
+    return read[0]
+
+
 def bit_flip(rank: int, cfg: Config, world: int, victim: int, name: str) -> str:
     """Flip one bit of a weight or a routing bias on one rank; what `check_replicas` says of it ("" = nothing)."""
     from megalite.checkpoint.check_replicas import check_replicas

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import megalite
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
+from megalite.batch import ForwardPass, MicroBatch
 from megalite.checkpoint.hf.config import read_config, write_config
 from megalite.checkpoint.hf.packing import file_tensors
 from megalite.checkpoint.hf.source import HFSource
@@ -33,7 +34,7 @@ from megalite.model.parameters import param_map
 from megalite.train.step import to_microbatches
 from tests.parity.jobs import make_config, start
 from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, tokens
-from tests.unit.checkpoint.jobs import hf_job
+from tests.unit.checkpoint.jobs import bytes_of_tensors, hf_job
 from tests.workers import WorkerPool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -183,18 +184,18 @@ def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path)
         hf_model_config(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
-def test_modules_that_predict_further_tokens(
-    models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
-) -> None:
-    """One after the last layer and like it, with copies of what it shares; transformers has no such layers, so that a
-    number of them alone means none. Biases stay fp32 beside weights in bf16, and are of no type.
+Weights = dict[str, torch.Tensor]
+
+
+def with_module(folder: Path, out: Path, number: int = 1, odd: str = "", **keys: Any) -> tuple[Weights, Weights]:
+    """Write a folder in bf16, biases in fp32, with a module that predicts a further token: a layer after the last one
+    and like it, with copies of what it shares; config.json names `number`. The copy `odd` is none.
+
+    Returns:
+        The weights of the model, and of the module.
     """
-    folder, _ = models(family)
-    more = tmp_path / "more"
-    more.mkdir()
+    out.mkdir(exist_ok=True)
     config, weights = json.loads((folder / "config.json").read_text()), read_all(folder)
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     weights = {k: v if k.endswith("_bias") else v.bfloat16() for k, v in weights.items()}
     g, hidden, last = torch.Generator().manual_seed(0), config["hidden_size"], config["num_hidden_layers"]
     layers = f"layers.{last - 1}.", f"layers.{last}."
@@ -208,46 +209,179 @@ def test_modules_that_predict_further_tokens(
         f"model.layers.{last}.embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
         f"model.layers.{last}.shared_head.head.weight": weights["lm_head.weight"].clone(),
     }
-    for name, number, held in (("with", 1, module), ("without", 1, {}), ("none", 0, {})):
+    if odd:
+        module[f"model.layers.{last}.{odd}.weight"] += 1
+    save_file(weights | module, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": number, **keys}))
+    return weights, module
+
+
+FURTHER = pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+NO_MODULES = "config.json names 1 modules that predict further tokens, and its files hold none"
+
+
+@FURTHER
+def test_modules_that_predict_further_tokens(
+    models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    """To a checkpoint and back, bit for bit. transformers saves a model without them, and their number: that alone
+    means none, which the log says. Biases stay fp32 beside weights in bf16, and are of no type.
+    """
+    folder, _ = models(family)
+    more = tmp_path / "more"
+    alias = {"deepseek_v3": "kimi_k2"}.get(family, family)
+    for name, number, has in (("with", 1, True), ("without", 1, False), ("none", 0, False)):
+        caplog.clear()
+        weights, module = with_module(folder, more, number, model_type=alias)
+        held = module if has else {}
         save_file(weights | held, more / "model.safetensors")
-        alias = {"deepseek_v3": "kimi_k2"}.get(family, family)
-        content = {**config, "num_nextn_predict_layers": number, "model_type": alias}
-        (more / "config.json").write_text(json.dumps(content))
         import_hf(more, tmp_path / name)
         written = export_hf(tmp_path / name, tmp_path / f"{name}-hf")
-        assert (written["model_type"], written["num_nextn_predict_layers"]) == (family, len(held) > 0)
+        assert (written["model_type"], written["num_nextn_predict_layers"]) == (family, has)
         assert written["dtype"] == "bfloat16"
         out = read_all(tmp_path / f"{name}-hf")
         assert out.keys() == (weights | held).keys()
         assert all(torch.equal(out[k], x) and out[k].dtype == x.dtype for k, x in (weights | held).items())
-        assert out[bias].dtype == torch.float32
-    assert "differs" not in caplog.text
+        assert out["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+        assert "differs" not in caplog.text
+        assert caplog.text.count(NO_MODULES) == (name == "without")
     save_file(weights | module, more / "model.safetensors")
     with pytest.raises(UserError, match="eh_proj.weight.* unexpected|unexpected: its config.json does not have it"):
         import_hf(more, tmp_path / "other")
-    (more / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    copy = f"model.layers.{last}.shared_head.head.weight"
-    save_file(weights | module | {copy: module[copy] + 1}, more / "model.safetensors")
-    HFSource(more)
-    assert f"{copy} differs from lm_head.weight, which it is a copy of and which is kept" in caplog.text
     # Evaluation and generation do without the module.
     ids = torch.arange(12).view(1, -1)
-    held = [load_for_inference(tmp_path / name, torch.device("cpu")) for name in ("with", "with-hf", "none")]
-    assert all(torch.equal(model.logits(ids), held[0].logits(ids)) for model in held)
-    assert not any("eh_proj" in name for model in held for name, _ in model.stage.named_parameters())
-    # A run trains it, unless it is told not to.
-    options = {"seq_len": 16, "mock_data": True, "train_steps": 1, "device": "cpu", "eval_every": 1, "eval_steps": 1}
-    for run, more_options in (("plain", {"mtp_num_layers": 0}), ("further", {})):
-        cfg = megalite.configure(
-            init_from_hf=str(tmp_path / "with-hf"), run_dir=str(tmp_path / run), **options, **more_options
-        )
-        with megalite.start(cfg) as started:
+    inference = [load_for_inference(tmp_path / name, torch.device("cpu")) for name in ("with", "with-hf", "none")]
+    assert all(torch.equal(model.logits(ids), inference[0].logits(ids)) for model in inference)
+    assert not any("eh_proj" in name for model in inference for name, _ in model.stage.named_parameters())
+
+
+def test_a_run_trains_the_modules_of_a_folder_if_it_is_told_to(
+    models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without the option it is what it was before the folder's modules could be read, and the log names the option."""
+    weights, module = with_module(models("deepseek_v3")[0], tmp_path / "hf")
+
+    def start(run: str, **more: Any) -> Any:
+        options = {
+            "seq_len": 16,
+            "mock_data": True,
+            "train_steps": 1,
+            "device": "cpu",
+            "eval_every": 1,
+            "eval_steps": 1,
+        }
+        cfg = megalite.configure(init_from_hf=str(tmp_path / "hf"), run_dir=str(tmp_path / run), **{**options, **more})
+        return megalite.start(cfg)
+
+    for run, modules in (("plain", None), ("further", 1)):
+        with start(run, mtp_num_layers=modules) as started:
             (record,) = megalite.steps(started)
         assert ("mtp_loss" in record) == (run == "further")
-        assert (
-            export_hf(tmp_path / run, tmp_path / f"{run}-out")["num_nextn_predict_layers"] == cfg.model.mtp_num_layers
+        log = "".join(path.read_text() for path in (tmp_path / run / "logs").iterdir())
+        assert log.count("modules that predict further tokens left out: 1 (--mtp-num-layers 1 trains") == (
+            run == "plain"
         )
-        assert (read_all(tmp_path / f"{run}-out").keys() == (weights | module).keys()) == (run == "further")
+        out = tmp_path / f"{run}-out"
+        assert export_hf(tmp_path / run, out)["num_nextn_predict_layers"] == (modules or 0)
+        assert (read_all(out).keys() == (weights | module).keys()) == (run == "further")
+    # Neither more nor fewer later, and not more than there are.
+    with pytest.raises(
+        UserError, match=r"mtp_num_layers 1 there, 0 here\); give --mtp-num-layers 1, or start a new run"
+    ):
+        start("further")
+    with pytest.raises(UserError, match=r"0 there, 1 here\); give --mtp-num-layers 0: none can be added later"):
+        start("plain", mtp_num_layers=1)
+    with pytest.raises(UserError, match=r"--mtp-num-layers 2: .*/hf holds 1 such modules; lower it, or drop it"):
+        start("more", mtp_num_layers=2)
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UserError, match=r"--mtp-num-layers 1: .*/hf holds 0 such modules; lower it, or drop it"):
+        start("none", mtp_num_layers=1)
+    assert capsys.readouterr().err.count(NO_MODULES) == 1
+
+
+COPIES = {"embed_tokens": "embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+
+
+def test_copies_in_modules_are_compared_once_where_modules_are_read(
+    pool: WorkerPool, models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At import, and by rank 0 of a run that trains the module; elsewhere none of their bytes is read."""
+    for copy, of in COPIES.items():
+        folder = tmp_path / copy
+        _, module = with_module(models("deepseek_v3")[0], folder, odd=copy)
+        caplog.clear()
+        model = dataclasses.replace(hf_model_config(folder), seq_len=16)
+        assert "differs" not in caplog.text
+        import_hf(folder, tmp_path / f"{copy}-ckpt")
+        assert caplog.text.count(f"{copy}.weight differs from {of}, which it is a copy of and which is kept") == 1
+    names = [name for name in module if name.endswith(tuple(f"{copy}.weight" for copy in COPIES))]
+    size = sum(module[name].nbytes for name in names)
+    for modules, first in ((0, 0), (1, size)):
+        cfg = make_config(dataclasses.replace(model, mtp_num_layers=modules))
+        assert pool.run(2, bytes_of_tensors, cfg, 2, str(folder), names) == [first, 0]
+    # Their shapes are checked everywhere.
+    wrong = {names[0]: module[names[0]][:7].clone()}
+    save_file(read_all(folder) | wrong, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"{names[0]} has shape \[7, 32\], config.json implies \[90, 32\]"):
+        hf_model_config(folder)
+
+
+def test_modules_that_a_family_has_no_files_for_are_left_out_of_an_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"preset": "tiny", "mock_data": True, "seq_len": 16, "train_steps": 1, "device": "cpu"}
+    cfg = megalite.configure(run_dir=str(tmp_path / "run"), mtp_num_layers=2, **options)
+    with megalite.start(cfg) as started:
+        (record,) = megalite.steps(started)
+    assert "mtp_loss" in record
+    assert "mtp_num_layers" not in export_hf(tmp_path / "run", tmp_path / "out")
+    words = "modules that predict further tokens left out: 2 (files of --arch llama do not hold them)"
+    assert capsys.readouterr().err.count(words) == 1
+    assert hf_model_config(tmp_path / "out") == dataclasses.replace(cfg.model, mtp_num_layers=0)
+    ids = torch.arange(12).view(1, -1)
+    ours, theirs = (load_for_inference(tmp_path / name, torch.device("cpu")).logits(ids) for name in ("run", "out"))
+    assert torch.equal(ours, theirs)
+
+
+@FURTHER
+def test_transformers_computes_the_logits_of_a_module_too(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Its own module, read from our export, and its own drafting with it. It knows modules by the number of
+    their layer in published models.
+    """
+    transformers, layers = pytest.importorskip("transformers"), pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no modules that predict further tokens")
+    with_module(models(family)[0], tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "ckpt")
+    last = export_hf(tmp_path / "ckpt", tmp_path / "out", dtype="fp32")["num_hidden_layers"]
+    known = "_keys_to_ignore_on_load_unexpected"
+    monkeypatch.setattr(getattr(transformers, FAMILIES[family].architecture), known, [rf"model\.layers\.{last}.*"])
+    hf, ids = load_model(tmp_path / "out"), tokens()
+    module = layers.MtpModel.from_pretrained(hf).eval()
+    with torch.no_grad():
+        seen = hf(ids[:, :-1], output_hidden_states=True)
+        positions = torch.arange(1, ids.shape[1])[None]
+        hidden = module.forward_layer(0, seen.hidden_states[-1], positions, None, input_ids=ids[:, 1:])
+        expected = module.shared_head(hidden).numpy()
+    model = dataclasses.replace(hf_model_config(tmp_path / "out"), seq_len=15)
+    assert model.mtp_num_layers == 1
+    engine = start(0, make_config(model, micro_batch_size=2, global_batch_size=2), 1)
+    load_hf(tmp_path / "out", model, engine.optimizer.states(), engine.ctx)
+    engine.optimizer.finish_load()
+    stage, logits = engine.stages[0], []
+    stage.lm_head.register_forward_hook(lambda *args: logits.append(args[-1]))
+    tokens_SB, ahead = (MicroBatch.of_samples(x.t().contiguous(), None) for x in (ids[:, :-1], ids[:, 1:]))
+    with torch.no_grad():
+        stage(
+            tokens_SB.tokens_SB, dataclasses.replace(tokens_SB, further=(ahead,)), ForwardPass(0, 0, 0, training=False)
+        )
+    for ours, theirs in zip(logits, (seen.logits.numpy(), expected), strict=True):
+        np.testing.assert_allclose(ours[..., : model.vocab].transpose(0, 1), theirs, atol=1e-5, rtol=0)
+    # Drafts are right or corrected.
+    prompt, more = ids[:1, :5], {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(hf.generate(prompt, use_mtp=True, **more), hf.generate(prompt, **more))
 
 
 def test_experts_in_mxfp4_are_read_as_transformers_reads_them(models: Any, tmp_path: Path) -> None:

@@ -137,6 +137,9 @@ def test_more_stages_than_layers_are_refused_at_once() -> None:
         ("Et*7|(t*8|)*14t*7L", [7, *[8] * 14, 7]),
         ("E|(t|)*6|L", [0, *[1] * 6, 0, 0]),
         ("E,((t*2|)*2t|)*2L", [2, 2, 1, 2, 2, 1, 0]),
+        # Modules that predict further tokens are no layers.
+        ("Ett|tm*2L", [2, 1]),
+        ("Ett|t|(m)L", [2, 1, 0]),
     ],
 )
 def test_layouts_by_hand(text: str, counts: list[int]) -> None:
@@ -151,7 +154,18 @@ def test_layouts_by_hand(text: str, counts: list[int]) -> None:
         ("--pp 2 --pipeline-layout 2,two", "has '2', which is no part of a layout"),
         ("--pp 2 --pipeline-layout 2,-2", "has '-2', which is not a number of layers"),
         ("--pp 2 --pipeline-layout tt|ttL", "must begin with E"),
-        ("--pp 2 --pipeline-layout Ettm|ttL", "has 'm', which is no part of a layout"),
+        ("--pp 2 --pipeline-layout Ettx|ttL", "has 'x', which is no part of a layout"),
+        (
+            "--pp 2 --pipeline-layout Ettm|ttL --mtp-num-layers 1",
+            "elsewhere than directly before L: modules are on the",
+        ),
+        ("--pp 3 --pipeline-layout Ett|ttm|L --mtp-num-layers 1", "elsewhere than directly before L: modules are on"),
+        (
+            "--pp 2 --pipeline-layout Ett|tmtL --mtp-num-layers 1",
+            "elsewhere than directly before L: modules are on the",
+        ),
+        ("--pp 2 --pipeline-layout Ett|ttmL", r"--mtp-num-layers 0 with .* has 1 of them \(m\); change one"),
+        ("--pp 2 --pipeline-layout Ett|ttmL --mtp-num-layers 2", r"-layers 2 with .* has 1 of them \(m\); change one"),
         ("--pp 2 --pipeline-layout Ett|tLtL", "has 'L' in a stage"),
         ("--pp 2 --pipeline-layout E((t*9999)*9999)*9999L", "stands for more than 10000"),
         ("--pp 2 --pipeline-layout 1*99999,99999*99999", "has more than 10000 stages"),
@@ -161,6 +175,12 @@ def test_layouts_by_hand(text: str, counts: list[int]) -> None:
 def test_layouts_that_cannot_be(flags: str, rule: str) -> None:
     with pytest.raises(UserError, match=rule):
         parse([*flags.split(), "--vocab-size", "90"])
+
+
+def test_layouts_name_modules_or_not() -> None:
+    for layout in ("Ett|ttmmL", "Ett|ttL", "2,2"):
+        flags = f"--pp 2 --pipeline-layout {layout} --mtp-num-layers 2 --position rope --vocab-size 90"
+        assert parse(flags.split()).config.parallel.stage_layers == (2, 2)
 
 
 def test_the_layout_by_hand_is_what_is_planned() -> None:

@@ -12,7 +12,6 @@ from megalite.config.rope import RopeScaling
 _REQUIRED: dict[str, Any] = {
     "num_experts": None,
     "multi_latent_attention": False,
-    "mtp_num_layers": None,
     "apply_residual_connection_post_layernorm": False,
     "embed_layernorm": False,
     "rotary_interleaved": False,
@@ -88,6 +87,9 @@ def model_of(args: dict[str, Any], where: str) -> ModelConfig:
     for name, required in _REQUIRED.items():
         if (args.get(name, required) or None) != (required or None):
             raise theirs.refusal(name, f"is not supported: megalite computes {required!r}")
+    if modules := args.get("mtp_num_layers"):
+        rule, remedy = "modules of Megatron checkpoints are not imported", "convert one of a model without them"
+        raise BadCheckpoint(f"{where}: mtp_num_layers {modules!r:.80}", rule, remedy)
     rotary = args.get("use_rotary_position_embeddings")
     position = "rope" if rotary else theirs.one_of("position_embedding_type", "learned_absolute", _POSITIONS)
     norm = theirs.one_of("normalization", "LayerNorm", _NORMS)

@@ -123,6 +123,7 @@ def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: A
         ("--zero-stage optim_grads_params --num-distributed-optimizer-instances 2", "zero_group", "dp/2"),
         ("--lr-decay-samples 800", "lr_decay_steps", 100),
         ("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3", "mtp_loss_scaling_factor", 0.3),
+        ("--mtp-num-layers 0 --mtp-loss-scaling-factor 0.3", "mtp_num_layers", 0),
         ("--lr-wsd-decay-samples 80", "wsd_decay_steps", 10),
         (
             "--weight-decay 0.01 --weight-decay-incr-style cosine --start-weight-decay 0.02 --end-weight-decay 0.3",

@@ -124,6 +124,7 @@ def test_older_names_and_virtual_stages_bit_for_bit(tmp_path: Path) -> None:
         ("squared_relu", True),
         ("softmax_type", "learnable"),
         ("normalization", "ScaleNorm"),
+        ("mtp_num_layers", 1),
     ],
 )
 def test_options_without_a_counterpart_are_refused_by_name(option: str, value: Any) -> None:
@@ -132,6 +133,7 @@ def test_options_without_a_counterpart_are_refused_by_name(option: str, value: A
     with pytest.raises(UserError) as e:
         model_of({**args, "position_embedding_type": "rope", option: value}, "args")
     assert f"{option} {value!r}" in str(e.value)
+    assert ("modules of Megatron checkpoints are not imported" in str(e.value)) == (option == "mtp_num_layers")
 
 
 def test_damage_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
