@@ -109,7 +109,8 @@ class ModelConfig:
     """With --window: sliding_attention or full_attention for each layer, as config.json of Hugging Face names them; a
     shorter list is repeated. Overrides --window-pattern."""
     attention_chunk_size: int | None = None
-    """Layers with rope attend within chunks of this many positions (Llama 4: 8192). Default: within the sequence."""
+    """Layers of attention with rope attend within chunks of this many positions (Llama 4: 8192). Default: within the
+    sequence."""
     no_rope_freq: int = 0
     """Every n-th layer has no rope, and attends to the whole sequence (Llama 4: 4); 0: none."""
     attention_temperature: float = 0.0
@@ -382,7 +383,8 @@ class ModelConfig:
     def chunk_of(self, layer: int) -> int | None:
         """Return the number of positions of a chunk that a layer attends within, shorter than the sequence, or None."""
         size = self.attention_chunk_size
-        return size if size is not None and size < self.seq_len and self.has_rope(layer) else None
+        attends = self.has_rope(layer) and not self.is_delta_net(layer)
+        return size if size is not None and size < self.seq_len and attends else None
 
     @property
     def rotary_dim(self) -> int:

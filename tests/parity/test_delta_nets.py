@@ -4,6 +4,7 @@ layout.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,20 @@ def test_packed_documents_are_as_if_alone() -> None:
     packed, alone = packed_logits(HYBRID, STARTS[:2])
     for sample, expected in enumerate(alone):
         torch.testing.assert_close(packed[:, sample], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_states_go_on_where_attention_is_in_chunks() -> None:
+    """--attention-chunk-size is about layers with attention: a first token is felt far behind its chunk."""
+    from megalite.batch import ForwardPass, MicroBatch
+
+    engine = jobs.start(0, jobs.make_config(dataclasses.replace(HYBRID, attention_chunk_size=8)), 1)
+    engine.optimizer.wait_weights()
+    (stage,), fwd = engine.stages.values(), ForwardPass(0, 0, 0, training=False)
+    tokens = torch.from_numpy(jobs.batches(1)[0, :1, :-1]).repeat(2, 1).t().contiguous()
+    tokens[0, 1] += 1
+    with torch.no_grad():
+        one, other = stage(tokens, MicroBatch.of_samples(tokens), fwd)[-1]
+    assert (one - other).abs().max() > 1e-4
 
 
 @pytest.mark.full
