@@ -5,6 +5,7 @@ layout.
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from megalite.base.errors import UserError
 from megalite.families import FAMILIES
+from megalite.ops import delta_rule
 from tests.parity import jobs, test_experts, test_latents
 from tests.parity.test_experts import Row, Shape, ranks_of
 from tests.parity.test_oracle import STARTS, train_packed
@@ -67,6 +69,24 @@ GRID: Grid = {
 }
 
 
+def in_short_chunks(rank: int, job: Any, *args: Any) -> Any:
+    """Run another job with chunks of 4 tokens: samples have 16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_rule, "CHUNK", 4)
+        return job(rank, *args)
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_rule, "CHUNK", 4)
+
+
+@pytest.fixture(name="pool")
+def _pool(pool: WorkerPool) -> Any:
+    """Workers that compute in short chunks too."""
+    return SimpleNamespace(run=lambda world, job, *args: pool.run(world, in_short_chunks, job, *args))
+
+
 def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
     for kind, compare in ((HYBRID, test_latents.check), (NEXT, test_experts.check)):
         if mine := [row for row in rows if row[0] is kind]:
@@ -82,6 +102,15 @@ def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
 @pytest.mark.parametrize("shape", GRID, ids=str)
 def test_grid(pool: WorkerPool, shape: Shape) -> None:
     check(pool, shape, GRID[shape])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", [HYBRID, NEXT], ids=["dense", "experts"])
+def test_bf16_is_near_fp32(pool: WorkerPool, model: Any) -> None:
+    cfg = jobs.make_config(model, {"cp": 2, "tp": 2}, precision="bf16")
+    expected = jobs.train(0, jobs.make_config(model), 1)
+    for rank in pool.run(4, jobs.train, cfg, 4):
+        np.testing.assert_allclose(rank, expected, rtol=0.03)
 
 
 def packed_logits(model: Any, starts: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:

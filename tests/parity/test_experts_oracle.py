@@ -14,6 +14,7 @@ from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from megalite.extras.convert.hf import export_hf
+from megalite.ops import delta_rule
 from tests.parity import jobs
 from tests.parity.test_oracle import train_plainly
 from tests.rows import always_run
@@ -106,7 +107,10 @@ def trained(rank: int, cfg: Config, world: int, folder: str, root: str) -> list[
     engine = jobs.start(rank, cfg, world)
     load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
     engine.optimizer.finish_load()
-    steps = jobs.run_steps(engine, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        # Samples of 16 tokens are four chunks of delta nets, and one of transformers.
+        patch.setattr(delta_rule, "CHUNK", 4)
+        steps = jobs.run_steps(engine, STEPS)
     checkpointer = Checkpointer(root, engine.ctx)
     model = dataclasses.asdict(cfg.model)
     checkpointer.save(STEPS, engine.optimizer.states(), {"config": {"model": model}})
