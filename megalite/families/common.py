@@ -93,6 +93,7 @@ class Family:
         local_theta: old key of the rotary base of sliding-window layers, for families that have one.
         text_of: model types with this family in `text_config`, beside images -> values that the text_config may omit.
         skip: patterns of tensors that files of this family may hold and that are not weights.
+        left_out: pattern of weights that no model here has; their number is logged.
         prefix: prefix of the names of all tensors but the head; files may lack it (GPT-2 on the hub).
         presets: published models, by name (`--preset`).
         block_kind: (`ModelConfig`, layer) -> the kind of that block.
@@ -116,6 +117,7 @@ class Family:
     local_theta: str | None = None
     text_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    left_out: str | None = None
     prefix: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
     block_kind: Callable[[Any, int], BlockKind] = block_of

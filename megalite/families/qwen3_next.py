@@ -84,7 +84,7 @@ FAMILY = Family(
     },
     derived={"decoder_sparse_step": int, "layer_types": list, "full_attention_interval": int},
     partial_rotary="partial_rotary_factor",
-    skip=(r".*\.rotary_emb\.inv_freq", r"mtp\..*"),
+    left_out=r"mtp\..*",
     read=_read,
     write=_write,
     presets={

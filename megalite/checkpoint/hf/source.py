@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.base.dtypes import DTYPES, STORED, torch_name
-from megalite.base.log import logger
+from megalite.base.log import logger, warn_on_rank_0
 from megalite.base.slices import Slice, box_index
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
@@ -159,8 +159,14 @@ class HFSource:
             }
 
     def _rename(self, tensors: dict[str, FolderTensor]) -> dict[str, FolderTensor]:
-        """Drop tensors that are not weights, and add the prefix that hub files of GPT-2 lack."""
+        """Drop tensors that the model does not have, and add the prefix that hub files of GPT-2 lack."""
         prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
+        if pattern := self.family.left_out:
+            kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(pattern, name)}
+            if left_out := len(tensors) - len(kept):
+                what = f"{left_out} weights named {pattern} are left out: no model here has them"
+                warn_on_rank_0(f"{self.folder}: {what}")
+            tensors = kept
         out = {}
         for name, tensor in tensors.items():
             if prefix and not name.startswith(prefix) and name != "lm_head.weight":

@@ -184,6 +184,17 @@ def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path)
         hf_model_config(tmp_path / "nowhere")
 
 
+def test_weights_that_are_left_out_are_counted(models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _ = models("qwen3_next")
+    weights = {**read_all(folder), "mtp.norm.weight": torch.ones(4), "mtp.layers.0.fc.weight": torch.ones(4, 4)}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    HFSource(folder)
+    assert "left out" not in caplog.text
+    HFSource(tmp_path)
+    assert r"2 weights named mtp\..* are left out" in caplog.text
+
+
 Weights = dict[str, torch.Tensor]
 
 
