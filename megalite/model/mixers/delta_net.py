@@ -36,7 +36,8 @@ class DeltaNet(Mixer):
         norm = ParamSpec(f"{name}.norm.weight", (value_size,), init="ones", weight_decay=False, partial=("tp",))
         return [
             *linear(f"{name}.in_proj", sum(parts), cfg.hidden_size, 0, bias=False, std=cfg.init_std, parts=parts),
-            ParamSpec(f"{name}.conv1d", conv, (("tp", 0),), parts=(keys, keys, values), std=cfg.init_std),
+            # As torch's Conv1d, whatever --init-std is: a feature has few weights, and what they make is normed.
+            ParamSpec(f"{name}.conv1d", conv, (("tp", 0),), parts=(keys, keys, values), std=(3 * _conv(cfg)) ** -0.5),
             of_heads("dt_bias", "ones"),
             of_heads("A_log", "log"),
             norm,
