@@ -76,6 +76,18 @@ class Mixer(LayerKind):
         """List those of `matrices` in its core: under cp they meet the tokens of all ranks, and again in backward."""
         return []
 
+    def exchanged(self, cfg: ModelConfig) -> int:
+        """Count the values per token that ranks of cp exchange for heads and back; 0: they share attention."""
+        return 0
+
+    def plain_work(self, cfg: ModelConfig) -> float:
+        """Count the multiply-adds of a token with others in plain fp32 products; 0: a kernel of attention has them."""
+        return 0.0
+
+    def work(self, cfg: Config) -> int:
+        """Compute the bytes that its backward pass takes per micro-batch beyond what it keeps and frees."""
+        return 0
+
     def core_input(self, cfg: Config) -> list[SavedTensor]:
         """List what is kept instead where the core is recomputed."""
         return []

@@ -7,7 +7,7 @@ gated_delta_rule(q, k, v, decay, beta, starts=None) -> out
     q, k [S, B, G, K]; v [S, B, N, V], N a multiple of G: key head i serves the N / G value heads from i N / G on;
     decay [S, B, N] <= 0, beta [S, B, N]; out [S, B, N, V] like v. starts int64 [S, B]: position at which each token's
     document starts; None: all at 0. Products and sums are fp32, or fp64 where the inputs are.
-    Backward keeps the inputs alone and computes the forward pass again.
+    Backward keeps the inputs alone and computes the forward pass again. Both work in slices of the heads.
 
 The reference works in chunks of 64 tokens (section 3.3 and appendix A: what a chunk adds to the state solves a
 triangular system); `recurrent` below is the definition, token by token, and no backend.
@@ -15,6 +15,7 @@ triangular system); `recurrent` below is the definition, token by token, and no 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.base.delta_slices import CHUNK, heads_at_once
 from megalite.ops.op import TORCH, Op
 
-CHUNK = 64
 EPS = 1e-6
 
 
@@ -97,23 +98,44 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, start
         new = written[:, :, i] - reads[:, :, i] @ state
         out.append(q[:, :, i] @ state + seen[:, :, i] @ new)
         state = state * kept[:, :, i] + k[:, :, i] @ new
-    return torch.cat(out, 2).permute(2, 0, 1, 3)[:tokens].to(v.dtype).contiguous()
+    return torch.cat(out, 2).permute(2, 0, 1, 3)[:tokens].to(v.dtype)
+
+
+def _slices(q: Tensor, v: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the key heads and the value heads of each slice: heads are independent of each other."""
+    (length, samples, heads, key_size), (values, value_size) = q.shape, v.shape[2:]
+    per_key = values // heads
+    step = heads_at_once(heads, length * samples, per_key, key_size, value_size)
+    for first in range(0, heads, step):
+        last = min(first + step, heads)
+        yield slice(first, last), slice(first * per_key, last * per_key)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         ctx.save_for_backward(*inputs)
-        return _chunked(*inputs)  # type: ignore[arg-type]
+        q, k, v, decay, beta, starts = inputs
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        for keys, values in _slices(q, v):
+            of_values = (x[:, :, values] for x in (v, decay, beta))
+            out[:, :, values] = _chunked(q[:, :, keys], k[:, :, keys], *of_values, starts)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         *given, starts = ctx.saved_tensors
-        q, k, v, decay, beta = inputs = [x.detach().requires_grad_() for x in given]
-        with torch.enable_grad():
-            out = _chunked(q, k, v, decay, beta, starts)
-        return (*torch.autograd.grad(out, inputs, dout), None)
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+        for keys, values in _slices(given[0], given[2]):
+            places = keys, keys, values, values, values
+            q, k, v, decay, beta = inputs = [x[:, :, at].detach().requires_grad_() for x, at in zip(given, places)]
+            with torch.enable_grad():
+                out = _chunked(q, k, v, decay, beta, starts)
+            for grad, at, part in zip(grads, places, torch.autograd.grad(out, inputs, dout[:, :, values])):
+                grad[:, :, at] = part
+            del out, part
+        return (*grads, None)
 
 
 def gated_delta_rule(

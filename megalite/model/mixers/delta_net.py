@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megalite.base.delta_slices import heads_at_once, products_work, work_bytes
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.model.kinds import Mixer
@@ -63,14 +64,27 @@ class DeltaNet(Mixer):
             ),
             inside(cfg, "betas", e * heads),
             *(inside(cfg, f"decays{what}", 4 * heads) for what in (" before softplus", " after it", "")),
-            inside(cfg, "values of the delta rule", e * heads * size),
-            inside(cfg, "statistics of their norm", 4 * heads),
-            inside(cfg, "gates and normed values", 2 * e * heads * size),
+            *_behind_the_rule(cfg),
         ]
 
     def core_input(self, cfg: Config) -> list[SavedTensor]:
         key_heads, heads, key_size, size = cfg.model.delta_heads
         return [inside(cfg, "input of the core", element_size(cfg) * 2 * (key_heads * key_size + heads * (size + 1)))]
+
+    def exchanged(self, cfg: ModelConfig) -> int:
+        key_heads, heads, key_size, size = cfg.delta_heads
+        return 2 * key_heads * key_size + heads * (2 * size + 2)
+
+    def plain_work(self, cfg: ModelConfig) -> float:
+        _, heads, *sizes = cfg.delta_heads
+        return heads * products_work(*sizes)
+
+    def work(self, cfg: Config) -> int:
+        """Compute the bytes of one slice of the rule's heads, for the tokens of all ranks of cp."""
+        key_heads, heads, *sizes = cfg.model.delta_heads
+        each = cfg.train.micro_batch_size * cfg.model.seq_len, heads // key_heads, *sizes
+        taken = heads_at_once(key_heads // (cfg.parallel.tp * cfg.parallel.cp), *each) * work_bytes(*each)
+        return max(0, taken - sum(row.bytes for row in (*self.saved(cfg), *_behind_the_rule(cfg))))
 
     def touched(self, cfg: ModelConfig) -> int:
         key_heads, heads, key_size, size = cfg.delta_heads
@@ -86,6 +100,16 @@ class DeltaNet(Mixer):
         _, heads, key_size, size = cfg.delta_heads
         work = 3.0 * heads * key_size * size
         return work, work
+
+
+def _behind_the_rule(cfg: Config) -> list[SavedTensor]:
+    """List what the core keeps of what follows the rule."""
+    e, (_, heads, _, size) = element_size(cfg), cfg.model.delta_heads
+    return [
+        inside(cfg, "values of the delta rule", e * heads * size),
+        inside(cfg, "statistics of their norm", 4 * heads),
+        inside(cfg, "gates and normed values", 2 * e * heads * size),
+    ]
 
 
 def _conv(cfg: ModelConfig) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megalite.base import delta_slices
 from megalite.ops import delta_rule
 from megalite.ops.causal_conv import causal_conv
 from megalite.ops.delta_rule import gated_delta_rule, recurrent
@@ -90,6 +94,50 @@ def test_backward_keeps_the_inputs_alone() -> None:
         out = gated_delta_rule(*given)
     assert out.dtype == torch.bfloat16
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in given}
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the largest number of tensors that were alive at once of those made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._held = 0, dict[int, int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and id(storage := x.untyped_storage()) not in self._held:
+                self._held[id(storage)] = storage.nbytes()
+                weakref.finalize(storage, self._held.pop, id(storage))
+        self.most = max(self.most, sum(self._held.values()))
+        return out
+
+
+def backward_bytes(key_heads: int, per_key: int, key_size: int, value_size: int, tokens: int = 256) -> int:
+    shapes = [(key_heads, key_size)] * 2 + [(key_heads * per_key, value_size)] + [(key_heads * per_key,)] * 2
+    given = [torch.empty(tokens, 1, *s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    out = gated_delta_rule(*given)
+    with Peak() as peak:
+        out.backward(torch.empty_like(out))
+    return peak.most - sum(x.nbytes for x in given)
+
+
+@pytest.mark.parametrize("sizes", [(1, 32, 64), (2, 128, 128), (4, 64, 64)], ids=str)
+def test_backward_takes_what_is_planned_for_a_slice(
+    sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = delta_slices.work_bytes(256, *sizes)
+    assert backward_bytes(4, *sizes) == pytest.approx(4 * planned, rel=0.1)
+    monkeypatch.setattr(delta_slices, "LIMIT", 2 * planned + 1)
+    assert backward_bytes(4, *sizes) == pytest.approx(2 * planned, rel=0.1)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_slices_of_heads_are_the_whole(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, starts = inputs(70, heads=(3, 6)), starts_of(70) if documents else None
+    monkeypatch.setattr(delta_slices, "LIMIT", 2 * delta_slices.work_bytes(140, 2, 6, 5))
+    assert [keys.stop for keys, _ in delta_rule._slices(given[0], given[2])] == [2, 3]
+    close(gradients(gated_delta_rule, given, starts), gradients(recurrent, given, starts), 1e-10)
 
 
 def faulty_decays(fault: str) -> Any:
