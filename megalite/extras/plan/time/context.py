@@ -13,6 +13,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.extras.plan.time.rates import Rates
 from megalite.families.parts import BlockKind
+from megalite.model.mixers import MIXERS
 from megalite.model.partition import block_work
 
 
@@ -105,8 +106,12 @@ def waiting(
     """
     if context.ranks == 1 or not block_work(model, kind).attention:
         return 0.0, 0.0
+    passes = messages(model, context, tp, tokens, rates.element)
+    if values := MIXERS[kind.mixer].exchanged(model):
+        both_ways = rates.element * tokens * values / tp * (context.ranks - 1) / context.ranks
+        passes = ([Message("exchange", both_ways, 2, context.ranks, 1)],) * 2
     out = []
-    for sent, beside in zip(messages(model, context, tp, tokens, rates.element), compute):
+    for sent, beside in zip(passes, compute):
         times = {m.kind: 0.0 for m in sent}
         for m in sent:
             times[m.kind] += rates.transfer(m.sent, m.ranks, m.inner * tp, m.number, m.kind == "exchange")

@@ -26,6 +26,7 @@ from megalite.extras.plan.time.block import Engine, Workload
 from megalite.extras.plan.time.rates import Rates
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import describe_parameters, param_map
+from megalite.ops.delta_rule import gated_delta_rule
 from megalite.pipeline.schedule import Placement
 from megalite.train.build import build_engine
 from tests.parity import jobs
@@ -192,6 +193,37 @@ def test_messages_over_tp_are_those_of_a_step(
     monkeypatch.setattr(Rates, "transfer", lambda *_: 0.0)
     time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), "none")
     assert time.tp == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_messages_of_a_delta_net_over_cp_are_those_of_a_step(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are exchanged for heads, and nothing hides it, whatever --cp-comm attention has."""
+    cfg = config("llama", {"num_layers": 1, **DELTA}, {"cp": 2, "tp": tp, "cp_comm": "ring"}, micro_batch_size=2)
+    grid = Grid.from_config(cfg.parallel, 2 * tp)
+    with recorded_world(0, grid) as log:
+        run = block_in(grid, cfg)
+        first = len(log)
+        run()
+    posted = [event for event in log[first:] if isinstance(event, Communication) and event.kind == "all_to_all"]
+    assert len(posted) == 4
+    monkeypatch.setattr(Rates, "transfer", lambda _self, sent, *_: sent)
+    time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), "none")
+    assert time.cp == pytest.approx(sum(event.nbytes for event in posted) / 2)
+
+
+def test_the_delta_rule_is_products_in_fp32() -> None:
+    """In backward they run again, and twice for the gradients; the triangular system is not counted by torch."""
+    cfg = config("llama", {"num_layers": 1, **DELTA, "seq_len": 128}, None, micro_batch_size=2)
+    _, heads, key_size, value_size = cfg.model.delta_heads
+    given = [torch.randn(128, 2, *s) for s in ((4, 6), (4, 6), (heads, 10), (heads,), (heads,))]
+    given[3] = -given[3].abs()
+    with FlopCounterMode(display=False) as counter:
+        gated_delta_rule(*given)
+    counted = counter.get_total_flops() + 128 * 2 * heads * 64 * (key_size + value_size)
+    load = Workload.of(cfg, Cluster.parse("h100:8"))
+    load = replace(load, rates=replace(load.rates, device=replace(load.rates.device, fp32=1.0, gemm=1.0)))
+    time = block.block_time.__wrapped__(load, cfg.model.block_kind(0), "none")
+    assert time.attention == pytest.approx(4 * counted, rel=0.01)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
