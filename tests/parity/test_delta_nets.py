@@ -20,7 +20,7 @@ from tests.parity.test_experts import Row, Shape, ranks_of
 from tests.parity.test_oracle import STARTS, train_packed
 from tests.workers import WorkerPool
 
-# A large epsilon: the norm of a first token's values, (q k) v, magnifies roundings of q k where that is near 0.
+# A large epsilon: where query and key are nearly orthogonal, a norm magnifies the roundings of values near 0.
 SIZES: dict[str, Any] = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,

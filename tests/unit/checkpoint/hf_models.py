@@ -117,7 +117,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**EXPERTS, "head_dim": 12, "num_hidden_layers": 4, "moe_intermediate_size": 20, "decoder_sparse_step": 2}
         | {"norm_topk_prob": True},
     ),
-    # A first token's values are (q k) v: where q k is near 0, a norm without a large epsilon magnifies its rounding.
+    # A large epsilon: where query and key are nearly orthogonal, a norm magnifies the roundings of values near 0.
     "qwen3_next": (
         "qwen3_next",
         {**EXPERTS, "num_hidden_layers": 4, "head_dim": 16, "moe_intermediate_size": 20, "initializer_range": 0.1}
@@ -184,7 +184,7 @@ def make_model(case: str, folder: Path, dtype: torch.dtype = torch.float32, **sa
         for name, p in model.named_parameters():
             if p.dim() == 1 or name.endswith("_bias"):
                 p.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.2)
-            elif "conv1d" in name:  # four weights a feature: with as little as others have, an epsilon would decide
+            elif "conv1d" in name:  # a feature has few weights: with as little as others have, an epsilon would decide
                 p.normal_(0.0, 0.5)
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

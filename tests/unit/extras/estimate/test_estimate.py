@@ -104,6 +104,18 @@ def states(run: dict[str, Any]) -> int:
     return sum(run["predicted_bytes"][part] for part in ("weights", "main_grad", "optimizer"))
 
 
+HYBRID = """--arch llama --num-layers 4 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 1024
+ --linear-attention-freq 2 --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64 --tp 2
+ --linear-value-head-dim 64 --seq-len 8192 --precision bf16 --recompute full --micro-batch-size 2 --global-batch-size 2"""
+
+
+@pytest.mark.full
+def test_a_rank_with_delta_nets() -> None:
+    """The rule works in slices of its heads, which the plan knows."""
+    run = json.loads(answers([f"--world 2 --json {HYBRID}"], without=("triton",))[0])
+    assert 1 <= run["predicted_bytes"]["total"] / run["peak_bytes"] < 1.05
+
+
 def test_a_rank_of_llama_405b(runs: Runs) -> None:
     run = runs.big
     assert runs.process_bytes < GIB
