@@ -118,7 +118,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         q, k, v, decay, beta, starts = inputs
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         for keys, values in _slices(q, v):
-            of_values = (x[:, :, values] for x in (v, decay, beta))
+            of_values = v[:, :, values], decay[:, :, values], beta[:, :, values]
             out[:, :, values] = _chunked(q[:, :, keys], k[:, :, keys], *of_values, starts)
         return out
 

@@ -30,13 +30,16 @@ def mtp_bytes(cfg: Config) -> int:
 
 
 def recomputed_bytes(cfg: Config, kind: BlockKind) -> int:
-    """Compute the bytes that recomputing one block brings back temporarily."""
+    """Compute the bytes that backward of one block takes: what recomputing brings back, and the work of its mixer."""
+    mixer, feed_forward = MIXERS[kind.mixer], FEED_FORWARDS[kind.feed_forward]
+    # Backward of the feed-forward layer is over by then.
+    work = max(0, mixer.work(cfg) - sum(row.bytes for row in feed_forward.saved(cfg)))
     if cfg.train.recompute == "none":
-        return 0
+        return work
     if cfg.train.recompute == "full":
-        return block_activations(cfg, kind, "none")
+        return work + block_activations(cfg, kind, "none")
     # The core works on a copy of its input, which is kept too.
-    return sum(row.bytes for row in MIXERS[kind.mixer].core(cfg))
+    return work + sum(row.bytes for row in mixer.core(cfg))
 
 
 def saved_by_block(cfg: Config, kind: BlockKind, recompute: str | None = None) -> list[SavedTensor]:

@@ -31,7 +31,6 @@ from megalite.extras.plan.memory.units import sides_of, units_of
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.ffn.routed import rows_combined
-from megalite.model.mixers import MIXERS
 from megalite.model.partition import blocks_by_kind
 from megalite.model.saved import element_size, residual_bytes, tokens
 from megalite.pipeline.choose import name_of
@@ -186,13 +185,10 @@ class _BlockBytes:
     @classmethod
     def of(cls, cfg: Config, kind: BlockKind) -> _BlockBytes:
         kept = block_activations(cfg, kind)
-        # Backward of the feed-forward layer is over by then.
-        freed = sum(row.bytes for row in FEED_FORWARDS[kind.feed_forward].saved(cfg))
-        work = max(0, MIXERS[kind.mixer].work(cfg) - freed)
         return cls(
             kept,
             # Two offloaded blocks are on the device while one is recomputed.
-            recomputed_bytes(cfg, kind) + work + 2 * kept * (cfg.train.offload == "activations"),
+            recomputed_bytes(cfg, kind) + 2 * kept * (cfg.train.offload == "activations"),
             # A split backward frees as much at I as it keeps for W, unless blocks keep only their input.
             deferred_bytes(cfg, kind) - kept if cfg.train.recompute == "full" else 0,
         )

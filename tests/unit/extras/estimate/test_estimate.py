@@ -105,8 +105,9 @@ def states(run: dict[str, Any]) -> int:
 
 
 HYBRID = """--arch llama --num-layers 4 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 1024
- --linear-attention-freq 2 --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64 --tp 2
- --linear-value-head-dim 64 --seq-len 8192 --precision bf16 --recompute full --micro-batch-size 2 --global-batch-size 2"""
+ --linear-attention-freq 2 --linear-num-key-heads 8 --linear-num-value-heads 16 --linear-key-head-dim 64
+ --linear-value-head-dim 64 --seq-len 8192 --precision bf16 --recompute full --micro-batch-size 2 --global-batch-size 2
+ --tp 2"""
 
 
 @pytest.mark.full
