@@ -108,8 +108,8 @@ def trained(rank: int, cfg: Config, world: int, folder: str, root: str) -> list[
     load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
     engine.optimizer.finish_load()
     with pytest.MonkeyPatch.context() as patch:
-        # Under cp a sample of 16 tokens is four chunks of delta nets, and one of transformers. Elsewhere as there: AdamW
-        # turns the other roundings into 1.4e-5 in two of the rows.
+        # Under cp a sample of 16 tokens is four chunks of delta nets, and one of transformers. Elsewhere as there:
+        # AdamW turns the other roundings into 1.4e-5 in two of the rows.
         if cfg.parallel.cp > 1:
             patch.setattr(delta_rule, "CHUNK", 4)
         steps = jobs.run_steps(engine, STEPS)
