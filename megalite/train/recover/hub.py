@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,9 @@ LOOPBACK = "127.0.0.1"
 # What a scheduler takes for "start it again" (EX_TEMPFAIL).
 UNFINISHED = 75
 
+# Number and step.
+_Copy = tuple[int, int]
+
 
 @dataclass
 class _Peer:
@@ -43,8 +46,8 @@ class _Peer:
     rank: int
     port: int
     network: str
-    held: set[tuple[int, int]] | None = None
-    kept: dict[int, set[tuple[int, int]]] | None = None
+    held: set[_Copy] | None = None
+    kept: dict[int, set[_Copy]] | None = None
 
 
 def buddies(hosts: Sequence[str]) -> list[int | None]:
@@ -56,12 +59,15 @@ def buddies(hosts: Sequence[str]) -> list[int | None]:
     Returns:
         For each rank another one; None where there is one host.
     """
-    order = list(dict.fromkeys(hosts))
-    ranks = {host: [rank for rank, of in enumerate(hosts) if of == host] for host in order}
-    found: list[int | None] = []
+    ranks = defaultdict[str, list[int]](list)
     for rank, host in enumerate(hosts):
-        there = ranks[order[(order.index(host) + max(1, len(order) // 2)) % len(order)]]
-        found.append(there[ranks[host].index(rank) % len(there)] if len(order) > 1 else None)
+        ranks[host].append(rank)
+    found: list[int | None] = [None] * len(hosts)
+    order = list(ranks.values())
+    for i, here in enumerate(order if len(order) > 1 else []):
+        there = order[(i + len(order) // 2) % len(order)]
+        for place, rank in enumerate(here):
+            found[rank] = there[place % len(there)]
     return found
 
 
@@ -88,6 +94,8 @@ class Hub:
         self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
         self._broken: dict[str, Any] | None = None
         self._done: set[int] = set()
+        # Ranks whose guards have not yet said, since the round is broken, which copies there are.
+        self._silent: set[int] = set()
         self._deaths: Counter[tuple[int, int]] = Counter()
         loop.watch(self._server.fileno(), self._accept)
 
@@ -143,6 +151,7 @@ class Hub:
             peer.held = {(number, step) for number, step in message["held"]}
             kept = message.get("kept", {}).items()
             peer.kept = {int(rank): {(number, step) for number, step in held} for rank, held in kept}
+            self._silent.discard(peer.rank)
             self._go_if_all_are_dead()
         elif message.get("done") == self._round and self._broken is None:
             self._done.add(peer.rank)
@@ -161,6 +170,10 @@ class Hub:
         substitute = self._reserves.pop(0)
         substitute.rank, self._guards[peer.rank] = peer.rank, substitute
         self._break(peer.rank, {"cause": f"rank {peer.rank} is gone with its host or its guard", "died": True})
+        if substitute.held is None:
+            self._silent.add(peer.rank)
+        else:
+            self._silent.discard(peer.rank)
         self._go_if_all_are_dead()
 
     def _break(self, rank: int, message: dict[str, Any]) -> None:
@@ -171,6 +184,7 @@ class Hub:
             return
         cause = message["cause"]
         self._broken = {"rank": rank, "dead": dead, "cause": cause, "died": time.monotonic()}
+        self._silent = set(range(self._world))
         if self._gave_up:
             self._end(unfinished_code() or UNFINISHED, f"{cause} while the last state was being saved", kill=True)
             return
@@ -179,19 +193,14 @@ class Hub:
 
     def _give_up_waiting(self, number: int) -> None:
         if number == self._round and not self._ended:
-            missing = sorted(rank for rank, peer in self._guards.items() if peer.held is None)
-            self._end(1, f"rank {missing} could not be ended within {_GATHER_S:.0f} s", kill=True)
+            who = f"ranks {sorted(self._silent)}"
+            self._end(1, f"{who} could not be ended, or have never been met, within {_GATHER_S:.0f} s", kill=True)
 
     def _go_if_all_are_dead(self) -> None:
-        """Begin the next round with the copies that all guards hold, or other guards for them."""
-        peers = self._guards.values()
-        if self._broken is None or self._ended or any(peer.held is None for peer in peers):
+        """Begin the next round with the copies that all ranks have."""
+        if self._broken is None or self._ended or self._silent:
             return
-        everywhere = [
-            set.union(*(peer.held or set(), *((other.kept or {}).get(peer.rank, set()) for other in peers)))
-            for peer in peers
-        ]
-        common = sorted(set.intersection(*everywhere), reverse=True)
+        common, keepers = self._find_copies()
         # Where nobody has died, who lost a connection counts.
         ranks = sorted(self._broken["dead"]) or [self._broken["rank"]]
         cause, died = self._broken["cause"], self._broken["died"]
@@ -208,16 +217,35 @@ class Hub:
             self._end(unfinished_code() or UNFINISHED, why, kill=True)
             return
         said = {"ranks": ranks, "cause": cause, "died": died, "gone": time.monotonic(), "gave_up": self._gave_up}
-        self._go(said, common)
+        self._go({"numbers": [number for number, _ in common], **said}, keepers if common else {})
 
-    def _go(self, said: dict[str, Any], common: list[tuple[int, int]]) -> None:
+    def _find_copies(self) -> tuple[list[_Copy], dict[int, _Peer]]:
+        """Find the copies that all ranks have, the newest first.
+
+        Returns:
+            They, and the keepers of those ranks whose own guards hold none.
+        """
+        peers, held = self._guards.values(), [peer.held for peer in self._guards.values() if peer.held]
+        found, keepers = [set.intersection(*held)] if held else [], dict[int, _Peer]()
+        kept = defaultdict[int, list[tuple[list[_Copy], int]]](list)
+        for peer in peers:
+            for rank, copies in (peer.kept or {}).items():
+                kept[rank].append((sorted(copies.intersection(*found), reverse=True), peer.rank))
+        for peer in peers:
+            if not peer.held:
+                # All from one keeper: that with the newest, and of those with more.
+                best, keeper = max(kept[peer.rank], default=([], -1))
+                found.append(set(best))
+                if best:
+                    keepers[peer.rank] = self._guards[keeper]
+        return sorted(set.intersection(*found), reverse=True), keepers
+
+    def _go(self, said: dict[str, Any], keepers: dict[int, _Peer]) -> None:
         self._round, self._broken, self._done = self._round + 1, None, set()
-        said = {"go": self._round, "numbers": [number for number, _ in common], **said}
+        said = {"go": self._round, **said}
         for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):
-            peer, missing = self._guards[rank], [copy for copy in common if copy not in (self._guards[rank].held or ())]
-            keepers = (self._address(one) for one in self._guards.values() if missing and rank in (one.kept or ()))
-            place = {"rank": rank, "buddy": address, "fetch": next(keepers, None)}
-            peer.link.send({**said, **place})
+            fetch = self._address(keepers[rank]) if rank in keepers else None
+            self._guards[rank].link.send({**said, "rank": rank, "buddy": address, "fetch": fetch})
         for reserve in self._reserves:
             reserve.link.send(said)
         for peer in [*self._guards.values(), *self._reserves]:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -213,13 +214,17 @@ class Said:
         self.said.append(message)
 
 
-def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False) -> None:
+def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False) -> Hub:
     """A hub to which these have said hello, the last ones in reserve; loopback is the first host."""
-    hub: Any = Hub(EventLoop(), world, limit=100, alone=not elsewhere, elsewhere=elsewhere)
+    hub = Hub(EventLoop(), world, limit=100, alone=not elsewhere, elsewhere=elsewhere)
     for rank, link in enumerate(links):
-        host = {"127.0.0.1": "10.0.0.1"}.get(link.peer, link.peer)
-        hello = {"hello": rank if rank < world else -1, "token": hub.token, "port": rank, "network": host}
-        hub._introduce(link, hello)
+        meet(hub, link, rank if rank < world else -1, rank)
+    return hub
+
+
+def meet(hub: Any, link: Said, rank: int, port: int) -> None:
+    host = {"127.0.0.1": "10.0.0.1"}.get(link.peer, link.peer)
+    hub._introduce(link, {"hello": rank, "token": hub.token, "port": port, "network": host})
 
 
 def test_all_that_died_are_named_and_counted() -> None:
@@ -234,6 +239,93 @@ def test_all_that_died_are_named_and_counted() -> None:
             link.heard({"killed": number, "held": [[7, 7]]})
         assert links[0].said[-1]["ranks"] == [1, 2]
     assert links[2].said[-1]["gave_up"] == "rank 2 has died 3 times at one step"
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_no_round_begins_before_all_guards_have_met(elsewhere: bool) -> None:
+    """The hub used to look for the one that was missing, and with it went the guard of rank 0."""
+    links = [Said() for _ in range(3)]
+    hub: Any = make_hub(links[:2], elsewhere=elsewhere)
+    links[0].heard({"broken": 0, "cause": "died", "died": True})
+    for link in links[:2]:
+        link.heard({"killed": 0, "held": []})
+    assert links[0].said == [{"break": 0}]
+    meet(hub, links[2], 2, 2)
+    assert links[2].said == [{"break": 0}]
+    links[2].heard({"killed": 0, "held": []})
+    assert [link.said[-1]["go"] for link in links] == [1, 1, 1]
+
+
+def test_who_keeps_a_round_from_beginning_is_named() -> None:
+    """Also who has never been met."""
+    links = [Said() for _ in range(2)]
+    hub: Any = make_hub(links)
+    links[0].heard({"broken": 0, "cause": "died", "died": True})
+    links[0].heard({"killed": 0, "held": []})
+    hub._give_up_waiting(0)
+    assert links[0].said[-1]["why"] == "ranks [1, 2] could not be ended, or have never been met, within 60 s"
+
+
+def copies(*steps: int) -> list[list[int]]:
+    return [[step, step] for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("kept_by_0", "kept_by_1", "numbers", "fetch"),
+    [
+        # An empty ward is no source; what two keepers have is not together anywhere.
+        ([], [7, 8], [8, 7], 1),
+        ([7, 8], [], [8, 7], 0),
+        ([6, 7], [8], [8], 1),
+        ([7, 8], [7], [8, 7], 0),
+        # A ward of a round that the run went back behind.
+        ([90], [7], [7], 1),
+        ([], [], [], None),
+    ],
+)
+def test_a_copy_is_brought_from_one_keeper_that_has_it(
+    kept_by_0: list[int], kept_by_1: list[int], numbers: list[int], fetch: int | None
+) -> None:
+    """Any that had ever kept something for the rank used to be asked."""
+    links, reserve = [Said(f"10.0.0.{rank}") for rank in range(3)], Said("10.0.0.9")
+    make_hub([*links, reserve], elsewhere=True)
+    links[2].heard(None)
+    reserve.heard({"killed": 0, "held": [], "kept": {}})
+    links[0].heard({"killed": 0, "held": copies(6, 7, 8), "kept": {"2": copies(*kept_by_0), "1": copies(6, 7, 8)}})
+    links[1].heard({"killed": 0, "held": copies(7, 8), "kept": {"2": copies(*kept_by_1)}})
+    said = [link.said[-1] for link in (links[0], links[1], reserve)]
+    assert [one["numbers"] for one in said] == [numbers] * 3
+    # Rank 1 lacks copy 6, and has what counts itself.
+    assert [one["fetch"] for one in said] == [None, None, None if fetch is None else [f"10.0.0.{fetch}", fetch]]
+
+
+def test_what_a_round_takes_grows_with_the_ranks_and_no_faster() -> None:
+    """The guard of rank 0 was busy for seconds with 2,048."""
+
+    def count(world: int) -> int:
+        """Calls and lines of Python until all are told to go."""
+        links = [Said(f"10.0.0.{rank}") for rank in range(world)]
+        make_hub(links, world, elsewhere=True)
+        events = 0
+
+        def trace(*_: object) -> Any:
+            nonlocal events
+            events += 1
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            links[0].heard({"broken": 0, "cause": "died", "died": True})
+            for rank, link in enumerate(links):
+                kept = {str((rank + world // 2) % world): copies(7, 8)}
+                link.heard({"killed": 0, "held": copies(7, 8), "kept": kept})
+        finally:
+            sys.settrace(before)
+        assert links[0].said[-1]["numbers"] == [8, 7]
+        return events
+
+    assert count(160) < 2.5 * count(80)
 
 
 def test_a_rank_whose_guard_is_gone_goes_on_elsewhere() -> None:
