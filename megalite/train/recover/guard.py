@@ -199,10 +199,9 @@ class Guard:
         """Connect to the hub."""
         self._rank, address = message["meet"], (message["host"], message["port"])
         try:
-            connection = socket.create_connection(address, timeout=_CONNECT_S)
+            self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
         except OSError as e:
             self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
-        self._hub = Link(self._loop, connection, self._hear_hub)
         hello = {"hello": self._rank, "token": message["token"], "network": network()}
         if message["elsewhere"]:
             hello["port"] = self._held.open(address[0], message["token"])

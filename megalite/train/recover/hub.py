@@ -9,6 +9,7 @@ Of the hub: {"break": round}; {"go": round, ...}; {"buddy": [host, port] or null
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
@@ -100,12 +101,9 @@ class Hub:
         loop.watch(self._server.fileno(), self._accept)
 
     def _accept(self) -> None:
-        try:
-            connection = self._server.accept()[0]
-        except OSError:
-            return  # whoever it was has hung up
-        link = Link(self._loop, connection, lambda _: None)
-        link.heard = lambda message: self._introduce(link, message)
+        with contextlib.suppress(OSError):  # whoever it was has hung up
+            link = Link(self._loop, self._server.accept()[0], lambda _: None)
+            link.heard = lambda message: self._introduce(link, message)
 
     def _introduce(self, link: Link, message: dict[str, Any] | None) -> None:
         """Take in a guard that knows the token; hang up on anybody else."""

@@ -25,7 +25,8 @@ from megalite.base.untrusted import BadFile, parse_json
 from megalite.train.recover.messages import MAX_MESSAGE, EventLoop, keep_alive
 
 NUM_SLOTS = 3
-_CONNECT_S = 30.0
+# A guard that says nothing for so long, where it should, does not work any more.
+_SILENT_S = 30.0
 
 Address = tuple[str, int]
 
@@ -80,29 +81,38 @@ class Keeper:
         while True:
             with contextlib.suppress(OSError):
                 connection = self._server.accept()[0]
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                except RuntimeError:
+                    connection.close()  # this host has no thread left: a guard that called says so
 
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, BadFile), connection:
+            connection.settimeout(_SILENT_S)
             keep_alive(connection)
             stream = connection.makefile("rb")
-            asked = _read_line(stream)
-            if asked is None or not secrets.compare_digest(str(asked.get("token")).encode(), self._token.encode()):
+            asked = _read_line(stream) or {}
+            token = str(asked.get("token")).encode(errors="replace")
+            if not secrets.compare_digest(token, self._token.encode()):
                 return
+            connection.settimeout(None)
             if "fetch" in asked:
                 self._hand_out(connection, asked["fetch"], asked["numbers"])
-                return
-            with self._lock:
-                ward = self._wards.setdefault(asked["keep"], _Ward())
-                before, ward.connection = ward.connection, connection
-            if before is not None:
-                # The guard's connection of an earlier round, which must not write any more.
-                with contextlib.suppress(OSError):
-                    before.shutdown(socket.SHUT_RDWR)
-            with ward.writing:
-                while (copy := _read_line(stream)) is not None:
-                    self._take_in(ward, copy, stream)
-                    connection.sendall(json.dumps({"kept": copy["commit"]}).encode() + b"\n")
+            elif "keep" in asked:
+                self._keep(asked["keep"], connection, stream)
+
+    def _keep(self, rank: int, connection: socket.socket, stream: IO[bytes]) -> None:
+        with self._lock:
+            ward = self._wards.setdefault(rank, _Ward())
+            before, ward.connection = ward.connection, connection
+        if before is not None:
+            # The guard's connection of an earlier round, which must not write any more.
+            with contextlib.suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)
+        with ward.writing:
+            while (copy := _read_line(stream)) is not None:
+                self._take_in(ward, copy, stream)
+                connection.sendall(json.dumps({"kept": copy["commit"]}).encode() + b"\n")
 
     def _take_in(self, ward: _Ward, copy: dict[str, Any], stream: IO[bytes]) -> None:
         with self._lock:
@@ -116,7 +126,7 @@ class Keeper:
 
     def _hand_out(self, connection: socket.socket, rank: int, numbers: list[int]) -> None:
         with self._lock:
-            ward = self._wards[rank]
+            ward = self._wards.get(rank, _Ward())
             wanted = [copy for copy in ward.copies if copy["commit"] in numbers]
         for copy in wanted:
             _send_copy(connection, copy, ward.slots[copy["slot"]])
@@ -206,8 +216,7 @@ def fetch(
 
 
 def _connect(address: Address, hello: dict[str, Any]) -> socket.socket:
-    connection = socket.create_connection(address, timeout=_CONNECT_S)
-    connection.settimeout(None)
+    connection = socket.create_connection(address, timeout=_SILENT_S)
     keep_alive(connection)
     connection.sendall(json.dumps(hello).encode() + b"\n")
     return connection
@@ -221,10 +230,9 @@ def _read_line(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _send_copy(connection: socket.socket, copy: dict[str, Any], slot: int) -> None:
-    room, end, at = os.fstat(slot).st_size, copy["bytes"], 0
-    connection.sendall(json.dumps({**copy, "room": room}).encode() + b"\n")
-    while at < end:
-        at += os.sendfile(connection.fileno(), slot, at, end - at)
+    connection.sendall(json.dumps({**copy, "room": os.fstat(slot).st_size}).encode() + b"\n")
+    with open(slot, "rb", closefd=False) as memory:
+        connection.sendfile(memory, 0, copy["bytes"])
 
 
 def _fill(slot: int, size: int, stream: IO[bytes]) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from megalite.train.recover.messages import EventLoop
 from megalite.train.recover.offsite import Keeper, Sender, fetch, make_slots
@@ -86,3 +90,32 @@ def test_a_guard_is_told_when_its_copies_do_not_arrive() -> None:
     ward.sender.put({"commit": 1, "step": 1, "slot": 0, "bytes": USED}, ward.slots[0])
     ward.until(lambda: ward.failed)
     assert not ward.keeper.held()
+
+
+def test_a_stranger_is_hung_up_on_and_the_next_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that is no text used to end a thread; too many threads, all keeping."""
+    keeper, failed = Keeper("secret"), list[str]()
+    monkeypatch.setattr(threading, "excepthook", lambda args: failed.append(str(args.exc_value)))
+
+    def call(words: bytes = b"") -> bytes:
+        with socket.create_connection(("127.0.0.1", keeper.port), timeout=10) as stranger:
+            stranger.sendall(words)
+            return stranger.recv(1)
+
+    for words in (
+        b'{"token": "\\ud800", "keep": 1}\n',
+        b'{"token": "secret", "fetch": 7, "numbers": [1]}\n',
+        b'{"token": "secret"}\n',
+        b"5\n",
+    ):
+        assert call(words) == b""
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_more_threads)
+        assert call() == b""
+    ward = Ward(keeper)
+    ward.send(1)
+    assert not failed
+
+
+def no_more_threads(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -43,6 +44,36 @@ def test_a_stranger_at_the_port_is_hung_up_on(words: bytes) -> None:
         loop.turn()
         loop.turn()
         assert json.loads(rank.makefile().readline()) == {"break": 0}
+
+
+def reset(connection: socket.socket) -> None:
+    """Hang up so that the other side's kernel forgets who it was."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_a_stranger_who_is_gone_before_he_is_let_in_is_none() -> None:
+    """His address cannot be read any more; that used to end the guard of rank 0, or the one that had called."""
+    loop = EventLoop()
+    hub = Hub(loop, world=1, limit=1, alone=True)
+    reset(socket.create_connection(("localhost", hub.port)))
+    loop.turn()
+    with socket.create_connection(("localhost", hub.port)) as rank:
+        loop.turn()
+        assert rank.getpeername()
+
+
+def test_a_hub_that_hangs_up_at_once_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Rank]
+) -> None:
+    guard = make().guard
+    with socket.create_server(("localhost", 0)) as server:
+        called = socket.create_connection(server.getsockname())
+        reset(server.accept()[0])
+    assert readable(called.fileno(), 10)
+    monkeypatch.setattr(guard_module.socket, "create_connection", lambda *_, **__: called)
+    with pytest.raises(Left, match="1"):
+        guard._meet({"meet": 0, "host": "localhost", "port": 1, "token": "", "elsewhere": False})
 
 
 @pytest.mark.parametrize("alone", [True, False])
