@@ -18,7 +18,7 @@ from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.sharding import StateTensor
 from megalite.train.recover.member import GuardedRank
-from megalite.train.recover.offsite import NUM_SLOTS, free_slot, make_slots
+from megalite.train.recover.offsite import NUM_SLOTS, first_number, free_slot, make_slots
 
 # For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
 _JSON_BYTES = 16 << 20
@@ -72,7 +72,7 @@ class Copies:
         if len(text) > _JSON_BYTES:
             raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
         self._maps[slot][self._size : self._size + len(text)] = text
-        self._number += 1
+        self._number = max(self._number + 1, first_number(self._guard.round))
         copy: dict[str, Any] = {"commit": self._number, "step": step, "slot": slot}
         copy |= {"length": len(text), "crc": zlib.crc32(text)}
         copy |= {"run_id": state["run_id"], "bytes": self._size + len(text)}
@@ -87,7 +87,12 @@ class Copies:
             What was wrong with the copies that were not used; empty where there were none.
         """
         problems = []
+        # One that could not be brought from its keeper in time is on some ranks alone.
+        held = gather_texts(json.dumps([copy["commit"] for copy in self._held]), ctx.world, ctx.device)
+        common = set.intersection(*(set(json.loads(numbers)) for numbers in held))
         for copy in sorted(self._held, key=lambda copy: -copy["commit"]):
+            if copy["commit"] not in common:
+                continue
             problem = self._check(copy, ctx.rank)
             found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
             if not found:

@@ -252,7 +252,7 @@ class Guard:
     def _go(self, message: dict[str, Any]) -> None:
         """The next round begins, from these copies."""
         self._round, self._broken, self._code = message["go"], False, None
-        self._held.go_back(message["numbers"])
+        self._held.go_back(self._round, message["numbers"])
         if "rank" not in message:
             return  # still in reserve
         self._rank, self._waits = message["rank"], False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from megalite.train.recover.messages import EventLoop
-from megalite.train.recover.offsite import Address, Keeper, Sender, fetch
+from megalite.train.recover.offsite import Address, Keeper, Sender, fetch, first_number
 
 
 class Held:
@@ -32,8 +33,9 @@ class Held:
         self.keeper: Keeper | None = None
         self._hub = self._token = ""
         self._sender: Sender | None = None
-        self._unsent: list[dict[str, Any]] = []
-        self._alone = False
+        self._alone, self._round = False, 0
+        # Number of the last copy that was given to the sender.
+        self._sent = -1
 
     def open(self, hub: str, token: str) -> int:
         """Keep copies of other hosts' ranks, too.
@@ -61,11 +63,13 @@ class Held:
             self.copies = [copy for copy in self.copies if copy["commit"] != message["void"]]
         elif "loaded" in message:
             self.copies = [copy for copy in self.copies if copy["commit"] <= message["loaded"]]
-            self._unsent += self.copies[-1:]
+            self._sent = message["loaded"] - 1  # that one again: its keeper may be another now
         elif "commit" in message:
             self.copies.append(message)
-            self.run_id = message["run_id"]
-            self._unsent.append(message)
+            self.run_id, oldest = message["run_id"], self.copies[0]["commit"]
+            if self.keeper is not None:
+                # No round can begin from what this rank itself has not got.
+                self.keeper.forget(lambda number: number < oldest)
         self._send()
 
     def find_buddy(self, rank: int, address: list[Any] | None) -> None:
@@ -74,19 +78,28 @@ class Held:
             self._sender.close()
         self._sender, self._alone = None, address is None
         if address is not None:
-            self._sender = Sender(self._loop, self._locate(address), self._token, rank, self._kept, self._failed)
+            place = self._locate(address), self._token, rank, self._round
+            self._sender = Sender(self._loop, *place, self._kept, self._failed)
         self._send()
 
-    def go_back(self, numbers: list[int]) -> None:
-        """Drop all copies but those with these numbers: the run continues from one of them."""
-        self.copies, self._unsent = [copy for copy in self.copies if copy["commit"] in numbers], []
+    def go_back(self, round_: int, numbers: list[int]) -> None:
+        """Begin a round: drop all copies but those with these numbers, from one of which the run continues."""
+        self._round, self._sent = round_, max(numbers, default=-1)
+        self.copies = [copy for copy in self.copies if copy["commit"] in numbers]
         if self.keeper is not None:
-            self.keeper.forget(numbers)
+            # Others may have begun, and sent copies, already.
+            self.keeper.forget(lambda number: number not in numbers and number < first_number(round_))
 
     def fetch(self, rank: int, address: list[Any], numbers: list[int], done: Callable[[], None]) -> None:
-        """Bring a rank's copies from the keeper that has them, and call `done`."""
+        """Bring a rank's copies from the keeper that has them, and call `done`, unless another round has begun."""
+        round_ = self._round
 
         def take(copies: list[dict[str, Any]], slots: list[int]) -> None:
+            late = self._round != round_
+            for slot in slots if late else self.slots:
+                os.close(slot)
+            if late:
+                return
             self.copies, self.slots, self.run_id = copies, slots, copies[-1]["run_id"] if copies else ""
             done()
 
@@ -95,12 +108,14 @@ class Held:
     def _send(self) -> None:
         if self.keeper is None or (self._sender is None and not self._alone):
             return
-        for copy in self._unsent:
+        for copy in self.copies:
+            if copy["commit"] <= self._sent:
+                continue
+            self._sent = copy["commit"]
             if self._sender is None:
                 self._kept(copy["commit"])
             else:
                 self._sender.put(copy, self.slots[copy["slot"]])
-        self._unsent = []
 
     def _locate(self, address: list[Any]) -> Address:
         return address[0] or self._hub, address[1]

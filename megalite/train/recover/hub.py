@@ -203,7 +203,7 @@ class Hub:
         ranks = sorted(self._broken["dead"]) or [self._broken["rank"]]
         cause, died = self._broken["cause"], self._broken["died"]
         for rank in ranks:
-            at = (rank, common[0][0] if common else -1)
+            at = (rank, common[0][1] if common else -1)
             self._deaths[at] += 1
             if self._deaths[at] == _DEATHS_AT_A_STEP:
                 self._gave_up = f"rank {rank} has died {_DEATHS_AT_A_STEP} times at one step"

@@ -2,9 +2,9 @@
 
 All of it happens in threads beside the guard's event loop, and over TCP. Standard library only.
 
-A connection begins with {"token", "keep": rank} or {"token", "fetch": rank, "numbers": [...]}. A copy is a line, what a
-commit says of it (see `guard`) with "room", the bytes of a slot, and after it "bytes" bytes, the beginning of the slot.
-The guard that keeps it answers {"kept": number}.
+A connection begins with {"token", "keep": rank, "round"} or {"token", "fetch": rank, "numbers": [...]}. The first is
+answered with {"have": [[number, crc], ...]}. A copy is a line, what a commit says of it (see `guard`) with "room", the
+bytes of a slot, and after it "bytes" bytes, the beginning of the slot. Its keeper answers {"kept": number}.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ _SILENT_S = 30.0
 Address = tuple[str, int]
 
 
+def first_number(round_: int) -> int:
+    """Return the number of a round's first copy: whatever the run goes back to, no number is used twice."""
+    return round_ << 32
+
+
 def make_slots(room: int) -> list[int]:
     """Allocate memory for the copies of a rank; return its descriptors."""
     return [shared_memory(f"copy_{i}", room) for i in range(NUM_SLOTS)]
@@ -42,13 +47,21 @@ def free_slot(copies: list[dict[str, Any]]) -> int:
 
 
 class _Ward:
-    """What is kept for a rank of another host."""
+    """What is kept for a rank of another host.
+
+    Attributes:
+        memory: of as many copies as there are slots; freed when nobody reads or writes it any more.
+        copies: the whole ones, with their places there as "slot".
+        round: of the guard that writes, or wrote last.
+        connection: to it; None where it has hung up.
+    """
 
     def __init__(self) -> None:
-        self.slots: list[int] = []
+        self.memory: list[mmap.mmap] = []
         self.copies: list[dict[str, Any]] = []
-        self.writing = threading.Lock()
+        self.round = 0
         self.connection: socket.socket | None = None
+        self.writing = threading.Lock()
 
 
 class Keeper:
@@ -71,11 +84,13 @@ class Keeper:
         with self._lock:
             return {rank: [(copy["commit"], copy["step"]) for copy in w.copies] for rank, w in self._wards.items()}
 
-    def forget(self, numbers: list[int]) -> None:
-        """Drop all copies but those with these numbers."""
+    def forget(self, stale: Callable[[int], bool]) -> None:
+        """Drop copies with such numbers, and the memory of ranks that have none left and send none."""
         with self._lock:
-            for ward in self._wards.values():
-                ward.copies = [copy for copy in ward.copies if copy["commit"] in numbers]
+            for rank, ward in list(self._wards.items()):
+                ward.copies = [copy for copy in ward.copies if not stale(copy["commit"])]
+                if not ward.copies and ward.connection is None:
+                    del self._wards[rank]
 
     def _accept(self) -> None:
         while True:
@@ -99,37 +114,44 @@ class Keeper:
             if "fetch" in asked:
                 self._hand_out(connection, asked["fetch"], asked["numbers"])
             elif "keep" in asked:
-                self._keep(asked["keep"], connection, stream)
+                self._keep(asked["keep"], asked["round"], connection, stream)
 
-    def _keep(self, rank: int, connection: socket.socket, stream: IO[bytes]) -> None:
+    def _keep(self, rank: int, round_: int, connection: socket.socket, stream: IO[bytes]) -> None:
         with self._lock:
             ward = self._wards.setdefault(rank, _Ward())
-            before, ward.connection = ward.connection, connection
+            if round_ < ward.round:
+                return
+            before, ward.connection, ward.round = ward.connection, connection, round_
         if before is not None:
             # The guard's connection of an earlier round, which must not write any more.
-            with contextlib.suppress(OSError):
-                before.shutdown(socket.SHUT_RDWR)
+            _shut(before)
         with ward.writing:
-            while (copy := _read_line(stream)) is not None:
-                self._take_in(ward, copy, stream)
-                connection.sendall(json.dumps({"kept": copy["commit"]}).encode() + b"\n")
+            try:
+                _send_line(connection, {"have": [[copy["commit"], copy["crc"]] for copy in ward.copies]})
+                while (copy := _read_line(stream)) is not None:
+                    self._take_in(ward, copy, stream)
+                    _send_line(connection, {"kept": copy["commit"]})
+            finally:
+                with self._lock:
+                    ward.connection = None if ward.connection is connection else ward.connection
 
     def _take_in(self, ward: _Ward, copy: dict[str, Any], stream: IO[bytes]) -> None:
         with self._lock:
             # Later ones are void: the run has gone back.
             ward.copies = [kept for kept in ward.copies if kept["commit"] < copy["commit"]][1 - NUM_SLOTS :]
             slot = free_slot(ward.copies)
-        ward.slots = ward.slots or make_slots(copy["room"])
-        _fill(ward.slots[slot], copy["bytes"], stream)
+        ward.memory = ward.memory or [mmap.mmap(-1, copy["room"]) for _ in range(NUM_SLOTS)]
+        _fill(ward.memory[slot], copy["bytes"], stream)
         with self._lock:
             ward.copies.append({**copy, "slot": slot})
 
     def _hand_out(self, connection: socket.socket, rank: int, numbers: list[int]) -> None:
         with self._lock:
             ward = self._wards.get(rank, _Ward())
-            wanted = [copy for copy in ward.copies if copy["commit"] in numbers]
-        for copy in wanted:
-            _send_copy(connection, copy, ward.slots[copy["slot"]])
+            wanted = [(copy, ward.memory[copy["slot"]]) for copy in ward.copies if copy["commit"] in numbers]
+        for copy, memory in wanted:
+            _send_line(connection, {**copy, "room": len(memory)})
+            connection.sendall(memoryview(memory)[: copy["bytes"]])
 
 
 class Sender:
@@ -141,6 +163,7 @@ class Sender:
         address: of the other guard's keeper.
         token: what it wants to hear.
         rank: this guard's.
+        round_: from which on copies are sent.
     """
 
     def __init__(
@@ -149,13 +172,15 @@ class Sender:
         address: Address,
         token: str,
         rank: int,
+        round_: int,
         kept: Callable[[int], None],
         failed: Callable[[str], None],
     ) -> None:
         self._loop, self._kept, self._failed = loop, kept, failed
         self._copies: queue.SimpleQueue[tuple[dict[str, Any], int] | None] = queue.SimpleQueue()
         self._closed = False
-        hello = {"token": token, "keep": rank}
+        self._connection: socket.socket | None = None
+        hello = {"token": token, "keep": rank, "round": round_}
         threading.Thread(target=self._run, args=(address, hello), daemon=True).start()
 
     def put(self, copy: dict[str, Any], slot: int) -> None:
@@ -163,19 +188,27 @@ class Sender:
         self._copies.put((copy, slot))
 
     def close(self) -> None:
-        """Send what was given, and call back no more."""
+        """Send no more, and call back no more."""
         self._closed = True
         self._copies.put(None)
+        if self._connection is not None:
+            _shut(self._connection)
 
     def _run(self, address: Address, hello: dict[str, Any]) -> None:
         try:
             with _connect(address, hello) as connection:
+                self._connection = connection
                 answers = connection.makefile("rb")
-                while (item := self._copies.get()) is not None:
-                    _send_copy(connection, *item)
-                    if _read_line(answers) is None:
-                        raise ConnectionError("it has hung up")
-                    self._loop.post(lambda number=item[0]["commit"]: self._closed or self._kept(number))  # type: ignore[misc]
+                have = _hear(answers)["have"]
+                while not self._closed and (item := self._copies.get()) is not None:
+                    copy, slot = item
+                    # One that is there would be overwritten by itself: for as long, nobody would have it.
+                    if [copy["commit"], copy["crc"]] not in have:
+                        _send_line(connection, {**copy, "room": os.fstat(slot).st_size})
+                        with open(slot, "rb", closefd=False) as memory:
+                            connection.sendfile(memory, 0, copy["bytes"])
+                        _hear(answers)
+                    self._loop.post(lambda number=copy["commit"]: self._closed or self._kept(number))  # type: ignore[misc]
         except (OSError, BadFile) as e:
             reason = str(e)
             self._loop.post(lambda: self._closed or self._failed(reason))
@@ -208,7 +241,8 @@ def fetch(
             stream = connection.makefile("rb")
             while (copy := _read_line(stream)) is not None:
                 slots = slots or make_slots(copy["room"])
-                _fill(slots[len(copies)], copy["bytes"], stream)
+                with mmap.mmap(slots[len(copies)], copy["bytes"]) as memory:
+                    _fill(memory, copy["bytes"], stream)
                 copies.append({**copy, "slot": len(copies)})
         loop.post(lambda: done(copies, slots))
 
@@ -218,8 +252,25 @@ def fetch(
 def _connect(address: Address, hello: dict[str, Any]) -> socket.socket:
     connection = socket.create_connection(address, timeout=_SILENT_S)
     keep_alive(connection)
-    connection.sendall(json.dumps(hello).encode() + b"\n")
+    _send_line(connection, hello)
     return connection
+
+
+def _shut(connection: socket.socket) -> None:
+    """End a connection that another thread uses, which finds out."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _send_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _hear(stream: IO[bytes]) -> dict[str, Any]:
+    """Read a message; raises ConnectionError if the other side has hung up."""
+    if (message := _read_line(stream)) is None:
+        raise ConnectionError("it has hung up")
+    return message
 
 
 def _read_line(stream: IO[bytes]) -> dict[str, Any] | None:
@@ -229,18 +280,12 @@ def _read_line(stream: IO[bytes]) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-def _send_copy(connection: socket.socket, copy: dict[str, Any], slot: int) -> None:
-    connection.sendall(json.dumps({**copy, "room": os.fstat(slot).st_size}).encode() + b"\n")
-    with open(slot, "rb", closefd=False) as memory:
-        connection.sendfile(memory, 0, copy["bytes"])
-
-
-def _fill(slot: int, size: int, stream: IO[bytes]) -> None:
+def _fill(memory: mmap.mmap, size: int, stream: IO[bytes]) -> None:
     """Read the beginning of a slot; raises ConnectionError if the other side hangs up."""
-    with mmap.mmap(slot, size) as memory, memoryview(memory) as view:
+    with memoryview(memory) as view:
         at = 0
         while at < size:
-            count = stream.readinto(view[at:])  # type: ignore[attr-defined]
+            count = stream.readinto(view[at:size])  # type: ignore[attr-defined]
             if not count:
                 raise ConnectionError("it has hung up")
             at += count

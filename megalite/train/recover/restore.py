@@ -97,11 +97,12 @@ def open_copies(engine: Engine) -> Copies | None:
     rank_guard, optimizer = guard(), engine.optimizer
     assert rank_guard is not None
     copies = Copies(rank_guard, optimizer.states(), engine.cfg.run.recover == "host")
-    for problem in copies.load(engine.ctx):
+    problems = copies.load(engine.ctx)
+    for problem in problems:
         older = "the copies before it" if copies.restored else "the newest checkpoint on disk"
         if engine.ctx.rank == 0:
             logger.warning(f"{problem}: using {older} on all ranks")
-    if rank_guard.round and not rank_guard.turn["copies"] and engine.ctx.rank == 0:
+    if rank_guard.round and copies.restored is None and not problems and engine.ctx.rank == 0:
         logger.warning("no copy is left that all ranks have: using the newest checkpoint on disk")
     if copies.restored is not None:
         optimizer.load_scalars(copies.restored["scalars"])

@@ -1,0 +1,217 @@
+"""What a guard has of its rank, through rounds that begin and break; over real connections."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.dist.context import ParallelContext
+from megalite.train.recover import copies, offsite
+from megalite.train.recover.held import Held
+from megalite.train.recover.messages import EventLoop
+from megalite.train.recover.offsite import first_number, make_slots
+
+ROOM = 1 << 16
+
+
+class Guard:
+    """The part of a guard that holds copies of one rank and keeps those of others; its process is the test."""
+
+    def __init__(self, rank: int, keeps: bool = True) -> None:
+        self.rank, self.loop = rank, EventLoop()
+        self.kept: list[int] = []
+        self.failed: list[str] = []
+        self.held: Any = Held(self.loop, self.kept.append, self.failed.append)
+        self.port = self.held.open("127.0.0.1", "secret") if keeps else 0
+
+    def trains(self) -> None:
+        self.held.hear({"slots": True}, make_slots(ROOM))
+
+    def commits(self, number: int, round_: int = 0) -> int:
+        """As `Copies.take`, after whose numbers the slots' content is named here."""
+        held = [copy["commit"] for copy in self.held.copies]
+        if len(held) == len(self.held.slots):
+            self.held.hear({"void": held[0]}, [])
+        number, slot = first_number(round_) + number, offsite.free_slot(self.held.copies)
+        os.pwrite(self.held.slots[slot], bytes([number % 251]) * 1000, 0)
+        copy = {"commit": number, "step": number, "slot": slot, "crc": number, "bytes": 1000, "run_id": "x"}
+        self.held.hear(copy, [])
+        return number
+
+    def buddy(self, other: Guard) -> None:
+        self.held.find_buddy(self.rank, ["", other.port])
+
+    def has(self) -> list[int]:
+        return [number for number, _ in self.held.answer()["held"]]
+
+    def keeps(self, rank: int) -> list[int]:
+        return [number for number, _ in self.held.answer()["kept"].get(rank, [])]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            self.loop.after(0.01, lambda: None)
+            self.loop.turn()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def pair() -> tuple[Guard, Guard]:
+    """Rank 0 trains, and the guard of rank 1 keeps its copies."""
+    mine, other = Guard(0), Guard(1)
+    mine.trains()
+    mine.buddy(other)
+    return mine, other
+
+
+def test_without_a_keeper_nothing_is_left_of_a_commit_but_its_copy() -> None:
+    """Under `--recover process` each used to be remembered for a connection that never came."""
+    guard = Guard(0, keeps=False)
+    guard.trains()
+    for number in range(20):
+        guard.commits(number)
+    sizes = [len(value) for value in vars(guard.held).values() if isinstance(value, list)]
+    assert max(sizes) <= offsite.NUM_SLOTS
+
+
+def test_copies_from_before_the_buddy_is_known_are_sent() -> None:
+    mine, other = Guard(0), Guard(1)
+    mine.trains()
+    mine.commits(0)
+    mine.buddy(other)
+    mine.until(lambda: mine.kept == [0])
+    assert other.keeps(0) == [0]
+    # As it is where all are on one host.
+    mine.held.find_buddy(0, None)
+    mine.commits(1)
+    assert mine.kept == [0, 1]
+
+
+def test_a_copy_that_is_there_is_not_sent_again() -> None:
+    """While it arrived a second time there was none, and a host lost then had lost everything."""
+    mine, other = pair()
+    for number in range(2):
+        mine.commits(number)
+        mine.until(lambda number=number: number in mine.kept)
+    for guard in (mine, other):
+        guard.held.go_back(1, [1])
+    # It could not be sent: nobody could read it.
+    os.ftruncate(mine.held.slots[mine.held.copies[0]["slot"]], 0)
+    mine.kept.clear()
+    mine.buddy(other)
+    mine.held.hear({"loaded": 1}, [])
+    mine.until(lambda: mine.kept == [1])
+    assert other.keeps(0) == [1]
+
+
+def test_who_is_late_is_not_obeyed() -> None:
+    """What a connection of an earlier round still brings has another number than what the run has made since."""
+    mine, other = pair()
+    mine.commits(0)
+    mine.until(lambda: mine.kept == [0])
+    late = mine.held._sender
+    for guard in (mine, other):
+        guard.held.go_back(1, [0])
+    mine.buddy(other)
+    mine.held.hear({"loaded": 0}, [])
+    number = mine.commits(0, round_=1)
+    mine.until(lambda: number in mine.kept)
+    assert late._connection is None or late._connection.fileno() < 0
+    again = offsite.Sender(mine.loop, ("127.0.0.1", other.port), "secret", 0, 0, mine.kept.append, mine.failed.append)
+    again.put({"commit": 1, "step": 1, "slot": 0, "crc": 1, "bytes": 10}, mine.held.slots[0])
+    mine.until(lambda: mine.failed)
+    assert other.keeps(0) == [0, number]
+
+
+def test_what_a_new_round_brings_before_all_have_heard_of_it_stays() -> None:
+    mine, other = pair()
+    mine.commits(0)
+    mine.until(lambda: mine.kept == [0])
+    mine.held.go_back(1, [])
+    mine.buddy(other)
+    mine.held.hear({"loaded": -1}, [])
+    number = mine.commits(0, round_=1)
+    mine.until(lambda: number in mine.kept)
+    other.held.go_back(1, [])
+    assert other.keeps(0) == [number]
+
+
+def test_a_rank_moves_to_another_guard() -> None:
+    """With all that was kept, once; and what was kept for it elsewhere is given up when it serves nobody any more."""
+    mine, other = pair()
+    for number in range(3):
+        mine.commits(number)
+        mine.until(lambda number=number: number in mine.kept)
+    heir = Guard(-1)
+    heir.trains()
+    before, came = open_files(), list[int]()
+    for guard in (heir, other):
+        guard.held.go_back(1, [1, 2])
+    heir.held.fetch(0, ["", other.port], [1, 2], lambda: came.append(1))
+    heir.until(lambda: came)
+    assert heir.has() == [1, 2]
+    assert [os.pread(heir.held.slots[copy["slot"]], 2000, 0)[:1000] for copy in heir.held.copies] == [
+        bytes([number]) * 1000 for number in (1, 2)
+    ]
+    heir.until(lambda: open_files() <= before)
+    assert other.keeps(0) == [1, 2]
+    other.trains()
+    mine.held._sender.close()
+    heir.until(lambda: other.held.keeper._wards[0].connection is None)
+    for number in range(4):
+        other.commits(number, round_=1)
+    assert not other.held.answer()["kept"]
+
+
+def test_what_is_brought_for_a_round_that_is_over_is_dropped() -> None:
+    """It used to be taken for the copies of the next, and never closed."""
+    mine, other = pair()
+    for number in range(2):
+        mine.commits(number)
+        mine.until(lambda number=number: number in mine.kept)
+    heir, came = Guard(-1), list[str]()
+    before = open_files()
+    heir.held.go_back(1, [0, 1])
+    heir.held.fetch(0, ["", other.port], [0, 1], lambda: came.append("stale"))
+    heir.held.go_back(2, [1])
+    heir.held.fetch(0, ["", other.port], [1], lambda: came.append("new"))
+    heir.until(lambda: came)
+    heir.until(lambda: open_files() <= before + offsite.NUM_SLOTS)
+    assert (came, heir.has()) == (["new"], [1])
+
+
+def test_copies_that_another_rank_lacks_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with different lists, of which one had been cut short, used to compare different copies."""
+    flat, told = torch.zeros(4), list[int]()
+    guard: Any = SimpleNamespace(turn={}, round=0, slots=[], commit=lambda copy: None, loaded=told.append)
+    guard.keep = lambda slots: setattr(guard, "slots", slots)
+    states: Any = [SimpleNamespace(flat=flat)]
+    kept = copies.Copies(guard, states, elsewhere=False)
+    for step in (1, 2):
+        flat.fill_(step)
+        kept.take(step, {"run_id": "x"})
+    flat.zero_()
+    other = [json.dumps([first_number(0) + 1]), ""]
+    monkeypatch.setattr(copies, "gather_texts", lambda text, *_: [text, other.pop(0)])
+    assert kept.load(ParallelContext.single()) == []
+    assert (flat.tolist(), told, other) == ([1.0] * 4, [1], [])
+
+
+def test_a_keeper_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank used to wait for it, and with it all others."""
+    monkeypatch.setattr(offsite, "_SILENT_S", 0.2)
+    heir, came = Guard(-1), list[int]()
+    with offsite.socket.create_server(("127.0.0.1", 0)) as server:
+        heir.held.fetch(0, ["127.0.0.1", server.getsockname()[1]], [1], lambda: came.append(1))
+        heir.until(lambda: came)
+    assert heir.has() == []
