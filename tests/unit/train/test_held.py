@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -62,8 +63,10 @@ class Guard:
             self.loop.turn()
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def slots() -> int:
+    """Number of slots that this process has open."""
+    files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum("megalite-copy" in os.readlink(file) for file in files if os.path.islink(file))
 
 
 def pair() -> tuple[Guard, Guard]:
@@ -133,6 +136,25 @@ def test_who_is_late_is_not_obeyed() -> None:
     assert other.keeps(0) == [0, number]
 
 
+def test_a_sender_that_is_closed_sends_no_more() -> None:
+    """It used to bring all that it had been given, while the next round began."""
+    mine, size = Guard(0), 1 << 28
+    with offsite.socket.create_server(("127.0.0.1", 0)) as server:
+        sender = offsite.Sender(mine.loop, server.getsockname(), "secret", 0, 0, mine.kept.append, mine.failed.append)
+        sender.put({"commit": 0, "crc": 0, "bytes": size}, make_slots(size)[0])
+        with server.accept()[0] as connection:
+            connection.sendall(b'{"have": []}\n')
+            came = 0
+            while came < 10_000:
+                came += len(connection.recv(1000))
+            sender.close()
+            while count := len(connection.recv(1 << 20)):
+                came += count
+    assert came < size
+    assert not mine.kept
+    assert not mine.failed
+
+
 def test_what_a_new_round_brings_before_all_have_heard_of_it_stays() -> None:
     mine, other = pair()
     mine.commits(0)
@@ -154,7 +176,7 @@ def test_a_rank_moves_to_another_guard() -> None:
         mine.until(lambda number=number: number in mine.kept)
     heir = Guard(-1)
     heir.trains()
-    before, came = open_files(), list[int]()
+    before, came = slots(), list[int]()
     for guard in (heir, other):
         guard.held.go_back(1, [1, 2])
     heir.held.fetch(0, ["", other.port], [1, 2], lambda: came.append(1))
@@ -163,7 +185,7 @@ def test_a_rank_moves_to_another_guard() -> None:
     assert [os.pread(heir.held.slots[copy["slot"]], 2000, 0)[:1000] for copy in heir.held.copies] == [
         bytes([number]) * 1000 for number in (1, 2)
     ]
-    heir.until(lambda: open_files() <= before)
+    assert slots() == before
     assert other.keeps(0) == [1, 2]
     other.trains()
     mine.held._sender.close()
@@ -180,13 +202,15 @@ def test_what_is_brought_for_a_round_that_is_over_is_dropped() -> None:
         mine.commits(number)
         mine.until(lambda number=number: number in mine.kept)
     heir, came = Guard(-1), list[str]()
-    before = open_files()
+    before, running = slots(), threading.enumerate()
     heir.held.go_back(1, [0, 1])
     heir.held.fetch(0, ["", other.port], [0, 1], lambda: came.append("stale"))
+    for thread in set(threading.enumerate()) - {*running}:
+        thread.join()
     heir.held.go_back(2, [1])
     heir.held.fetch(0, ["", other.port], [1], lambda: came.append("new"))
     heir.until(lambda: came)
-    heir.until(lambda: open_files() <= before + offsite.NUM_SLOTS)
+    assert slots() == before + offsite.NUM_SLOTS
     assert (came, heir.has()) == (["new"], [1])
 
 
