@@ -85,14 +85,13 @@ def leaving_together() -> Iterator[None]:
     Errors that every rank raises (command line, layout, anything agreed on) are reported by rank 0 alone.
     """
     try:
-        rank = env_rank()
+        setup_logging(env_rank())
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         _exit(2)
-    setup_logging(rank)
     print_stacks()
     stop_with_torchrun()
-    watch = FailureWatch(lambda reason: _leave_after(rank, reason))
+    watch = FailureWatch(_leave_after)
     try:
         yield
     except UserError as e:
@@ -100,14 +99,14 @@ def leaving_together() -> Iterator[None]:
             _wait_if_replaced()
         else:
             watch.disarm()
-            _exit_after_rank_0(rank, 2)
+            _exit_after_rank_0(2)
         for line in f"error: {e}".splitlines():
             logger.error(line)
         _exit(2)
     except KeyboardInterrupt:
         # A second Ctrl-C must not cut the message short.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if rank == 0:
+        if env_rank() == 0:
             print("interrupted: exiting immediately, nothing more was saved", file=sys.stderr, flush=True)
         _exit(130)
     except SystemExit:
@@ -116,17 +115,17 @@ def leaving_together() -> Iterator[None]:
         raise
     except (SaveError, DivergenceError) as e:
         # Every rank raises these, and a traceback would add nothing.
-        _exit_after_rank_0(rank, 1)
+        _exit_after_rank_0(1)
         logger.error(f"{type(e).__name__}: {e}")
         _exit(1)
     except BaseException as e:
-        _report_failure(e, rank, watch)
+        _report_failure(e, watch)
         _exit(1)
     watch.close()
     shutdown()
 
 
-def _report_failure(e: BaseException, rank: int, watch: FailureWatch) -> None:
+def _report_failure(e: BaseException, watch: FailureWatch) -> None:
     """Print the error that is being handled, and inform the other ranks unless one of them was first."""
     if (rank_guard := guard()) is not None:
         if _lost_peer(e) or isinstance(e, dist.DistError):
@@ -135,13 +134,13 @@ def _report_failure(e: BaseException, rank: int, watch: FailureWatch) -> None:
             # It may follow from a death that nobody knows of yet.
             rank_guard.may_be_killed()
     if isinstance(e, PeerError):
-        _print_last(rank, "exiting: another rank failed first")
+        _print_last("exiting: another rank failed first")
     elif _lost_peer(e):
         # Where all ranks print this and none anything else, it was the network.
-        _print_last(rank, "exiting: another rank failed first, or the network between them")
+        _print_last("exiting: another rank failed first, or the network between them")
     else:
-        _print_last(rank, traceback.format_exc())
-        watch.announce(rank)
+        _print_last(traceback.format_exc())
+        watch.announce(env_rank())
 
 
 def _wait_if_replaced() -> None:
@@ -150,28 +149,29 @@ def _wait_if_replaced() -> None:
         rank_guard.lost_a_peer()
 
 
-def _leave_after(rank: int, reason: str) -> None:
+def _leave_after(reason: str) -> None:
     """End a rank that still waits for one that has failed."""
     if (rank_guard := guard()) is not None:
         rank_guard.lost_a_peer()
     say_goodbye()
-    _print_last(rank, f"exiting: {reason}")
+    _print_last(f"exiting: {reason}")
     _exit(1)
 
 
-def _print_last(rank: int, text: str) -> None:
-    lines = "".join(f"[rank {rank}] {line}\n" for line in text.splitlines())
+def _print_last(text: str) -> None:
+    # Not who it was at its start: it may have taken over another rank.
+    lines = "".join(f"[rank {env_rank()}] {line}\n" for line in text.splitlines())
     sys.stderr.flush()
     with contextlib.suppress(OSError):
         write_or_drop(2, lines.encode(errors="backslashreplace"), _READER_PATIENCE_S)
 
 
-def _exit_after_rank_0(rank: int, code: int) -> None:
+def _exit_after_rank_0(code: int) -> None:
     """Exit silently, but not before rank 0: a launcher that sees one rank exit kills the others.
 
     Returns on rank 0, and where rank 0 has not exited within `_PATIENCE_S`.
     """
-    if rank == 0:
+    if env_rank() == 0:
         return
     if not launched_together():
         _exit(code)

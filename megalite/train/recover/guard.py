@@ -24,12 +24,11 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megalite.base.child import children
-from megalite.base.console import write_or_drop
 from megalite.base.log import unfinished_code
 from megalite.train.recover.held import Held
 from megalite.train.recover.hub import UNFINISHED, Hub
 from megalite.train.recover.messages import EventLoop, Link, Packets, network
-from megalite.train.recover.processes import Member, as_exit_code, kill
+from megalite.train.recover.processes import Member, as_exit_code, kill, say
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Who lost a connection may be first to say so; the guard of the rank that died names the cause.
@@ -156,8 +155,8 @@ class Guard:
                 self._judge(code)
             return
         self._spare, self._failures = None, self._failures + 1
-        if self._waits and code >= 0:
-            self._leave(code)
+        if self._waits and (code >= 0 or (self._asked and self._hub is None)):
+            self._leave(as_exit_code(code))
         # Otherwise another one starts at the next commit.
         if self._trainer is None and (self._broken or self._waits) and self._failures < _MAX_FAILURES:
             self._start()
@@ -292,8 +291,7 @@ class Guard:
     def _leave(self, code: int, why: str = "") -> NoReturn:
         """Exit; what is left of the rank dies with this process."""
         if why:
-            with contextlib.suppress(OSError):
-                write_or_drop(2, f"[rank {self._rank}] guard: {why}\n".encode(), 0.5)
+            say(self._rank, why)
         for pid in children(os.getpid()):
             kill(pid, signal.SIGKILL)
         os._exit(code)

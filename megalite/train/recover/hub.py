@@ -20,6 +20,7 @@ from typing import Any
 
 from megalite.base.log import unfinished_code
 from megalite.train.recover.messages import EventLoop, Link
+from megalite.train.recover.processes import say
 
 # A rank that dies this often at one step has a cause that no repetition cures.
 _DEATHS_AT_A_STEP = 3
@@ -160,6 +161,7 @@ class Hub:
         """A guard is gone, with all that it guarded: have a reserve be its rank."""
         if peer in self._reserves:
             self._reserves.remove(peer)
+            say(0, f"a rank in reserve is gone with its host or its guard, {len(self._reserves)} left")
             return
         cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
         if not self._reserves:

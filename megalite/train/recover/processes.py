@@ -6,6 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
+from megalite.base.console import write_or_drop
 from megalite.train.recover.messages import Packets
 
 
@@ -39,3 +40,9 @@ def kill(pid: int, number: int) -> None:
 def as_exit_code(code: int) -> int:
     """Return what a shell says of a process that a signal has ended."""
     return code if code >= 0 else 128 - code
+
+
+def say(rank: int, text: str) -> None:
+    """Print a line of the guard of a rank, unless nobody reads."""
+    with contextlib.suppress(OSError):
+        write_or_drop(2, f"[rank {rank}] guard: {text}\n".encode(), 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import join_store, store_host
+from megalite.dist.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import Copies
 from megalite.train.recover.hub import LOOPBACK
@@ -62,8 +63,21 @@ def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
 
 
 def find_hub() -> str:
-    """Wait for rank 0 to tell the ranks in reserve where the guards meet; return what `GuardedRank.meet` takes."""
-    return f"{store_host()} {join_store()[0].get(_HUB).decode()}"
+    """Wait for rank 0 to tell the ranks in reserve where the guards meet; return what `GuardedRank.meet` takes.
+
+    What nobody listens at is from an earlier attempt: torchrun keeps one store across restarts.
+    """
+    store, deadline = join_store()[0], time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    while True:
+        offer = store.get(_HUB).decode()
+        try:
+            socket.create_connection((store_host(), int(offer.split()[0])), timeout=30).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+        else:
+            return f"{store_host()} {offer}"
 
 
 def guard_round() -> int:
@@ -181,15 +195,15 @@ def record_recovery(run: Run) -> bool:
     if rank_guard is None or rank_guard.round == 0:
         return False
     turn, now = rank_guard.turn, time.monotonic()
-    seconds = {
-        "end": turn["gone"] - turn["died"],
-        "meet": rank_guard.met - turn["gone"],
-        "load": now - rank_guard.met,
-    }
-    logger.info(f"{turn['cause']}: back to step {run.step} in {now - turn['died']:.1f} s")
+    back = f"{turn['cause']}: back to step {run.step}"
+    if run.engine.ctx.rank != 0:
+        logger.info(back)  # other hosts' clocks say nothing of when it died
+        return True
+    gone, died, met = turn["gone"], turn["died"], rank_guard.met
+    logger.info(f"{back} in {now - died:.1f} s")
     if turn["gave_up"]:
         logger.info(f"{turn['gave_up']}: saving, then exiting")
-    run.metrics.event(
-        "recovery", step=run.step, round=rank_guard.round, ranks=turn["ranks"], cause=turn["cause"], seconds=seconds
-    )
+    seconds = {"end": gone - died, "meet": met - gone, "load": now - met}
+    told = {"round": rank_guard.round, "ranks": turn["ranks"], "cause": turn["cause"], "seconds": seconds}
+    run.metrics.event("recovery", step=run.step, **told)
     return True

@@ -40,6 +40,16 @@ def test_a_rank_whose_errors_are_captured_begins_and_ends() -> None:
     assert "Current thread" in done.stderr
 
 
+def test_a_rank_that_took_over_another_reports_under_its_number() -> None:
+    """It used to be told as the rank in reserve that it had been."""
+    body = "from megalite.base.log import take_rank\nfrom megalite.train.exit import leaving_together\n"
+    body += "with leaving_together():\n    take_rank(1)\n    raise ValueError('odd')\n"
+    env = os.environ | {"RANK": "4"}
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "[rank 1] ValueError: odd"
+
+
 HOSTILE = "a\x1b[2J\x07\x7f\x9b31m\nb\u202ec\ud800é\U0001f642"
 SAFE = r"a\x1b[2J\x07\x7f\x9b31m\nb\u202ec\ud800é🙂"
 

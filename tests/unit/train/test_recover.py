@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megalite.base.child import readable
 from megalite.base.errors import UserError
 from megalite.train.recover import guard as guard_module
+from megalite.train.recover import restore
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.hub import Hub, buddies
 from megalite.train.recover.main import reserve
@@ -235,6 +238,16 @@ def test_a_turn_says_when_the_run_began_and_which_it_is(make: Callable[..., Rank
     assert (rank.turn["began"], rank.turn["run_id"]) == (began, "some")
 
 
+def test_a_reserve_that_is_told_to_stop_before_it_has_met_anybody_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that waits took the signal, and the guard started another."""
+    rank = Rank(monkeypatch, launcher=0)
+    rank.guard._waits, rank.guard._hub, rank.guard._next = True, None, None
+    rank.guard._start()
+    rank.guard._relay(signal.SIGTERM, None)
+    with pytest.raises(Left, match=f"^{128 + signal.SIGTERM}$"):
+        rank.until(lambda: len(rank.sleepers) > 1)
+
+
 class Said:
     """A connection of a guard with the hub: what the hub says, and `heard`, with which the guard says something."""
 
@@ -389,6 +402,47 @@ def test_a_rank_whose_guard_is_gone_goes_on_elsewhere() -> None:
         links[0].said.pop()["why"]
         == "the guard of rank 3 is gone, and with it what it kept; no rank is left in reserve"
     )
+
+
+def test_a_reserve_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody would have known until one was missing."""
+    links = [Said() for _ in range(5)]
+    make_hub(links, elsewhere=True)
+    links[4].heard(None)
+    assert capfd.readouterr().err == "[rank 0] guard: a rank in reserve is gone with its host or its guard, 1 left\n"
+
+
+def test_a_reserve_waits_for_the_hub_of_this_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store still holds that of the attempt before; a reserve that took it ended all ranks again."""
+    store: Any = dist.HashStore()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        store.set("megalite/hub", f"{gone.getsockname()[1]} old")
+
+    class Store:
+        """Rank 0 makes its offer after the old one has been read."""
+
+        def get(self, key: str) -> bytes:
+            offer = store.get(key)
+            store.set(key, f"{server.getsockname()[1]} new")
+            return offer
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(restore, "join_store", lambda: (Store(), 0, 1))
+        assert restore.find_hub() == f"127.0.0.1 {server.getsockname()[1]} new"
+
+
+def test_seconds_are_told_where_the_clock_is_that_they_began_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another host's clock had the run go back in minus three hours."""
+    turn = {"gone": 1e9, "died": 1e9, "cause": "rank 1 died", "gave_up": "", "ranks": [1]}
+    monkeypatch.setattr(restore, "guard", lambda: SimpleNamespace(round=1, met=0.0, turn=turn))
+    monkeypatch.setattr(restore.logger, "propagate", True)
+    run: Any = SimpleNamespace(step=7, engine=SimpleNamespace(ctx=SimpleNamespace(rank=1)))
+    with caplog.at_level("INFO"):
+        assert restore.record_recovery(run)
+    assert caplog.messages == ["rank 1 died: back to step 7"]
 
 
 def test_copies_are_kept_on_the_host_half_of_all_hosts_further_on() -> None:
