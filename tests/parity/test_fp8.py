@@ -117,7 +117,7 @@ def test_promises_of_layouts(pool: WorkerPool, row: int) -> None:
 
 
 # Where experts lie over ep, rows of all its ranks meet: what scales over tokens (tensorwise) has other scales there.
-EXPERTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+MIXTURES: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("rowwise", 4, {"ep": 2, "tp": 2, "zero": 3, **CUT}, {}),
     ("blockwise", 4, {"ep": 2, "tp": 2, "etp": "1"}, {"recompute": "full"}),
     ("tensorwise", 2, {"tp": 2}, {}),
@@ -127,7 +127,7 @@ EXPERTS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("row", [0, *(pytest.param(i, marks=pytest.mark.full) for i in (1, 2, 3))])
 def test_promises_of_layouts_with_experts(pool: WorkerPool, row: int) -> None:
-    recipe, world, layout, train = EXPERTS[row]
+    recipe, world, layout, train = MIXTURES[row]
 
     def make(layout: dict[str, Any] | None = None, **train: Any) -> Config:
         width = (BLOCKS if recipe == "blockwise" else SMALL)["ffn_hidden_size"]

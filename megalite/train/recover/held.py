@@ -64,6 +64,9 @@ class Held:
         elif "loaded" in message:
             self.copies = [copy for copy in self.copies if copy["commit"] <= message["loaded"]]
             self._sent = message["loaded"] - 1  # that one again: its keeper may be another now
+            if self.keeper is not None:
+                # All ranks have loaded this one; what they have sent since is of the new round.
+                self.keeper.forget(lambda number: message["loaded"] < number < first_number(self._round))
         elif "commit" in message:
             self.copies.append(message)
             self.run_id, oldest = message["run_id"], self.copies[0]["commit"]

@@ -117,6 +117,22 @@ def test_a_copy_that_is_there_is_not_sent_again() -> None:
     assert other.keeps(0) == [1]
 
 
+def test_what_was_not_loaded_is_void_at_its_keeper_too() -> None:
+    """It stayed there, and new copies pushed out the one that all ranks had loaded."""
+    mine, other = pair()
+    for number in range(2):
+        mine.commits(number)
+        mine.until(lambda number=number: number in mine.kept)
+    for guard in (mine, other):
+        guard.held.go_back(1, [0, 1])
+    mine.buddy(other)
+    for guard in (mine, other):
+        guard.held.hear({"loaded": 0}, [])
+    number = mine.commits(0, round_=1)
+    mine.until(lambda: number in mine.kept)
+    assert other.keeps(0) == [0, number]
+
+
 def test_who_is_late_is_not_obeyed() -> None:
     """What a connection of an earlier round still brings has another number than what the run has made since."""
     mine, other = pair()
