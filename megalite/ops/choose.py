@@ -151,9 +151,9 @@ def choose(op: Op, wanted: str, device: torch.device, dtype: torch.dtype, spec: 
     for backend in op.backends:
         if is_requested and backend.name != wanted:
             continue
-        reason = backend.why_not(device, dtype)
-        if reason is None and not is_requested:
-            reason = backend.why_not_auto(device, dtype)
+        # In this order: importing Triton to know whether it can run takes a second that a CPU need not spend.
+        reason = None if is_requested else backend.why_not_auto(device, dtype)
+        reason = reason or backend.why_not(device, dtype)
         if reason is None:
             if is_requested:
                 why = "requested"
