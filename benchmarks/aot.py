@@ -73,12 +73,15 @@ TYPES |= dict.fromkeys(("eps", "beta1", "one_minus_beta1", "beta2", "one_minus_b
 TYPES |= dict.fromkeys(("decay", "step_size", "inv_sqrt_correction"), "fp32")
 
 
+TO_FP8 = "F2FP.SATFINITE.E4M3"
+
+
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.ops.triton import activation, cross_entropy, flat, fp8, fp8_product, grouped, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, flat, norm, rope
     from megalite.ops.triton.support import row_launch
 
-    cases, to_fp8, no_codes = [], "F2FP.SATFINITE.E4M3", {"GROUP": 0, "LARGEST": 448.0}
+    cases, no_codes = [], {"GROUP": 0, "LARGEST": 448.0}
     for name, width, rms, forward, backward in (
         ("add_rmsnorm", 4096, True, Limit(48, 6), Limit(96, 8, 1)),
         ("add_rmsnorm_wide", 12288, True, Limit(48, 6), Limit(112, 14, 1)),
@@ -91,7 +94,7 @@ def triton_cases() -> list[Case]:
         for group in (128, 32) if name == "add_rmsnorm" else ():
             case = {**constants, **no_codes, "GROUP": group, "BLOCK": block}
             limit = replace(forward, registers=forward.registers + 48)
-            cases.append(Case(f"{name}_fp8_{group}", norm.norm_forward_kernel, case, warps, limit, 89, to_fp8))
+            cases.append(Case(f"{name}_fp8_{group}", norm.norm_forward_kernel, case, warps, limit, 89, TO_FP8))
         chunks, block, warps = norm.backward_launch(width)
         constants |= {"CHUNKS": chunks, "BLOCK": block}
         cases.append(Case(f"{name}_backward", norm.norm_backward_kernel, constants, warps, backward))
@@ -107,12 +110,29 @@ def triton_cases() -> list[Case]:
         for group in (128, 32) if label == "silu" else ():
             case = {**constants, **no_codes, "GROUP": group}
             cases.append(
-                Case(f"glu_{label}_fp8_{group}", activation.glu_forward_kernel, case, 4, Limit(64, 2), 89, to_fp8)
+                Case(f"glu_{label}_fp8_{group}", activation.glu_forward_kernel, case, 4, Limit(64, 2), 89, TO_FP8)
             )
         cases.append(Case(f"glu_{label}_backward", activation.glu_backward_kernel, constants, 4, Limit(48, 3)))
         if kind:
             cases.append(Case(label, activation.gelu_forward_kernel, constants, 4, Limit(40, 1)))
             cases.append(Case(f"{label}_backward", activation.gelu_backward_kernel, constants, 4, Limit(48, 2)))
+    adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
+    return [
+        *cases,
+        *_quantizing_cases(),
+        *_product_cases(),
+        Case("ce_stats", cross_entropy.stats_kernel, {"BLOCK": 4096}, 8, Limit(48, 2, 2)),
+        Case("ce_grad", cross_entropy.grad_kernel, {"BLOCK": 2048}, 8, Limit(32, 1, 3)),
+        Case("adamw_triton", flat.adamw_kernel, adamw, 4, Limit(56, 7, 1)),
+        Case("stochastic_round", flat.stochastic_round_kernel, {"BLOCK": 1024}, 4, Limit(40, 2)),
+        Case("sum_squares_triton", flat.sum_squares_kernel, {"BLOCK": 4096}, 8, Limit(48, 4)),
+    ]
+
+
+def _quantizing_cases() -> list[Case]:
+    from megalite.ops.triton import fp8
+
+    cases = []
     for name, tile, square, warps in (
         ("fp8_rows_of_128", (32, 128), False, 4),
         ("fp8_rows_of_32", (128, 32), False, 4),
@@ -121,10 +141,17 @@ def triton_cases() -> list[Case]:
         shape = {"LARGEST": 448.0, "SQUARE": square, "ROWS": tile[0], "COLUMNS": tile[1]}
         for suffix, unit in (("", "column_stride"), ("_transposed", "row_stride")):
             case = {**shape, unit: 1}
-            cases.append(Case(name + suffix, fp8.quantize_kernel, case, warps, Limit(128, 4), 89, to_fp8))
+            cases.append(Case(name + suffix, fp8.quantize_kernel, case, warps, Limit(128, 4), 89, TO_FP8))
     for name, by_row, unit in (("fp8_cast_rows", 1, "column_stride"), ("fp8_cast_tensor_transposed", 0, "row_stride")):
         case = {"LARGEST": 448.0, "BY_ROW": by_row, "ROWS": 32, "COLUMNS": 128, unit: 1}
-        cases.append(Case(name, fp8.cast_kernel, case, 4, Limit(128, 4, 8), 89, to_fp8))
+        cases.append(Case(name, fp8.cast_kernel, case, 4, Limit(128, 4, 8), 89, TO_FP8))
+    return cases
+
+
+def _product_cases() -> list[Case]:
+    from megalite.ops.triton import fp8_product, grouped
+
+    cases = []
     # On sm_100 accumulators lie in the tensor memory: other instructions.
     for arch, instruction in ((90, "QGMMA"), (100, "UTCQMMA")):
         for together in (1, 128):
@@ -142,15 +169,7 @@ def triton_cases() -> list[Case]:
             cases.append(
                 Case(f"{name}_sm_{arch}", kernel, {**tile, **flags}, 8, limit, arch, instruction, last_arch=arch)
             )
-    adamw = {"HAS_OUT": True, "HAS_MULTIPLIER": True, "BLOCK": 1024}
-    return [
-        *cases,
-        Case("ce_stats", cross_entropy.stats_kernel, {"BLOCK": 4096}, 8, Limit(48, 2, 2)),
-        Case("ce_grad", cross_entropy.grad_kernel, {"BLOCK": 2048}, 8, Limit(32, 1, 3)),
-        Case("adamw_triton", flat.adamw_kernel, adamw, 4, Limit(56, 7, 1)),
-        Case("stochastic_round", flat.stochastic_round_kernel, {"BLOCK": 1024}, 4, Limit(40, 2)),
-        Case("sum_squares_triton", flat.sum_squares_kernel, {"BLOCK": 4096}, 8, Limit(48, 4)),
-    ]
+    return cases
 
 
 # Kernels of the CUDA library by a pattern of their demangled names; the first match counts. A kernel that takes its

@@ -304,7 +304,7 @@ def best(rows: list[Row]) -> dict[str, Row]:
     return {r.bench: min((o for o in own if o.bench == r.bench), key=lambda o: o.ms) for r in own}
 
 
-def main() -> int:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="dtype of activations")
@@ -318,11 +318,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--check-goals", action="store_true", help="exit 1 if a goal is missed (GPU only)")
     args = parser.parse_args()
-    device = torch.device(args.device)
     if args.samples < 1:
         raise UserError(f"--samples {args.samples}", "must be at least 1", "use --samples 30")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda", "this torch sees no GPU", "use --device cpu")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    device = torch.device(args.device)
     torch.set_num_threads(args.threads)
     if args.keep_memory:
         keep_freed_memory()

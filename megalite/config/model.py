@@ -261,7 +261,7 @@ class ModelConfig:
 
     def is_delta_net(self, layer: int) -> bool:
         """Whether a layer is a gated delta net instead of attention."""
-        return self.linear_attention_freq > 0 and (layer + 1) % self.linear_attention_freq != 0
+        return self.linear_attention_freq > 0 and (self._like(layer) + 1) % self.linear_attention_freq != 0
 
     def _mup_attention_scalar(self) -> int:
         """Return what makes attention's scale sqrt(base head size) / head size: 1 / sqrt(head size) at the base."""

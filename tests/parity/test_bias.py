@@ -17,6 +17,7 @@ from megalite.config.run import Config
 from tests.parity import jobs
 from tests.parity.test_experts import QWEN, Shape, ranks_of
 from tests.parity.test_zero import assert_close, boxes_of, config, put_together, scaled
+from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 # Sigmoids with a bias, groups and a factor, beside what QWEN has; large moves, so that three steps feel them.
@@ -126,15 +127,7 @@ def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
         assert_same([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
 
 
-@pytest.mark.parametrize("shape", STRONG, ids=str)
-def test_same_biases_and_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, STRONG[shape])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_grid(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, GRID[shape])
+test_same_biases_and_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def test_biases_move_by_the_rate_against_the_load() -> None:

@@ -20,6 +20,7 @@ from tests.parity import jobs
 from tests.parity.test_experts import EXPERTS, Row, Shape, check, one_process, ranks_of
 from tests.parity.test_oracle import train_packed
 from tests.parity.test_zero import assert_close, config, scaled, trained
+from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 # Chunks that divide neither the sequence nor what a rank of cp holds; two of four layers without rope; K of 2.
@@ -54,15 +55,7 @@ GRID: Grid = {
 }
 
 
-@pytest.mark.parametrize("shape", STRONG, ids=str)
-def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, STRONG[shape])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_grid(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, GRID[shape])
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 @pytest.mark.full

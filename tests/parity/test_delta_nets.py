@@ -18,6 +18,7 @@ from megalite.ops import delta_rule
 from tests.parity import jobs, test_experts, test_latents
 from tests.parity.test_experts import Row, Shape, ranks_of
 from tests.parity.test_oracle import STARTS, train_packed
+from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 # A large epsilon: where query and key are nearly orthogonal, a norm magnifies the roundings of values near 0.
@@ -93,15 +94,7 @@ def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
             compare(pool, shape, mine)
 
 
-@pytest.mark.parametrize("shape", STRONG, ids=str)
-def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, STRONG[shape])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_grid(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, GRID[shape])
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 @pytest.mark.full

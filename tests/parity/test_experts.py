@@ -15,6 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from tests.parity import jobs
 from tests.parity.test_zero import assert_close, config, put_together, scaled, trained
+from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 EXPERTS = {"init_std": 0.12, "num_experts": 8, "moe_topk": 2, "moe_ffn_size": 24}
@@ -137,15 +138,7 @@ def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
         assert_close([rank[i] for rank in ranks], *one_process(single), what)
 
 
-@pytest.mark.parametrize("shape", STRONG, ids=str)
-def test_same_gradients_wherever_experts_live(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, STRONG[shape])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_grid(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, GRID[shape])
+test_same_gradients_wherever_experts_live, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def test_the_grid_is_wide() -> None:

@@ -14,6 +14,7 @@ from megalite.config.run import Config
 from tests.parity import jobs
 from tests.parity.test_experts import Row, Shape, ranks_of
 from tests.parity.test_zero import assert_same, config, scaled, trained
+from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 HEADS = {"num_kv_heads": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7, "init_std": 0.1}
@@ -87,15 +88,7 @@ def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
         assert_same([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
 
 
-@pytest.mark.parametrize("shape", STRONG, ids=str)
-def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, STRONG[shape])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_grid(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, GRID[shape])
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def losses(rank: int, cfgs: list[Config], world: int) -> list[list[float]]:

@@ -22,6 +22,7 @@ from megalite.sharding import Shard
 from tests.parity import jobs
 from tests.parity.test_experts import Shape, ranks_of
 from tests.parity.test_zero import Gradients, boxes_of, config, put_together, scaled
+from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 FACTOR = 0.3
@@ -266,15 +267,7 @@ def assert_close(ranks: list[tuple[Figures, Gradients]], single: Config, packs: 
         np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=slack, err_msg=f"{what}: {name}")
 
 
-@pytest.mark.parametrize("shape", STRONG, ids=str)
-def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, STRONG[shape])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_grid(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, GRID[shape])
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def with_fault(rank: int, fault: str, cfg: Config, world: int) -> Any:

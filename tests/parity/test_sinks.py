@@ -14,6 +14,7 @@ from megalite.families import FAMILIES
 from tests.parity import jobs
 from tests.parity.test_experts import Row, Shape, check, ranks_of
 from tests.parity.test_zero import scaled, trained
+from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
 # Large initial weights, so that the gate's limit, biases and sinks are felt.
@@ -50,15 +51,7 @@ GRID: Grid = {
 }
 
 
-@pytest.mark.parametrize("shape", STRONG, ids=str)
-def test_same_gradients_in_any_layout(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, STRONG[shape])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("shape", GRID, ids=str)
-def test_grid(pool: WorkerPool, shape: Shape) -> None:
-    check(pool, shape, GRID[shape])
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
 
 def with_fault(rank: int, fault: str, cfgs: Any, world: int) -> Any:
