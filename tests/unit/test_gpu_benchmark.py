@@ -48,9 +48,10 @@ def test_a_second_call_adds_to_the_first(tmp_path: Path, monkeypatch: pytest.Mon
     """And tests that were cut off have passed, while a part that failed is the exit code."""
     write = "import os; open(os.environ['MEGALITE_ROWS'], 'a').write('{\"ms\": 1.5}\\n')"
     parts = {
+        # First: what a part leaves of its time is the next one's.
+        "tests": (1, ("-c", "import time; time.sleep(600)")),
         "machine": (60, ("-c", write)),
         "step": (60, ("-c", "raise SystemExit(3)")),
-        "tests": (1, ("-c", "import time; time.sleep(600)")),
     }
     monkeypatch.setattr(gpu, "PARTS", parts)
 
@@ -59,7 +60,7 @@ def test_a_second_call_adds_to_the_first(tmp_path: Path, monkeypatch: pytest.Mon
         return gpu.main(), json.loads((tmp_path / "rehearsal.json").read_text())["parts"]
 
     code, first = ended()
-    assert (code, list(first)) == (1, ["machine", "step", "tests"])
+    assert (code, list(first)) == (1, ["tests", "machine", "step"])
     code, second = ended("--parts", "tests")
     assert code == 0
     assert second["tests"]["outcome"].startswith("cut off")
