@@ -138,11 +138,13 @@ FAMILY = Family(
         | {"intermediate_size_mlp": 16384, "num_hidden_layers": 48, "num_attention_heads": 40}
     },
     presets={
-        # The text parts of meta-llama/Llama-4-Scout-17B-16E and Llama-4-Maverick-17B-128E
+        # The text parts of meta-llama/Llama-4-Scout-17B-16E and Llama-4-Maverick-17B-128E. Their 262,144 positions
+        # were reached at the end of training; 8,192 are what Scout's scaling extends.
         "llama-4-scout": preset(
             *(48, 5120, 40, 202048, 8192, 107_769_861_120),
             17_172_894_720,
             qk_norm="l2",
+            rope_scaling={"factor": 16.0, "high_freq_factor": 1.0},
             max_position_embeddings=262144,
             **_SIZES,
         ),

@@ -88,7 +88,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     presets={
-        # Qwen/Qwen3-Next-80B-A3B-*
+        # Qwen/Qwen3-Next-80B-A3B-*; 4,096 tokens are those of most of Qwen3's training (arXiv:2505.09388, section 3.2)
         "qwen3-next-80b-a3b": preset(
             *(48, 2048, 16, 151936, 4096, 79_674_391_296),
             3_874_929_408,

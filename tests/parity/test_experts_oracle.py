@@ -26,7 +26,16 @@ FAMILIES, STEPS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), 5
 # Rows with latent attention, groups, or biases that move after every step: (family, world, layout).
 BALANCED: list[tuple[str, int, dict[str, Any]]] = [
     (family, world, layout)
-    for family in ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "glm4_moe", "gpt_oss", "llama4", "qwen3_next")
+    for family in (
+        "deepseek_v3",
+        "deepseek_v2",
+        "deepseek_v2_lite",
+        "glm4_moe",
+        "gpt_oss",
+        "llama4",
+        "qwen3_next",
+        "kimi_k2",
+    )
     for world, layout in (
         (4, {"ep": 2, "tp": 2}),
         (4, {"ep": 4, "zero": 3}),

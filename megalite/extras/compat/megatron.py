@@ -46,6 +46,8 @@ _SPELLINGS: dict[str, str] = {
     "rope_fraction": "rotary-percent",
     "rope_linear_factor": "rotary-seq-len-interpolation-factor",
     "window_pattern": "window-attn-skip-freq",
+    "qk_nope_head_dim": "qk-head-dim",
+    "qk_rope_head_dim": "qk-pos-emb-head-dim",
     "init_std": "init-method-std",
     "moe_topk": "moe-router-topk",
     "moe_ffn_size": "moe-ffn-hidden-size",
@@ -246,6 +248,13 @@ def _rope_scaling(_: str, written: str, factor: float, options: Mapping[str, Any
     return dataclasses.replace(scaling, factor=factor) if scaling else None
 
 
+def _delta_nets(_: str, written: str, variant: str, options: Mapping[str, Any]) -> int:
+    """Return which layers keep attention, which both tools say by the same flag."""
+    if variant != "gated_delta_net" or not options["linear_attention_freq"]:
+        raise UserError(written, "gated_delta_net is the only variant here", "give it with --linear-attention-freq N")
+    return int(options["linear_attention_freq"])
+
+
 def _minutes(_: str, written: str, minutes: float, options: Mapping[str, Any]) -> float:
     return 60 * minutes
 
@@ -266,6 +275,7 @@ COMPUTED: dict[str, ComputedOption] = {
     "lr-warmup-fraction": ComputedOption("warmup_steps", float, _warmup_fraction),
     "window-size": ComputedOption("window", str, _window),
     "rope-scaling-factor": ComputedOption("rope_scaling", float, _rope_scaling),
+    "experimental-attention-variant": ComputedOption("linear_attention_freq", str, _delta_nets),
     "distributed-timeout-minutes": ComputedOption("watchdog_timeout", float, _minutes),
     "num-distributed-optimizer-instances": ComputedOption("zero_group", int, _instances),
     "expert-tensor-parallel-size": ComputedOption("etp", int, _expert_tp),

@@ -45,7 +45,8 @@ kernels are selected automatically and logged
     memory-efficient-layer-norm disable-jit-fuser use-mcore-models use-legacy-models enable-experimental
 memory, garbage collection and CUDA graphs of their implementation
     manual-gc* no-manual-gc-eval empty-unused-memory-level train-sync-interval *cuda-graph* *te-rng-tracker
-    overlap-cpu-optimizer-* inference-* deallocate-pipeline-outputs no-clone-scatter-output-in-embedding
+    overlap-cpu-optimizer-* inference-* cache-mla-latents deallocate-pipeline-outputs
+    no-clone-scatter-output-in-embedding
 norms, softmax and loss are always computed in fp32
     *-query-key-layer-scaling *attention-softmax-in-fp32
 initial values depend only on the seed and the name of the parameter, on any device and layout
@@ -106,11 +107,14 @@ this type is that of the sum over micro-batches -> use --grad-dtype bf16
     main-grads-dtype=fp32
 the model does not support this variant -> drop it, or see --help all for the model's options
     squared-relu apply-residual-connection-post-layernorm embed-layernorm
-    use-alibi-position-embeddings no-position-embedding rotary-* rope-type=rope qk-l2-norm
-    qk-clip* softmax-scale multi-latent-attention
-    relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
+    use-alibi-position-embeddings no-position-embedding rotary-* qk-l2-norm
+    qk-clip* softmax-scale relative-attention-* embedding-init-method-std init-method-xavier-uniform no-scaled-init
     data-parallel-random-init hybrid-* is-hybrid-model mamba-* heterogeneous-*
-    experimental-attention-variant
+latent attention follows from its sizes, and always normalizes its latents, as with --qk-layernorm there -> drop \
+--qk-layernorm with it, and give --kv-lora-rank
+    multi-latent-attention
+YaRN is one option, in latent attention and any other -> give --rope-scaling with rope_type yarn
+    rope-type=rope rotary-scaling-factor=1.0|1 mscale=1.0|1 mscale-all-dim=0.0|0
 modules that predict further tokens are like the last layer -> use --mtp-num-layers, --mtp-loss-scaling-factor
     mtp-*=0
 gpt-oss's softmax and gate have names of their own here -> use --attention-sinks for a learnable softmax, \

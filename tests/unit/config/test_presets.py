@@ -6,6 +6,7 @@ import pytest
 
 from megalite.config.cli import parse
 from megalite.config.model import ModelConfig
+from megalite.config.rope import RopeScaling
 from megalite.families import FAMILIES, PRESETS
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import active_parameters, param_map
@@ -175,6 +176,18 @@ def test_text_part_of_gemma_3(preset: str) -> None:
             | {"query_pre_attn_scalar": 168, "head_size": 128, "positions": 131072},
         ),
         ("qwen3-8b", {"rope_theta": 1e6, "norm_eps": 1e-6, "qk_norm": "head", "qkv_bias": False}),
+        *(
+            (
+                name,
+                {"positions": 262144, "qk_norm": qk_norm, "no_rope_freq": 4, "attention_chunk_size": 8192}
+                | {"rope_scaling": RopeScaling(factor=16.0, high_freq_factor=1.0) if name.endswith("scout") else None},
+            )
+            for name, qk_norm in (("llama-4-scout", "l2"), ("llama-4-maverick", "none"))
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {"positions": 262144, "rope_theta": 1e7, "rope_fraction": 0.25, "linear_attention_freq": 4},
+        ),
     ],
 )
 def test_values_that_the_count_does_not_see(preset: str, expected: dict[str, object]) -> None:

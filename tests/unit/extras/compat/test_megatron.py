@@ -39,7 +39,7 @@ SAMPLE = {
     "weight_decay": "0.3", "weight_decay_ramp": "constant",
     "data": "P", "valid_data": "Q", "rope_linear_factor": "8", "window_pattern": "2",
     "max_minutes": "235", "ep": "2", "moe_topk": "3", "moe_dispatch": "allgather",
-    "moe_ffn_size": "24", "moe_shared_ffn_size": "64",
+    "moe_ffn_size": "24", "moe_shared_ffn_size": "64", "qk_nope_head_dim": "48", "qk_rope_head_dim": "16",
 }  # fmt: skip
 
 
@@ -51,13 +51,13 @@ def values(c: Config) -> dict[str, Any]:
     return {name: getattr(getattr(c, group), name) for name, group in GROUP_OF.items()}
 
 
-EXPERTS = ("--num-experts", "8")
+EXPERTS, LATENTS = ("--num-experts", "8"), ("--kv-lora-rank", "24", "--v-head-dim", "32")
 
 
 @pytest.mark.parametrize("theirs", aliases.RENAMED)
 def test_renamed_flag_acts_as_ours(theirs: str) -> None:
     name = aliases.RENAMED[theirs]
-    start = EXPERTS if name == "ep" or name.startswith("moe_") else ()
+    start = EXPERTS if name == "ep" or name.startswith("moe_") else LATENTS if name.startswith("qk_") else ()
     ours = config(*start, "--" + name.replace("_", "-"), SAMPLE[name])
     assert config(*start, f"--{theirs}", SAMPLE[name]) == ours != config(*start)
     assert config(*start, f"--{theirs.replace('-', '_')}={SAMPLE[name]}") == ours
@@ -131,6 +131,7 @@ def test_values_as_they_spell_them(flag: str, theirs: str, option: str, value: A
             0.3,
         ),
         ("--end-weight-decay 0.3 --weight-decay 0.01", "weight_decay", 0.3),
+        ("--linear-attention-freq 4 --experimental-attention-variant gated_delta_net", "linear_attention_freq", 4),
         ("--save R --load R", "resume", "latest"),
         ("--tensorboard-dir logs/events", "tensorboard", True),
         ("--save R --load R/checkpoints/step_00000010", "resume", "R/checkpoints/step_00000010"),
@@ -197,6 +198,10 @@ def test_batch_size_schedule_in_tokens() -> None:
         ("--window-size 127,1", "attention is causal"),
         ("--lr-warmup-fraction 1.5", "must be between 0 and 1"),
         ("--num-distributed-optimizer-instances 0", "must be at least 1"),
+        ("--experimental-attention-variant gated_delta_net", "gated_delta_net is the only variant here; give it with"),
+        ("--linear-attention-freq 4 --experimental-attention-variant dsa", "gated_delta_net is the only variant here"),
+        ("--multi-latent-attention --kv-lora-rank 512", "--multi-latent-attention: is not an option here: latent att"),
+        ("--kv-lora-rank 32 --mscale-all-dim 0.7", "--mscale-all-dim 0.7: is not an option here: YaRN is one option"),
         ("--lr-warmup-fraction nan", "must be between 0 and 1"),
         ("--load", "--load: takes one value"),
         ("--bf16 --fp16", "--fp16: --bf16 conflicts with it; keep one of the two"),
@@ -307,6 +312,7 @@ def test_flags_are_refused_by_name_or_ignored_where_they_have_no_effect() -> Non
             "--expert-model-parallel-size 1",
             "--attention-backend auto",
             "--rope-type rope",
+            "--mscale 1.0",
             "--moe-router-dtype fp32",
         ),
         *("--softmax-type vanilla", "--vocab-extra-ids 0", "--dataloader-type single", "--mtp-num-layers 0"),
