@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import always_run
+
 REPO = Path(__file__).parents[2]
 TRAIN = "tests/faults/launch_train.py"
 NODES = ("mlnode1", "mlnode2", "mlnode3")
@@ -261,6 +263,7 @@ def test_a_failing_rank_is_named_in_its_own_words(hosts: Hosts, tmp_path: Path) 
     assert "ChildFailedError" not in text
 
 
+@pytest.mark.full
 def test_a_killed_worker_ends_all_and_a_restart_runs_until_told_to_save(hosts: Hosts, tmp_path: Path) -> None:
     run = Launch(hosts, tmp_path, train(tmp_path, FOREVER), "--max-restarts", "1")
     run.until_step(3)
@@ -280,6 +283,7 @@ def test_a_killed_worker_ends_all_and_a_restart_runs_until_told_to_save(hosts: H
     assert sorted(p.name for p in tmp_path.glob("saved_*")) == [f"saved_{rank}" for rank in range(4)]
 
 
+@pytest.mark.full
 def test_a_killed_launcher_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     run = Launch(hosts, tmp_path, train(tmp_path, FOREVER))
     run.until_step(1)
@@ -288,7 +292,7 @@ def test_a_killed_launcher_leaves_nothing(hosts: Hosts, tmp_path: Path) -> None:
     wait_for(hosts.all_gone, ALL_GONE_S, "both hosts empty")
 
 
-@pytest.mark.parametrize("pulled", [1, 2])
+@pytest.mark.parametrize("pulled", always_run([1, 2], 1))
 def test_a_pulled_cable_ends_both_sides(hosts: Hosts, tmp_path: Path, pulled: int) -> None:
     run = Launch(hosts, tmp_path, train(tmp_path, FOREVER))
     run.until_step(1)

@@ -206,6 +206,7 @@ def test_two_nodes_train_as_one(slurm: Slurm, tmp_path: Path) -> None:
     assert re.findall(r"step \d+ loss [0-9.]+", log.read_text()) == losses
 
 
+@pytest.mark.full
 def test_a_warning_signal_lets_the_ranks_save(slurm: Slurm, tmp_path: Path) -> None:
     """`--signal=B:TERM@120` sends what scancel sends here; what has been told to stop is not restarted."""
     log = tmp_path / "job.log"
@@ -217,6 +218,7 @@ def test_a_warning_signal_lets_the_ranks_save(slurm: Slurm, tmp_path: Path) -> N
     assert "attempt 0 ended" not in log.read_text()
 
 
+@pytest.mark.full
 def test_one_task_per_rank_without_torchrun(slurm: Slurm, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     where = ["--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={log}", "--parsable"]
@@ -238,6 +240,7 @@ def test_one_task_per_rank_without_torchrun(slurm: Slurm, tmp_path: Path) -> Non
     assert len(list((tmp_path / "run" / "logs").glob("rank_*.log"))) == 4
 
 
+@pytest.mark.full
 def test_a_failing_rank_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     words = ["--max-restarts", "1", "--", TRAIN, "--steps", "4", "--out", str(tmp_path), "--fail-rank", "3"]
