@@ -54,8 +54,6 @@ def test_a_second_call_adds_to_the_first(tmp_path: Path, monkeypatch: pytest.Mon
         "step": (60, ("-c", "raise SystemExit(3)")),
     }
     monkeypatch.setattr(gpu, "PARTS", parts)
-    # Where SIGINT is ignored, as in the background of a shell, a part that is cut off has to be killed.
-    monkeypatch.setattr(gpu, "_KILL_AFTER_S", 0.5)
 
     def ended(*words: str) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr("sys.argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path), *words])
