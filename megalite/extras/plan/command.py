@@ -7,28 +7,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.base.errors import UserError
+from megalite.base.errors import UserError, require
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
-from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.outlook import batch_note, outlook, read_tokens, reliability, rounder_batch
 from megalite.extras.plan.pictures import draw_search, draw_sweep
+from megalite.extras.plan.recovery import effective_text, traffic
 from megalite.extras.plan.report import as_json, best_layouts, explain_text, mfu, search_text
 from megalite.extras.plan.search import Candidate, pick, search
-from megalite.extras.plan.time.step import step_time
+from megalite.extras.plan.time.step import StepTime, step_time
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
 
 # Flags that set the batch size, and those of files that may.
 _GIVES_BATCH = {"--global-batch-size", "--batch-size-schedule", "--config", "--deepspeed-config", "--accelerate-config"}
+
+_MTBF = {"type": float, "metavar": "HOURS", "help": "from one failure of the run to the next: what share is progress"}
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
@@ -74,12 +78,15 @@ def search_command(argv: Sequence[str]) -> int:
         top={"type": int, "default": 10, "help": "number of layouts to show (10)"},
         tokens={"type": read_tokens, "metavar": "N", "help": "length of the training, for days and GPU hours: 300B"},
         price={"type": float, "metavar": "P", "help": "price of a GPU hour, for the cost of --tokens"},
+        mtbf=_MTBF,
     )
     if args.top < 1:
         raise UserError(f"--top {args.top}", "must be at least 1", "drop it for the ten best")
     layouts = search(cfg, cluster, held)
     best = pick(layouts)
     lines = [] if best is None else outlook(best, cluster, args.tokens, args.price)
+    if best is not None:
+        lines += _failures(best.cfg, best.ranks, cluster, best.time, args.mtbf)
     if best is not None and not args.json:
         lines += rounder_batch(best, cfg, cluster, held)
     if args.json:
@@ -99,7 +106,7 @@ def search_command(argv: Sequence[str]) -> int:
 
 def explain_command(argv: Sequence[str]) -> int:
     about = "Show every term of one layout, given by its flags or a file."
-    args, cfg, _, cluster, _ = _planned("explain", about, argv, searches=False)
+    args, cfg, _, cluster, _ = _planned("explain", about, argv, searches=False, mtbf=_MTBF)
     grid = Grid.from_config(cfg.parallel, cluster.gpus)
     time, ranks = step_time(cfg, grid, cluster), memory_per_rank(cfg, grid)
     if args.png:
@@ -110,8 +117,17 @@ def explain_command(argv: Sequence[str]) -> int:
         memory = [{**vars(rank), "total": rank.total} for rank in ranks]
         print(json.dumps({"step_time_s": time.total, "terms": time.terms, "memory": memory}))
     else:
-        print(explain_text(cfg, grid, cluster, time))
+        print("\n".join([explain_text(cfg, grid, cluster, time), *_failures(cfg, ranks, cluster, time, args.mtbf)]))
     return 0
+
+
+def _failures(
+    cfg: Config, ranks: Sequence[RankMemory], cluster: Cluster, time: StepTime, mtbf: float | None
+) -> list[str]:
+    """Describe what a layout does about failures; `mtbf`: hours from one to the next, if they are asked about."""
+    if mtbf is not None:
+        require(0 < mtbf < math.inf, f"--mtbf {mtbf}", "must be above 0", "give the hours from one failure to the next")
+    return traffic(cfg, ranks, cluster, time.total) + ([] if mtbf is None else [effective_text(cfg, time, mtbf)])
 
 
 def sweep_command(argv: Sequence[str]) -> int:

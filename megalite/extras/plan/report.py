@@ -18,6 +18,7 @@ from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.expert_text import expert_rows, imbalance_text
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.stages import span, vocab_rows
+from megalite.extras.plan.recovery import recovery_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import StepTime, model_flops
@@ -237,12 +238,12 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
          f"output layer {flops.head:.3g}; {flops.causal * per_step:.4g} per step"),
         *context_rows(cfg),
         *([("peak rate", cfg.peak_rate)] if cfg.peak_rate else []),
-        *update_rows(cfg),
+        *update_rows(cfg), *recovery_rows(cfg, ranks),
     ]  # fmt: skip
     head = "\n".join(f"{name:<12}{text}" for name, text in rows)
     unit = "GiB" if ranks[worst].total >= 2**30 else "MiB"
     where = "on disk" if t.offload_dir is not None else "in host memory"
-    host = max(rank.host for rank in ranks)
+    host = max(rank.host - rank.copies for rank in ranks)
     offloaded = "" if t.offload == "none" else f"offloaded: at most {_in(unit, host)} {unit} per rank, {where}\n"
     return f"{head}\n\n{_rank_table(ranks, worst, unit, schedule.placement, layers)}\n\n" + (
         f"most memory: {_in(unit, ranks[worst].total)} {unit} on {holders}\n{offloaded}"

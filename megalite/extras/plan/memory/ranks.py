@@ -51,10 +51,9 @@ class RankMemory:
         weights: parameters in the precision of the run, and their FP8 codes.
         main_grad: gradients, fp32 shares apart from them, a copy sent in bf16, and the residual of compression.
         optimizer: this dp rank's share of masters (none if weights are masters) and moments; 0 if they are offloaded.
-        activations: tensors kept for backward at the peak, the layer being recomputed, and on a GPU the workspace of
-            the backward pass.
+        activations: tensors kept for backward at the peak, the layer being recomputed, a GPU's workspace of backward.
         logits: logits of the output layer at the peak, and the workspace of the loss.
-        host: bytes offloaded to the host or to disk; not in `total`.
+        host: bytes offloaded to the host or to disk, and `copies` that a guard keeps (`--recover`); not in `total`.
         temporary: weights that ZeRO gathers, and gradients not reduced yet or being compressed.
         update: what the update takes, after activations and temporary memory are free.
     """
@@ -68,6 +67,7 @@ class RankMemory:
     host: int = 0
     temporary: int = 0
     update: int = 0
+    copies: int = 0
 
     def with_kept(self, activations: int, logits: int, host: int) -> RankMemory:
         """Add what is kept for the backward pass, in bytes; `host` is the part that is offloaded."""
@@ -121,9 +121,10 @@ def states_per_rank(cfg: Config, grid: Grid, schedule: str) -> list[RankMemory]:
                 states.optimizer,
                 activations=0,
                 logits=0,
-                host=states.host,
+                host=states.host + states.copies,
                 temporary=states.temporary + made,
                 update=max(update, update_bytes(cfg, matrices), update_bytes(cfg, of_experts)),
+                copies=states.copies,
             )
         )
     return out
@@ -255,9 +256,8 @@ class _HeadBytes:
 
 def _head_bytes(cfg: Config, num_microbatches: int) -> _HeadBytes:
     m, e, held = cfg.model, element_size(cfg), tokens(cfg)
-    vocab, chunked = vocab_rows(cfg), cfg.train.loss_chunk > 0
+    vocab, chunked, rows = vocab_rows(cfg), cfg.train.loss_chunk > 0, min(cfg.train.loss_chunk, held) or held
     # With chunks, no logits are kept, and those of one chunk exist temporarily in the forward pass.
-    rows = min(cfg.train.loss_chunk, held) or held
     loss = e * rows * vocab if chunked else 0
     if cfg.parallel.device != "cpu" and _torch_loss(cfg.train.ops):
         loss += _LOSS_WORK * rows * vocab

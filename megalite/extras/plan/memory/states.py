@@ -11,6 +11,7 @@ from megalite.base.hardware import pinned_bytes
 from megalite.config.run import Config
 from megalite.extras.plan.memory.units import Sides, UnitSizes
 from megalite.optim.shares import INT8_BLOCK, group_among, plan_buckets, staging_bytes
+from megalite.train.recover.offsite import NUM_SLOTS
 
 _WIDTH = {"fp32": 4, "bf16": 2}
 
@@ -23,6 +24,7 @@ class States:
         weights, main_grad, optimizer: bytes held between steps.
         host: bytes offloaded to the host or to disk, staging buffers included.
         temporary: peak bytes within a step of gathered weights, and of gradients not reduced yet or being compressed.
+        copies: bytes of the copies that the rank's guard keeps on its host.
     """
 
     weights: int
@@ -30,6 +32,7 @@ class States:
     optimizer: int
     host: int
     temporary: int
+    copies: int
 
     def __add__(self, other: States) -> States:
         return States(*map(add, vars(self).values(), vars(other).values()))
@@ -86,7 +89,13 @@ def states_of(
         temporary += _gradient(cfg, _largest_bucket(cfg, stages, dp), total, sent + arriving)
     if zero == 3:
         temporary += -(-sum(map(sum, coded)) // group) + _at_stage_3(cfg, cut, coded, element, sent + arriving, split)
-    return States(weights, main_grad, optimizer, host, temporary)
+    kept = copies_of(cfg) * (-(-_state_bytes(cfg, total, matrices, copied=True) // ranks) + left)
+    return States(weights, main_grad, optimizer, host, temporary, kept)
+
+
+def copies_of(cfg: Config) -> int:
+    """Return how many copies of a rank's masters, moments and residuals its guard keeps, another rank's included."""
+    return {"none": 0, "process": NUM_SLOTS, "host": 2 * NUM_SLOTS}[cfg.run.recover]
 
 
 def group_of(cfg: Config, dp: int, of: int) -> int:
@@ -118,10 +127,14 @@ def _gradient_bytes(cfg: Config, dp: int) -> tuple[int, int, int]:
     return grad, sent, (sent or grad) if receives else 0
 
 
-def _state_bytes(cfg: Config, total: int, matrices: int) -> int:
-    """Compute the bytes of masters and moments of `total` elements, `matrices` of them in the blocks' matrices."""
+def _state_bytes(cfg: Config, total: int, matrices: int, copied: bool = False) -> int:
+    """Compute the bytes of masters and moments of `total` elements, `matrices` of them in the blocks' matrices.
+
+    Args:
+        copied: count masters also where they are the weights themselves.
+    """
     # On the host, master weights are always separate from the weights.
-    separate = cfg.train.precision != cfg.optim.master_dtype or cfg.train.offload.startswith("optimizer")
+    separate = copied or cfg.train.precision != cfg.optim.master_dtype or cfg.train.offload.startswith("optimizer")
     master, moment = (_WIDTH[dtype] for dtype in (cfg.optim.master_dtype, cfg.optim.moments_dtype))
     matrix_moments, moments = (len(cfg.optim.states_of(is_matrix)) for is_matrix in (True, False))
     return master * separate * total + moment * (matrix_moments * matrices + moments * (total - matrices))
