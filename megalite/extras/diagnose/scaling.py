@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from megalite.base.errors import UserError
 from megalite.config import cli
+from megalite.config.parallel import ParallelConfig
+from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.train import trainer_script
 from megalite.extras.tool import ToolParser
@@ -56,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="megalite scaling --ranks 1,2,4,8 --out runs/scaling -- --preset llama-3-8b --mock-data "
         "--global-batch-size 64",
     )
-    p.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks, multiples of tp x pp (default 1,2,4,8)")
+    p.add_argument("--ranks", default="1,2,4,8", help="numbers of ranks (default 1,2,4,8); those "
+                   "that --tp, --pp, --cp or --ep do not fit are left out")  # fmt: skip
     p.add_argument("--mode", choices=[*_MODES, "both"], default="both",
                    help="strong: the global batch stays; weak: it grows with the ranks, from the one given for the "
                    "fewest (default both)")  # fmt: skip
@@ -70,14 +73,14 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> None:
     """Make all runs, one after another, then write scaling.txt, scaling.json and scaling.png."""
     args = _parser().parse_args(argv)
-    counts = _counts(args.ranks)
     if args.warmup < 0 or args.steps - args.warmup < _FEWEST_MEASURED:
         raise UserError(
             f"--warmup {args.warmup} --steps {args.steps}",
             f"{_FEWEST_MEASURED} steps or more must be measured",
             f"give --steps {max(args.warmup, 0) + _FEWEST_MEASURED}, or lower --warmup",
         )
-    batch = cli.parse(args.run, dialect=DIALECT).config.train.global_batch_size
+    cfg = cli.parse(args.run, dialect=DIALECT).config
+    counts, batch = _that_fit(_counts(args.ranks), cfg.parallel), cfg.train.global_batch_size
     times: dict[tuple[str, int], tuple[int, float, float]] = {}
     done: dict[tuple[int, int], tuple[float, float]] = {}
     for mode in _MODES if args.mode == "both" else (args.mode,):
@@ -102,6 +105,21 @@ def _counts(text: str) -> list[int]:
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"--ranks {text}", "must be positive numbers separated by commas", "write --ranks 1,2,4")
     return sorted({int(word) for word in words})
+
+
+def _that_fit(counts: list[int], parallel: ParallelConfig) -> list[int]:
+    """Leave out, and name, numbers of ranks that the layout does not fit."""
+    fit = []
+    for ranks in counts:
+        try:
+            Grid.from_config(parallel, ranks)
+            fit.append(ranks)
+        except UserError as error:
+            print(f"left out: {error}", flush=True)
+    if not fit:
+        fewest, given = Grid.from_config(parallel).world, ",".join(map(str, counts))
+        raise UserError(f"--ranks {given}", "none fits the layout", f"use --ranks {fewest},{2 * fewest}")
+    return fit
 
 
 def _run(args: argparse.Namespace, ranks: int, batch: int) -> tuple[float, float]:

@@ -17,6 +17,7 @@ TINY = [
     *["--device", "cpu", "--mock-data", "--seq-len", "32", "--hidden-size", "32", "--num-heads", "4"],
     *["--num-layers", "2", "--micro-batch-size", "2", "--global-batch-size", "8", "--vocab-size", "96"],
 ]
+EXPERTS = ["--num-experts", "4", "--moe-ffn-size", "16", "--ep", "2"]
 
 
 def test_efficiency_is_relative_to_the_fewest_ranks() -> None:
@@ -72,6 +73,24 @@ def test_mistakes(flags: list[str], rule: str) -> None:
         main([*flags, "--", *TINY])
 
 
+def test_ranks_of_which_none_fits_are_refused() -> None:
+    with pytest.raises(UserError, match="--ranks 1,3: none fits the layout; use --ranks 4,8"):
+        main(["--ranks", "3,1", "--", *TINY, *EXPERTS, "--tp", "2"])
+
+
+@pytest.mark.full
+def test_ranks_that_the_layout_does_not_fit_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of experts start from the ranks that --ep needs."""
+    experts = [*TINY, *EXPERTS]
+    flags = ["--mode", "weak", "--steps", "5", "--warmup", "0", "--out", str(tmp_path)]
+    main([*flags, "--ranks", "1,2,3", "--", *experts])
+    assert [(p["ranks"], p["efficiency"]) for p in json.loads((tmp_path / "scaling.json").read_text())] == [(2, 1.0)]
+    left_out = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert len(left_out) == 2
+    for ranks, line in zip(("1 rank", "3 ranks"), left_out):
+        assert line.startswith(f"left out: --ep 2 --etp tp on {ranks}: must divide the {ranks[0]} ranks of dp x cp")
+
+
 def test_a_run_that_cannot_be_is_told_by_its_own_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"run on 1 ranks: --tp 2 --pp 1 on 1 rank: .*multiple of tp x pp = 2"):
-        main(["--ranks", "1", "--out", str(tmp_path), "--", *TINY, "--tp", "2"])
+    with pytest.raises(UserError, match=r"run on 1 ranks: --global-batch-size 8: .*divisible by"):
+        main(["--ranks", "1", "--out", str(tmp_path), "--", *TINY, "--micro-batch-size", "3"])
