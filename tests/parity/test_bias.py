@@ -49,12 +49,17 @@ GRID: dict[Shape, list[Row]] = {
 Result = tuple[list[tuple[float, float]], Any, dict[str, np.ndarray], list[np.ndarray]]
 
 
-def balanced(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
-    """By config: figures of three steps, boxes of the first's gradients, biases at last, counts of every step."""
+def balanced(rank: int, cfgs: Sequence[Config], world: int, start: tuple[float, ...] = ()) -> list[Result]:
+    """By config: figures of three steps, boxes of the first's gradients, biases at last, counts of every step.
+
+    The first experts' biases start from `start`, the others from 0.
+    """
     from megalite.train import step as steps
 
     out: list[Result] = []
     for engine in jobs.engines(cfgs, world):
+        for state in engine.optimizer.beside:
+            state.flat[: len(start)] = torch.tensor(start)
         counts: list[np.ndarray] = []
         figures = steps.routing_figures
 
@@ -77,7 +82,7 @@ def biases_of(engine: Any) -> dict[str, np.ndarray]:
 
 
 @cache
-def one_process(cfg: Config) -> Result:
+def one_process(cfg: Config, start: tuple[float, ...] = ()) -> Result:
     """As in one process, where no choice of an expert or group is so close that rounding could turn it."""
     from megalite.model.routing import Router
 
@@ -92,7 +97,8 @@ def one_process(cfg: Config) -> Result:
         choice = scores if self.choice_bias is None else scores + self.choice_bias
         by_group = choice.unflatten(-1, (self.groups, -1))
         of_groups = by_group.topk(2).values.sum(-1) if self.sigmoid else by_group.max(-1).values
-        gaps.append(gap(of_groups, self.best_groups))
+        if self.best_groups < self.groups:
+            gaps.append(gap(of_groups, self.best_groups))
         closed = torch.ones_like(of_groups, dtype=torch.bool)
         closed.scatter_(1, of_groups.topk(self.best_groups).indices, False)
         gaps.append(gap(by_group.masked_fill(closed.unsqueeze(-1), -9.0).flatten(1), self.k))
@@ -100,13 +106,13 @@ def one_process(cfg: Config) -> Result:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "_choose", noted)
-        (result,) = balanced(0, [cfg], 1)
+        (result,) = balanced(0, [cfg], 1, start)
     assert min(gaps) > 1e-6
     return result
 
 
-def assert_same(ranks: Sequence[Result], single: Config, what: str) -> None:
-    steps, boxes, biases, counts = one_process(single)
+def assert_same(ranks: Sequence[Result], single: Config, what: str, start: tuple[float, ...] = ()) -> None:
+    steps, boxes, biases, counts = one_process(single, start)
     assert_close([(rank[0], rank[1]) for rank in ranks], steps, put_together([boxes]), what)
     held: dict[str, np.ndarray] = {}
     for rank in ranks:
@@ -141,6 +147,24 @@ def test_biases_move_by_the_rate_against_the_load() -> None:
             expected += np.float32(0.03) * np.sign(step[i].mean() - step[i]).astype(np.float32)
         assert np.array_equal(bias, expected)
         assert (np.abs(bias) > 0.02).any()
+
+
+# Every expert may be chosen, so that biases alone decide.
+UNGROUPED = replace(BIASED, moe_topk=2, moe_router_num_groups=1, moe_router_group_topk=1)
+
+
+@pytest.mark.parametrize("start", [pytest.param((10.0,), marks=pytest.mark.full), (10.0, 10.0)], ids=len)
+def test_experts_that_every_token_takes(pool: WorkerPool, start: tuple[float, ...]) -> None:
+    """One rank of four gets every token, for one of its two experts or for both; then the others get none."""
+    single = scaled(jobs.make_config(UNGROUPED))
+    *_, counts = one_process(single, start)
+    assert all((of_step[:, : len(start)] == jobs.BATCH * jobs.SEQ).all() for of_step in counts)
+    assert all((of_step.max(1) / of_step.mean(1) == 8 / 2).all() for of_step in counts)
+    layouts = ({"zero": 1}, {"zero": 3}, {"zero": 1, "moe_dispatch": "allgather"})
+    cfgs = [config(UNGROUPED, parallel["zero"], {"ep": 4, **parallel}, recompute="full") for parallel in layouts]
+    ranks = pool.run(4, balanced, cfgs, 4, start)
+    for i, parallel in enumerate(layouts):
+        assert_same([rank[i] for rank in ranks], single, f"{start} {parallel}", start)
 
 
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:

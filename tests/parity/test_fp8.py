@@ -25,6 +25,7 @@ from megalite.config.run import Config
 from megalite.dist import collectives
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.families import FAMILIES
 from megalite.ops import fp8
 from megalite.optim import bucket
 from megalite.tensor_parallel import products
@@ -135,6 +136,20 @@ def test_promises_of_layouts_with_experts(pool: WorkerPool, row: int) -> None:
         return config(recipe, layout, experts, **train)
 
     assert_promised(pool.run(world, losses, make(layout, **train), world), make(), 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [("blockwise", {"ep": 2, "tp": 2, "zero": 3, **CUT}), ("rowwise", {"cp": 2, "tp": 2, "cp_comm": "ring"})],
+    ids=str,
+)
+def test_promises_of_layouts_with_sinks(pool: WorkerPool, recipe: str, layout: dict[str, Any]) -> None:
+    """gpt-oss: sinks, windows, biases and the clamped gate, which stay as they are beside products in FP8."""
+    width = (BLOCKS if recipe == "blockwise" else SMALL)["ffn_hidden_size"]
+    options = {**FAMILIES["gpt_oss"].options, "window": 5, "num_experts": 4, "moe_topk": 2, "moe_ffn_size": width}
+    ranks = pool.run(4, losses, config(recipe, layout, options), 4)
+    assert_promised(ranks, config(recipe, None, options), 2)
 
 
 def noted(rank: int, cfg: Config, world: int, how: str) -> tuple[list[tuple[float, float]], list[torch.dtype]]:

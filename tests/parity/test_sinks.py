@@ -4,16 +4,19 @@ process in every layout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megalite.base.errors import UserError
 from megalite.families import FAMILIES
 from tests.parity import jobs
-from tests.parity.test_experts import Row, Shape, check, ranks_of
-from tests.parity.test_zero import scaled, trained
+from tests.parity.test_experts import Row, Shape, check, one_process, ranks_of
+from tests.parity.test_zero import assert_close, config, scaled, trained
 from tests.rows import layout_tests
 from tests.workers import WorkerPool
 
@@ -90,12 +93,40 @@ FAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS)
 def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
-    from tests.parity.test_experts import one_process
-    from tests.parity.test_zero import assert_close, config
-
     ranks = pool.run(2, with_fault, fault, [config(OSS, 1, FAULTS[fault])], 2)
     with pytest.raises(AssertionError):
         assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(OSS))), fault)
+
+
+# Without routers, whose choices turn by rounding.
+DENSE = replace(OSS, num_experts=None, moe_topk=2, moe_ffn_size=None, ffn_hidden_size=48, init_std=0.1)
+# Seen: 2.1e-4 and 1.2e-3; with the sinks of other heads, 7e-4 and 3.4e-3.
+FAR_IN_BF16 = (4e-4, 2.4e-3)
+
+
+def distances(ranks: Sequence[Any]) -> np.ndarray:
+    """How far loss and norm of three steps in bf16 are from those of one process, at most."""
+    ((want, _),) = trained(0, [scaled(jobs.make_config(DENSE, precision="bf16"))], 1)
+    return np.max([np.abs(np.array(steps) / np.array(want) - 1) for ((steps, _),) in ranks], (0, 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2}, {"cp": 2, "cp_comm": "gather"}, {"cp": 4, "cp_comm": "ring"}, {"cp": 2, "tp": 2, "cp_comm": "a2a"}],
+    ids=str,
+)
+def test_half_precision(pool: WorkerPool, layout: dict[str, Any]) -> None:
+    """Blocks of keys, and sums over tp, round apart from one process."""
+    ranks = pool.run(4, trained, [config(DENSE, 1, layout, precision="bf16")], 4)
+    assert (distances(ranks) < FAR_IN_BF16).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["no sinks", "sinks on one rank", "sinks of other heads"])
+def test_mistakes_of_others_show_in_half_precision(pool: WorkerPool, fault: str) -> None:
+    ranks = pool.run(2, with_fault, fault, [config(DENSE, 1, FAULTS[fault], precision="bf16")], 2)
+    assert (distances(ranks) > FAR_IN_BF16).all()
 
 
 @pytest.mark.full
