@@ -41,7 +41,8 @@ class GPTStage(nn.Module):
         offload: holds the inputs of recomputed blocks on the host; None: the device keeps them.
 
     Attributes:
-        mtp_loss: weighted losses of further tokens, summed over the micro-batches of a step so far, fp64.
+        mtp_losses: for each module that predicts further tokens its weighted losses, summed over the micro-batches of
+            a step so far, fp64.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GPTStage(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(layers, i, recompute == "selective") for i in blocks})
         self._blocks = list(self.layers.values())
         self._predicting: list[PredictingBlock] = []
-        self.mtp_loss: torch.Tensor | float = 0.0
+        self.mtp_losses: list[torch.Tensor | float] = [0.0] * cfg.mtp_num_layers
         if last:
             self.norm = layers.norm("norm")
             self.lm_head = LMHead(layers, loss_chunk, label_smoothing, z_loss)
@@ -139,10 +140,10 @@ class GPTStage(nn.Module):
             return x
         x = self.norm(x)
         loss = self.lm_head(x, batch, fwd)
-        for block, sees, further in zip(self._predicting, seen[len(self._blocks) :], batch.further):
+        for k, (block, sees, further) in enumerate(zip(self._predicting, seen[len(self._blocks) :], batch.further)):
             x = self._run(block, x, self.mtp_embed_tokens(further.tokens_SB), *sees, fwd)
             loss_SB = self.lm_head(x, further, fwd)
-            self.mtp_loss = self.mtp_loss + loss_SB.detach().sum(dtype=torch.float64)
+            self.mtp_losses[k] = self.mtp_losses[k] + loss_SB.detach().sum(dtype=torch.float64)
             # Its gradient joins, and its value does not.
             loss = loss + (loss_SB - loss_SB.detach())
         return loss
@@ -155,7 +156,7 @@ class GPTStage(nn.Module):
 
     def start_step(self) -> None:
         """Forget what the step before has counted."""
-        self.mtp_loss = 0.0
+        self.mtp_losses = [0.0] * len(self.mtp_losses)
         self.routing.clear()
 
     def units(self) -> list[nn.Module]:

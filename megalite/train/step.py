@@ -39,7 +39,7 @@ class StepResult:
         stop: some rank was asked to stop.
         failed: some rank could not read its data or save; nothing was updated.
         routing: figures of the routers, where there are experts.
-        mtp_loss: mean cross-entropy of further tokens, over the modules that predict those; None without them.
+        mtp_losses: mean cross-entropy of further tokens, of each module that predicts those.
     """
 
     loss: float
@@ -52,7 +52,7 @@ class StepResult:
     stop: bool
     failed: bool
     routing: RoutingFigures | None = None
-    mtp_loss: float | None = None
+    mtp_losses: tuple[float, ...] = ()
 
 
 _ALONE = Axis("cp")
@@ -85,7 +85,7 @@ def train_step(
     loss_sum = forward_backward(engine, rows, step, scale / full)
     totals = sum_over_world(engine, loss_sum, rows, engine.optimizer.finish_grads(), stop, failed)
     loss_sum_all, targets, squared, stops, failures, *more = collectives.to_host(totals)
-    further, routed = more[: bool(cfg.model.mtp_layers)], more[bool(cfg.model.mtp_layers) :]
+    further, routed = more[: cfg.model.mtp_num_layers], more[cfg.model.mtp_num_layers :]
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     rates = rates_at(cfg.optim, cfg.train, step)
@@ -107,7 +107,7 @@ def train_step(
         stop=stops > 0,
         failed=failures > 0,
         routing=routing,
-        mtp_loss=further[0] / (targets * cfg.train.mtp_loss_scaling_factor) if further and targets else None,
+        mtp_losses=tuple(x * len(further) / (targets * cfg.train.mtp_loss_scaling_factor) for x in further if targets),
     )
 
 
@@ -163,7 +163,7 @@ def sum_over_world(
 
     Returns:
         fp64 [loss sum, weight of the targets, squared gradient norm, ranks asked to stop, ranks that cannot continue],
-        of a training step the weighted loss sum of further tokens, if modules predict those, and what routers have
+        of a training step the weighted loss sum of each module that predicts further tokens, and what routers have
         counted (`routing_sums`).
     """
     ctx = engine.ctx
@@ -180,7 +180,7 @@ def sum_over_world(
     status[3] = float(stop)
     status[4] = float(failed)
     if squared_norm is not None:
-        status = torch.cat((status, *_further_sum(engine, is_owner), *routing_sums(engine)))
+        status = torch.cat((status, *_further_sums(engine, is_owner), *routing_sums(engine)))
     collectives.all_reduce(status, ctx.world).wait()
     return status
 
@@ -202,12 +202,11 @@ def targets_ahead(engine: Engine, rows: Rows) -> list[tuple[Rows, torch.Tensor]]
     return list(zip(ahead, weights.float()))
 
 
-def _further_sum(engine: Engine, is_owner: bool) -> list[torch.Tensor]:
-    """List what this rank adds to the weighted loss sum of further tokens, fp64 [1]; nothing without such modules."""
-    if not engine.cfg.model.mtp_layers:
-        return []
-    total = torch.zeros(1, dtype=torch.float64, device=engine.ctx.device)
-    return [total + sum(stage.mtp_loss for stage in engine.stages.values() if is_owner)]
+def _further_sums(engine: Engine, is_owner: bool) -> list[torch.Tensor]:
+    """List what this rank adds to each module's weighted loss sum of further tokens, each fp64 [1]."""
+    zero = torch.zeros(1, dtype=torch.float64, device=engine.ctx.device)
+    held = [stage.mtp_losses for stage in engine.stages.values() if is_owner and stage.last]
+    return [zero + sum(losses[k] for losses in held) for k in range(engine.cfg.model.mtp_num_layers)]
 
 
 def _has_last_stage(engine: Engine) -> bool:

@@ -25,7 +25,7 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
     return {
         "step": run.step,
         "loss": result.loss,
-        **({} if result.mtp_loss is None else {"mtp_loss": result.mtp_loss}),
+        **_further_losses(result.mtp_losses),
         "grad_norm": result.grad_norm,
         "lr": result.rates.lr,
         **({} if cfg.optim.decoupled_lr is None else {"decoupled_lr": result.rates.decoupled_lr}),
@@ -45,6 +45,12 @@ def step_record(run: Run, result: StepResult, seconds: float, waited: float) -> 
         **({} if result.routing is None else result.routing.record(cfg.run.moe_per_layer_logging)),
         **run.gpu.latest,
     }
+
+
+def _further_losses(losses: tuple[float, ...]) -> dict[str, float]:
+    """Name the mean over modules that predict further tokens and, where there are several, the loss of each."""
+    mean = {"mtp_loss": sum(losses) / len(losses)} if losses else {}
+    return mean | {f"mtp_loss_{k}": loss for k, loss in enumerate(losses, 1) if len(losses) > 1}
 
 
 def peak_memory(device: torch.device) -> int:

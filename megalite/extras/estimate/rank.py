@@ -164,7 +164,7 @@ def plausible_status(cfg: Config) -> Iterator[None]:
     """Replace the numbers that the ranks agree on at the end of a step by plausible ones."""
     tokens = float(cfg.train.global_batch_size * cfg.model.seq_len)
     with mock.patch.object(
-        collectives, "to_host", return_value=[10.0 * tokens, tokens, 1.0, 0.0, 0.0, *[0.0] * bool(cfg.model.mtp_layers)]
+        collectives, "to_host", return_value=[10.0 * tokens, tokens, 1.0, 0.0, 0.0, *[0.0] * cfg.model.mtp_num_layers]
     ):
         yield
 

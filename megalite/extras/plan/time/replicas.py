@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megalite.config.run import Config
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.fp8 import coded_units
-from megalite.extras.plan.memory.stages import parameters_on_rank
+from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Workload
 from megalite.extras.plan.time.rates import Rates
 from megalite.optim.shares import group_among
@@ -24,6 +24,8 @@ class Replicas(NamedTuple):
         inner: ranks between one of these and the next.
         group: number of ranks that ZeRO shards over.
         coded: number of elements that ZeRO-3 gathers as FP8 codes.
+        again: numbers of elements of embedding and output layer that it gathers once more in the forward and in the
+            backward pass, for modules that predict further tokens.
     """
 
     elements: int
@@ -31,6 +33,7 @@ class Replicas(NamedTuple):
     inner: int
     group: int
     coded: int = 0
+    again: tuple[int, int] = (0, 0)
 
     def ring(self, rates: Rates, per_element: float, messages: int = 1) -> float:
         """Compute the seconds of gathering or reducing them among all ranks."""
@@ -44,6 +47,10 @@ class Replicas(NamedTuple):
         """Compute the seconds of gathering the weights within a group, codes with one byte per element."""
         size = rates.element * self.elements - (rates.element - 1) * self.coded
         return rates.ring(size, self.group, self.inner, messages)
+
+    def gathered_again(self, rates: Rates, backward: bool) -> float:
+        """Compute the seconds of gathering embedding and output layer for modules that predict further tokens."""
+        return rates.ring(rates.element * self.again[backward], self.group, self.inner)
 
     def across(self, rates: Rates, per_element: float) -> float:
         """Compute the seconds of the sum over the groups of hybrid sharding, once per step."""
@@ -64,8 +71,19 @@ def replicas_of(
             group = group_among(asked, ranks, grid.batch_ranks) if asked else ranks
             held = placement.stages_of(rank)
             coded = sum(map(sum, coded_units(cfg, p.tp, layers, held, group, experts)))
-            out.append(Replicas(elements, ranks, inner, group, coded))
+            again = (0, 0) if experts or len(layers) - 1 not in held else _again(cfg, is_copy=0 not in held)
+            out.append(Replicas(elements, ranks, inner, group, coded, again))
     return out
+
+
+def _again(cfg: Config, is_copy: bool) -> tuple[int, int]:
+    """Count what modules gather of embedding and output layer in each pass, beyond each parameter once.
+
+    An embedding is gathered in the forward pass alone; a copy of it has no other use.
+    """
+    modules, table = cfg.model.mtp_num_layers, vocab_rows(cfg) * cfg.model.hidden_size
+    spare = table if is_copy and modules else 0
+    return 2 * modules * table - spare, modules * table - spare
 
 
 def over_dp(
@@ -89,6 +107,10 @@ def over_dp(
         passes = {"none": 2, "backward": 1, "step": 1 / m}[p.zero_keep]
         times = m if p.zero_reduce == "microbatch" else 1
         first, second = gather * min(passes, 1), gather * max(passes - 1, 0)
+        if p.zero_keep != "step":
+            first += sum(r.gathered_again(rates, backward=False) for r in replicas)
+        if p.zero_keep == "none":
+            second += sum(r.gathered_again(rates, backward=True) for r in replicas)
         if not engine.overlap_gather:
             forward = backward = 0.0
         exposed_gather = m * (_hidden(first, forward) + _hidden(second, backward))

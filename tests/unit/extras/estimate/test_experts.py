@@ -12,7 +12,16 @@ import pytest
 from megalite.config.cli import parse
 from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.families import PRESETS
+from tests.unit.extras.estimate.test_estimate import answers
+from tests.unit.extras.plan.test_latents import NEW_PRESETS
 
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires"
+)
+
+# A layer of each kind that a preset has, at its sizes.
+OF_PRESETS = "--precision bf16 --vocab-divisible-by 16 --tp 2 --ep 4 --num-layers 4 --global-batch-size 4"
 FLAGS = (
     "--arch mixtral --num-layers 4 --hidden-size 256 --num-heads 4 --num-kv-heads 4 --ffn-hidden-size 512 "
     "--num-experts 8 --vocab-size 512 --seq-len 128 --global-batch-size 16 --mock-data --device cuda "
@@ -21,7 +30,24 @@ FLAGS = (
 
 
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires")
+@NEEDS_COMPILER
+def test_plans_of_presets() -> None:
+    """What a step of the new families holds, and what the plan says of it; it errs to the safe side."""
+    asked = []
+    for preset in NEW_PRESETS:
+        dense = [str(i) for i in PRESETS[preset].get("moe_dense_layers", ()) if i < 4]
+        words = ["--moe-dense-layers", *dense] if dense else []
+        asked.append(" ".join(["--world 8 --json", OF_PRESETS, "--preset", preset, *words]))
+    for preset, answer in zip(NEW_PRESETS, answers(asked, without=("triton",))):
+        real = json.loads(answer)
+        plan, states, peak = real["predicted_bytes"], real["states_bytes"], real["peak_bytes"]
+        assert plan["weights"] + plan["main_grad"] + plan["optimizer"] == pytest.approx(states, rel=1e-3), preset
+        assert 0.99 < plan["total"] / peak < 1.06, preset
+        assert 0.98 < (plan["total"] - states) / (peak - states) < 1.25, preset
+
+
+@pytest.mark.full
+@NEEDS_COMPILER
 @pytest.mark.parametrize(("dispatch", "precision"), [("alltoall", "bf16"), ("allgather", "fp16")])
 def test_the_busiest_rank_of_ep(dispatch: str, precision: str) -> None:
     """With torch's products, and with Triton's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,10 +11,16 @@ import torch
 
 from megalite.batch import MicroBatch
 from megalite.config.cli import parse
+from megalite.dist.context import ParallelContext
 from megalite.dist.grid import Grid
+from megalite.extras.estimate.rank import run_step
+from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank
+from megalite.extras.plan.time import replicas
+from megalite.extras.plan.time.block import Workload
+from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.step import pass_times
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import param_map
@@ -21,6 +28,7 @@ from megalite.model.partition import block_costs, layer_split, stage_layers
 from megalite.pipeline.schedule import Placement
 from megalite.train.build import build_engine
 from tests.parity import jobs
+from tests.rows import always_run
 from tests.unit.extras.plan.test_memory import (
     DTYPES,
     TRAINING,
@@ -107,6 +115,27 @@ def test_a_module_takes_the_time_of_a_block_and_the_output_layer() -> None:
     assert one.blocks == plain.blocks
     block = plain.blocks.total / 6
     assert 1 < (one.head.total - 2 * plain.head.total) / block < 1.5
+
+
+@pytest.mark.parametrize("row", always_run(list(product((1, 2), ("none", "backward", "step"))), (2, "none")), ids=str)
+def test_modules_gather_embedding_and_output_layer_again(row: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that ZeRO-3 gathers more for two modules than for one, on the last rank."""
+    monkeypatch.setattr(Rates, "ring", lambda _self, size, *_: size)
+    monkeypatch.setattr(replicas, "_hidden", lambda transfer, _: transfer)
+    pp, keep = row
+    grid, counted, planned = Grid.of(2 * pp, pp=pp), [], []
+    for modules in (1, 2):
+        layout = {"zero": 3, "zero_whole_below": 0, "zero_keep": keep, "pp": pp}
+        layout["pipeline_layout"] = "4,2" if pp == 2 else None
+        cfg = config("llama", {"mtp_num_layers": modules}, layout, global_batch_size=4)
+        with recorded_world(2 * pp - 1, grid) as log:
+            first = run_step(build_engine(cfg, ParallelContext.create(grid, torch.device("cpu"))), log)
+        posted = [event for event in log[first:] if isinstance(event, Communication) and event.axis == "dp"]
+        counted.append(sum(event.nbytes for event in posted if event.kind == "all_gather"))
+        load, placement = Workload.of(cfg, Cluster.parse("h100:8")), Placement(pp, 1)
+        own = replicas.replicas_of(cfg, grid, placement, stage_layers(cfg), pp - 1, 8)
+        planned.append(replicas.over_dp(cfg, cfg.num_microbatches(2), load, own, 1, 1.0, 1.0)[0])
+    assert planned[1] - planned[0] == pytest.approx(counted[1] - counted[0], rel=0.01)
 
 
 def test_a_module_of_deepseek_v3() -> None:
