@@ -226,6 +226,8 @@ def catch_up(run: Run, progress: Progress) -> None:
     follow_up(run, progress)
     if run.save_lost and progress.saved_at != run.step:
         save_now(run, progress)
+    elif run.weights_lost and progress.saved_at != run.step:
+        save_weights(run)
 
 
 def follow_up(run: Run, progress: Progress) -> None:
@@ -270,8 +272,14 @@ def save_if_due(run: Run, progress: Progress) -> None:
     if options.save_every and run.step % options.save_every == 0:
         save_now(run, progress)
     elif options.save_model_every and run.step % options.save_model_every == 0:
-        run.heartbeat.beat("save of the weights", run.step, CHILDREN)
-        save(run, weights_only=True)
+        save_weights(run)
+
+
+def save_weights(run: Run) -> None:
+    """Start a save of the weights alone."""
+    run.heartbeat.beat("save of the weights", run.step, CHILDREN)
+    run.weights_lost = False
+    save(run, weights_only=True)
 
 
 def save_now(run: Run, progress: Progress) -> None:

@@ -148,6 +148,24 @@ def test_killed_while_a_save_of_an_earlier_step_is_written(zygote: Zygote, tmp_p
 
 
 @pytest.mark.full
+def test_killed_while_weights_alone_are_written(zygote: Zygote, tmp_path: Path) -> None:
+    """They are made up for as a whole checkpoint is."""
+    run, go_on, flags = tmp_path / "run", tmp_path / "go on", ["--save-every", "0", "--save-model-every", "4"]
+    waits = {"rank": 1, "kind": "await", "place": "step", "at": 6, "path": str(go_on)}
+    job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], waits)
+    job.wait_for(0, "step 5/")
+    model = run / "checkpoints" / "model_00000004"
+    zygote.until((model / "COMMIT").exists, 60)
+    # As if it had not come to this.
+    model.rename(tmp_path / "lost")
+    os.kill(process_of(run, 1), signal.SIGKILL)
+    go_on.touch()
+    assert codes(job.end()) == [0, 0], job.text(0)
+    assert [event["step"] for event in events(run, "save_model")] == [4, 5, 8]
+    assert {path.parent.name for path in run.glob("checkpoints/model_*/COMMIT")} == {"model_00000005", "model_00000008"}
+
+
+@pytest.mark.full
 def test_ten_random_kills(zygote: Zygote, tmp_path: Path) -> None:
     """`python -m tests.soak.recover` kills hundreds, at any time."""
     draw = random.Random(29)
@@ -302,11 +320,14 @@ def test_what_repetition_does_not_cure(
 @pytest.mark.full
 def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
     """The run recovers, saves after its next step, and exits as if nothing had happened."""
-    job, run = begin(zygote, tmp_path / "hit", 2, RECOVER, kill(1, 4, tmp_path)), tmp_path / "hit" / "run"
+    # The step after the recovery does not end before all have been told, however quick the recovery is.
+    waits = {"rank": 0, "kind": "await", "place": "step", "at": 4, "path": str(tmp_path / "go on")}
+    job, run = begin(zygote, tmp_path / "hit", 2, RECOVER, kill(1, 4, tmp_path), waits), tmp_path / "hit" / "run"
     job.wait_for(0, "step 3/")
     zygote.until(lambda: (tmp_path / "kill_step_1_4").exists(), 60)
     for rank in (0, 1):
         os.kill(job.pid(rank), signal.SIGTERM)
+    (tmp_path / "go on").touch()
     left = job.end()
     assert codes(left) == [0, 0], left
     assert max(committed(run)) == "step_00000004", left

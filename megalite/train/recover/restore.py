@@ -165,6 +165,8 @@ def continue_recovered(run: Run, restored: dict[str, Any]) -> None:
     run.written, whole = json.loads(gather_texts(found, run.engine.ctx.world, run.engine.ctx.device)[0])
     run.saved = [saved[i] for i in whole]
     run.save_lost = saved[-1:] != run.saved[-1:]
+    run.weights = restored["weights"]
+    run.weights_lost = run.weights not in ("", *run.written)
     for name in run.written:
         run.checkpointer.adopt(name)
 
