@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ TRAIN = "tests/faults/launch_train.py"
 # Child processes must find their own socket and key, not those of a Slurm that is installed here.
 CONF = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={ctld_port}
 SlurmUser=root
 SlurmdUser=root
@@ -42,8 +42,9 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 ReturnToService=2
 KillWait=5
-NodeName=sn[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{d1_port}-{d2_port}] CPUs=2 RealMemory=500
-PartitionName=all Nodes=sn[1-2] Default=YES MaxTime=INFINITE State=UP
+SlurmdTimeout=15
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -57,34 +58,47 @@ def wait_for(condition: Callable[[], object], seconds: float, what: Callable[[],
         time.sleep(0.3)
 
 
-def three_free_ports() -> int:
-    """The first of three free ports in a row, as the nodes' must be.
+def free_ports(count: int) -> list[int]:
+    """So many free ports.
 
     The daemons listen on them only seconds later: the system gives these to nobody who asks for just any, and jobs have
     theirs from 20000 on.
     """
-    for first in range(10000, 20000, 3):
+    for first in range(10000, 20000, count):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + 3):
+            for port in range(first, first + count):
                 stack.enter_context(socket.create_server(("", port)))
-            return first
-    raise RuntimeError("no three free ports in a row")
+            return list(range(first, first + count))
+    raise RuntimeError("no free ports in a row")
 
 
 class Slurm:
-    """munged, slurmctld and one slurmd per virtual node, all in one directory."""
+    """munged, slurmctld and one slurmd per virtual node, all in one directory.
 
-    def __init__(self, base: Path) -> None:
-        self.base = base
+    Args:
+        base: the directory.
+        address: of slurmctld.
+        nodes: address of each node, and what its commands begin with.
+    """
+
+    def __init__(
+        self, base: Path, address: str = "127.0.0.1", nodes: Sequence[tuple[str, list[str]]] = (("127.0.0.1", []),) * 2
+    ) -> None:
+        self.base, self.address = base, address
+        self.nodes = {f"sn{i}": node for i, node in enumerate(nodes, 1)}
         self.daemons: list[subprocess.Popen] = []
         self.env = {**os.environ, "SLURM_CONF": str(base / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def up(self) -> None:
-        """Start everything and wait until both nodes are idle."""
+        """Start everything and wait until all nodes are idle."""
         host = socket.gethostname().split(".")[0]
         (self.base / "state").mkdir()
-        port = three_free_ports()
-        conf = CONF.format(base=self.base, host=host, ctld_port=port, d1_port=port + 1, d2_port=port + 2)
+        port, *ports = free_ports(1 + len(self.nodes))
+        lines = [
+            f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={own} CPUs=2 RealMemory=500"
+            for (name, (address, _)), own in zip(self.nodes.items(), ports)
+        ]
+        conf = CONF.format(base=self.base, host=host, address=self.address, ctld_port=port, nodes="\n".join(lines))
         (self.base / "slurm.conf").write_text(conf.lstrip())
         (self.base / "munge.key").write_bytes(os.urandom(128))
         (self.base / "munge.key").chmod(0o600)
@@ -94,11 +108,13 @@ class Slurm:
         self.start("slurmctld", "-D")
         # The nodes' names resolve for what runs on them only: their own mount namespace has its own /etc/hosts.
         hosts = self.base / "hosts"
-        hosts.write_text(Path("/etc/hosts").read_text() + "\n127.0.0.1 sn1 sn2\n")
-        for node in ("sn1", "sn2"):
+        names = "".join(f"{address} {name}\n" for name, (address, _) in self.nodes.items())
+        hosts.write_text(f"{Path('/etc/hosts').read_text()}\n{names}")
+        for node, (_, before) in self.nodes.items():
             daemon = f"mount --bind '{hosts}' /etc/hosts && exec slurmd -D -N {node}"
-            self.start("unshare", "--mount", "sh", "-c", daemon)
-        wait_for(lambda: self.run("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], 60, self.logs)
+            self.start(*before, "unshare", "--mount", "sh", "-c", daemon)
+        idle = ["idle", str(len(self.nodes))]
+        wait_for(lambda: self.run("sinfo", "-h", "-o", "%T %D").split() == idle, 60, self.logs)
 
     def start(self, *command: str) -> None:
         log = (self.base / f"{command[0]}.out").open("a")
@@ -151,8 +167,8 @@ class Slurm:
                 daemon.wait()
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def check_slurm() -> None:
+    """Skip where there is none."""
     if os.geteuid() != 0:
         pytest.skip("needs root (slurmd)")
     absent = [tool for tool in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if shutil.which(tool) is None]
@@ -161,7 +177,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     allowed = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True)
     if allowed.returncode:
         pytest.skip(f"mount namespaces are not allowed here: {allowed.stderr.strip()}")
-    made = Slurm(tmp_path_factory.mktemp("slurm"))
+
+
+@contextlib.contextmanager
+def running(made: Slurm) -> Iterator[Slurm]:
+    """A Slurm from here to the end."""
     # Job ids decide the master port, and every new Slurm counts from 1: a second test run waits for this one. Not on
     # /run, which the tests of test_launch_hosts.py lock: they run beside these.
     lock = os.open("/var", os.O_RDONLY)
@@ -174,12 +194,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         os.close(lock)
 
 
-def emitted(*words: str) -> str:
-    """What `launch.py --emit slurm` prints for two nodes of two CPU ranks."""
-    command = [sys.executable, "tools/launch.py", "--emit", "slurm", "--nodes", "2", "--slots", "2"]
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    check_slurm()
+    with running(Slurm(tmp_path_factory.mktemp("slurm"))) as made:
+        yield made
+
+
+def emitted(*words: str, nodes: int = 2, slots: int = 2) -> str:
+    """What `launch.py --emit slurm` prints for nodes of CPU ranks."""
+    command = [sys.executable, "tools/launch.py", "--emit", "slurm", "--nodes", str(nodes), "--slots", str(slots)]
     ran = subprocess.run([*command, *words], cwd=REPO, capture_output=True, text=True, check=True)
     # The virtual nodes have no GPUs; the training script of this test has no --device to say so.
-    return ran.stdout.replace("#SBATCH --gpus-per-node=2\n", "")
+    return ran.stdout.replace(f"#SBATCH --gpus-per-node={slots}\n", "")
 
 
 def test_two_nodes_train_as_one(slurm: Slurm, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import require
+from megalite.train.recover.member import spare_ranks
 
 # Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
 NOTICE_S = 120
@@ -18,6 +19,12 @@ NOTICE_S = 120
 _MARGIN_S = 30
 # sysexits.h: a temporary failure, try again.
 _UNFINISHED = 75
+# Of a Slurm job with ranks in reserve, which may lose nodes, and tasks on them.
+_OUTCOME = (
+    "# The first node's exit code is that of the run: others may be lost before its end.",
+    "export OUTCOME=$PWD/.outcome-$SLURM_JOB_ID",
+)
+_TAKE_OUTCOME = ('if [ -e "$OUTCOME" ]; then code=$(cat "$OUTCOME"); rm -f "$OUTCOME"; fi',)
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
 
@@ -27,7 +34,7 @@ class BatchJob:
 
     Attributes:
         script: training script and its flags.
-        nodes: number of hosts.
+        nodes: number of hosts, those with ranks in reserve among them.
         slots: ranks per node, and GPUs per node unless `cpu`.
         name: name of the job.
         workdir: folder of the checkout on the hosts.
@@ -58,6 +65,11 @@ class BatchJob:
         # To a scheduler, 0 means that all steps are done.
         unfinished = {"MEGALITE_UNFINISHED_EXIT_CODE": str(_UNFINISHED)}
         return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.env, **unfinished}
+
+    @property
+    def reserves(self) -> bool:
+        """Whether the run goes on without a lost host."""
+        return spare_ranks(self.script) > 0
 
     def gpus(self) -> list[int]:
         """Return the number of GPUs per node; an empty list on CPU."""
@@ -159,6 +171,10 @@ def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
         "env": [f"{k}={shlex.quote(v)}" for k, v in job.variables().items()],
         "max_restarts": job.max_restarts,
         "unfinished": _UNFINISHED,
+        "no_kill": ["--no-kill"] if job.reserves else [],
+        "bad_exit": "--kill-on-bad-exit=0 --no-kill" if job.reserves else "--kill-on-bad-exit=1",
+        "outcome": list(_OUTCOME) if job.reserves else [],
+        "take_outcome": list(_TAKE_OUTCOME) if job.reserves else [],
         "container": "".join(f"{shlex.quote(word)} " for word in _pyxis(job, options.mounts)),
         "command": shlex.quote(_slurm_task(job)),
     }
@@ -176,6 +192,10 @@ def _slurm_task(job: BatchJob) -> str:
     train = _train(job, "$SLURM_NNODES", "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
     # scancel also signals this shell, which must outlive the ranks.
     record = f'[ "$code" -ne 2 ] || : > "$MISTAKE"; [ "$code" -ne {_UNFINISHED} ] || : > "$UNFINISHED"'
+    if job.reserves:
+        # The other tasks would be left to wait for this one.
+        record += '; [ "$code" -ne 2 ] || scancel "$SLURM_JOB_ID.$SLURM_STEP_ID"'
+        record += '; [ "$SLURM_NODEID" -ne 0 ] || echo "$code" > "$OUTCOME"'
     return f'trap : TERM; ({train}); code=$?; {record}; exit "$code"'
 
 

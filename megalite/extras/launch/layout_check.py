@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
+from megalite.base.errors import require
 from megalite.config import cli
 from megalite.config.model import ModelConfig
 from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import asks_for_help
 from megalite.pipeline.choose import names_of
+from megalite.train.recover.member import spare_ranks
 
 _SCRIPTS = (["pretrain_gpt.py"], ["-m", "pretrain_gpt"])
 
@@ -24,7 +26,7 @@ def check_layout(
 
     Args:
         script: training script, or -m and its module, and its flags.
-        world: number of ranks.
+        world: number of ranks, those in reserve among them.
         read_model: see `megalite.config.cli.parse`.
 
     Raises:
@@ -33,6 +35,10 @@ def check_layout(
     start = 2 if script[0] == "-m" else 1
     if [PurePath(word).name for word in script[:start]] not in _SCRIPTS or asks_for_help(script):
         return
+    reserves = spare_ranks(script)
+    rule = f"leaves none of {world} ranks to train"
+    require(reserves < world, f"--spare-ranks {reserves}", rule, "start more ranks, or have fewer in reserve")
+    world -= reserves
     parsed = cli.parse(list(script[start:]), read_model=read_model, world=world, dialect=DIALECT)
     if not (parsed.print_config or parsed.dry_run):
         grid = Grid.from_config(parsed.config.parallel, world)

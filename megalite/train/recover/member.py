@@ -54,8 +54,13 @@ def become_guard_if_asked(argv: Sequence[str]) -> None:
     asked = _value_of("--recover", argv) in ("process", "host")
     prints = {"--dry-run", "--print-config"} & set(argv)
     if asked and not prints and guard() is None and _possible():
-        spares = _value_of("--spare-ranks", argv)
-        become_guard(int(spares) if spares.isascii() and spares.isdecimal() else 0)
+        become_guard(spare_ranks(argv))
+
+
+def spare_ranks(argv: Sequence[str]) -> int:
+    """How many of the launcher's ranks a command line has wait in reserve; 0 if what it says is no number."""
+    given = _value_of("--spare-ranks", argv)
+    return int(given) if given.isascii() and given.isdecimal() else 0
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str:

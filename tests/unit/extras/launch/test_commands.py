@@ -18,6 +18,7 @@ from megalite.extras.launch import command
 from megalite.extras.launch.hosts import RANK_MARK, Host, LaunchSpec, host_command, launch_environment
 
 SLURM = ["--emit", "slurm", "--nodes", "1", "--slots", "2"]
+RESERVES = ["--recover", "host", "--spare-ranks"]
 SHOW = "import json, os, sys; print(json.dumps([os.getcwd(), dict(os.environ), sys.argv[1:]]))"
 # ssh hands the command to a shell as text: no NUL, and no lone surrogates.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)
@@ -132,6 +133,9 @@ def test_print_only_prints_what_would_run(
         (["--emit", "k8s", *SLURM[2:], "--image", "i", "--resource", "x", "--", "t.py"], "--resource x: is not NAME=N"),
         (["--emit", "k8s", *SLURM[2:], "--image", "i", "--mount", "a:b", "--", "t.py"], "--mount: goes with --emit sl"),
         (["--emit", "k8s", "--nodes", "1", "--slots", "1", "--", "t.py"], "needs --image"),
+        (["--emit", "k8s", *SLURM[2:], "--image", "i", "--", "t.py", "--spare-ranks", "1"], "cannot join the run"),
+        ([*SLURM, "--", "pretrain_gpt.py", "--spare-ranks", "2"], "--spare-ranks 2: leaves none of 2 ranks to train"),
+        ([*SLURM, "--", "pretrain_gpt.py", "--tp", "2", *RESERVES, "1"], "--tp 2 --pp 1 on 1 rank: "),
         (["--hostfile", "HOSTS", "--dir", "here", "--", "t.py"], "--dir here: must be absolute"),
         (["--hostfile", "HOSTS", "--print-only", "--", "t.py"], "host n2: its slot count is unknown"),
         (["--hostfile", "HOSTS", "--preflight-timeout", "0", "--", "t.py"], "--preflight-timeout 0.0: must be"),

@@ -208,6 +208,19 @@ def test_no_value_leaves_its_directive(changes: dict, options: dict) -> None:
         slurm_script(job(**changes), SlurmOptions(**options))
 
 
+@pytest.mark.parametrize(("node", "of_node", "code"), [(0, 0, 0), (0, 75, 75), (1, 0, 9)])
+def test_a_slurm_job_with_reserves_ends_as_its_first_node(tmp_path: Path, node: int, of_node: int, code: int) -> None:
+    """srun's code is that of a task that was lost on the way; without its first node there is no other."""
+    text = slurm_script(job(script=("t.py", "--recover", "host", "--spare-ranks", "8"), workdir=str(tmp_path)))
+    assert "--no-kill" in directives(text)
+    assert "srun --kill-on-bad-exit=0 --no-kill " in text
+    srun = f'while [ "$1" != bash ]; do shift; done; SLURM_NNODES=4 SLURM_NODEID={node} "$@"; exit 9'
+    script, env = slurm_place(tmp_path, of_node, SLURM | {"srun": srun})
+    script.write_text(text)
+    assert subprocess.run(["bash", script], env=env).returncode == code
+    assert not list(tmp_path.glob(".outcome*"))
+
+
 @pytest.mark.parametrize(("code", "attempts"), [(0, 1), (1, 3), (2, 1)])
 def test_slurm_repeats_failures_but_no_mistakes(tmp_path: Path, code: int, attempts: int) -> None:
     text = slurm_script(job(max_restarts=2, workdir=str(tmp_path)))

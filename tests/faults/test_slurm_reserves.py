@@ -1,0 +1,76 @@
+"""A node lost under the emitted batch script with ranks in reserve: the job goes on, and ends as the run does.
+
+Slurm's virtual nodes are network namespaces here. Needs root, slurm-wlm and munge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.networks import networks
+from tests.faults.test_launch_slurm import REPO, Slurm, check_slurm, emitted, running, wait_for
+from tests.faults.test_runtime_faults import RUN, events, outcome
+
+pytestmark = [pytest.mark.root, pytest.mark.full]
+
+
+class Apart(Slurm):
+    """Nodes with networks of their own."""
+
+    names: list[str]
+
+    def pids(self, node: int) -> list[int]:
+        listed = subprocess.run(["ip", "netns", "pids", self.names[node]], capture_output=True, text=True, check=True)
+        return list(map(int, listed.stdout.split()))
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    check_slurm()
+    with networks(3) as (address, names):
+        nodes = [
+            (address.replace(".254", f".{i}"), ["nsenter", f"--net=/run/netns/{name}"])
+            for i, name in enumerate(names, 1)
+        ]
+        made = Apart(tmp_path_factory.mktemp("slurm"), address, nodes)
+        made.names = names
+        with running(made):
+            yield made
+
+
+def guard_waits(slurm: Apart, node: int) -> bool:
+    """Whether a rank in reserve is with the others: its guard has a thread for what it keeps."""
+    for pid in slurm.pids(node):
+        with contextlib.suppress(OSError):
+            if b"-I\0-S\0-c\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return len(os.listdir(f"/proc/{pid}/task")) > 1
+    return False
+
+
+def test_a_node_is_lost(slurm: Apart, tmp_path: Path) -> None:
+    log, run, go_on = tmp_path / "job.log", tmp_path / "run", tmp_path / "go on"
+    flags = [*RUN, "--run-dir", str(run), "--recover", "host", "--spare-ranks", "1"]
+    own = ["--no-preflight", "--env", f"WAIT=4:{go_on}", "--env", "GLOO_SOCKET_IFNAME=eth0"]
+    own += ["--env", f"PYTHONPATH={REPO}"]
+    script = emitted(*own, "--", "tests/faults/train_and_wait.py", *flags, nodes=3, slots=1)
+    job = slurm.submit(script, log)
+    wait_for(lambda: "step 4/" in (log.read_text() if log.exists() else "") and guard_waits(slurm, 2), 180, slurm.logs)
+    for pid in slurm.pids(1):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: "rank 1 is gone with its host or its guard: back to step 4" in log.read_text(), 90, log.read_text)
+    go_on.touch()
+    wait_for(lambda: slurm.ended(job), 180, lambda: log.read_text() + slurm.logs())
+    assert slurm.state(job) == "COMPLETED 0", log.read_text()
+    assert [event["ranks"] for event in events(run, "recovery")] == [[1]]
+    whole = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    subprocess.run([*whole, *RUN, "--run-dir", str(tmp_path / "whole")], cwd=REPO, env=slurm.env, check=True)
+    assert outcome(run) == outcome(tmp_path / "whole")
