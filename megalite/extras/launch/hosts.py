@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megalite.base.errors import UserError, require
 from megalite.extras.launch.probe import VARIABLES
+from megalite.train.recover.member import spare_ranks
 
 # ssh's exit code when the connection fails or is lost; every other one is the remote command's.
 SSH_FAILED = 255
@@ -202,7 +203,8 @@ def torchrun_command(python: str, flags: Mapping[str, object], script: Sequence[
     # them for its own: else "--n" of a script would be an abbreviation, and a "--" of its own would be gone.
     module, words_of_script = (["-m"], script[1:]) if script[0] == "-m" else ([], script)
     escaped = [word.replace("$", "$$") for word in words_of_script]
-    return [python, "-m", "torch.distributed.run", *words, *module, "--", *escaped]
+    torchrun = "megalite.extras.launch.elastic" if spare_ranks(script) else "torch.distributed.run"
+    return [python, "-m", torchrun, *words, *module, "--", *escaped]
 
 
 def host_command(spec: LaunchSpec, hosts: Sequence[Host], node_rank: int) -> list[str]:

@@ -29,6 +29,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger, unfinished_code
+from megalite.extras.launch.elastic import EXIT_WAIT_S
+from megalite.train.recover.member import spare_ranks
 
 USER_ERROR_CODE = 2
 # In Kubernetes the first pod's name resolves only once it runs, and pulling its image may take long.
@@ -75,6 +77,8 @@ class LocalRanks:
         self.asked = 0
         self.patience_s = patience_s
         self.master = place.master_addr
+        # torch elastic's own, but for a lost host.
+        self.exit_wait_s = EXIT_WAIT_S if spare_ranks(script) else 300.0
         self.config = LaunchConfig(
             min_nodes=place.nnodes,
             max_nodes=place.nnodes,
@@ -140,7 +144,7 @@ class LocalRanks:
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
         assert config.logs_specs is not None
-        return LocalElasticAgent(spec, config.logs_specs)
+        return LocalElasticAgent(spec, config.logs_specs, exit_barrier_timeout=self.exit_wait_s)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

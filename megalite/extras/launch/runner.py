@@ -21,6 +21,7 @@ from megalite.base.child import allow_many_files
 from megalite.base.log import logger
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained, parse_report
 from megalite.extras.launch.hosts import SSH_FAILED
+from megalite.train.recover.hub import MET
 
 HEARTBEAT_S = 3.0
 # The agents have 8 s of grace and 5 s of killing; then the connection itself is cut.
@@ -29,6 +30,8 @@ CLOSE_TO_KILL_S = 15.0
 REPORT_S = 15.0
 _POLL_S = 0.3
 _MAX_LINE = 1 << 16
+# Exit codes above it are those of processes that a signal has ended, and ssh's of a lost connection.
+_SIGNALED = 128
 # After our prefix, megalite's logger ("[rank 3] ") and torch's traceback printer ("[rank3]: ") repeat the rank.
 _RANK_LINE = re.compile(r"\[\[rank (\d+)\]\] ?(?:\[rank \1\] |\[rank\1\]: )?(.*)", re.DOTALL)
 
@@ -63,10 +66,20 @@ class Outcome:
 
 
 class Runner:
-    """Runs one command per host until all have ended."""
+    """Runs one command per host until all have ended.
 
-    def __init__(self, hosts: Sequence[str], commands: Sequence[Sequence[str]], log_dir: str) -> None:
-        self._log_dir = log_dir
+    Args:
+        hosts: their names.
+        commands: one for each.
+        log_dir: where torchrun's files are on the hosts.
+        reserves: whether the run has ranks in reserve: once all ranks have met, it goes on without a host that is lost,
+            unless that is the first.
+    """
+
+    def __init__(
+        self, hosts: Sequence[str], commands: Sequence[Sequence[str]], log_dir: str, reserves: bool = False
+    ) -> None:
+        self._log_dir, self._reserves, self._replaces = log_dir, reserves, False
         self._tails: dict[int, RankTail] = defaultdict(RankTail)
         self._failed: list[FailedRank] = []
         self._first_code = 0
@@ -186,6 +199,7 @@ class Runner:
             label = f"[{remote.name} rank {rank}]"
             if which == "err":
                 self._tails[rank].add(line, time.monotonic())
+                self._replaces |= self._reserves and MET in line
         else:
             label = f"[{remote.name}]"
             in_report = bool(remote.torchrun_report) or line.startswith("Traceback (most recent call last)")
@@ -219,6 +233,12 @@ class Runner:
         if lost:
             self._unseen.add(remote.name)
         failed = parse_report(remote.name, "\n".join(remote.torchrun_report), time.monotonic())
+        ended = ": connection lost" if lost else f" ended with exit code {remote.code}"
+        if self._replaces and self._kill_at == float("inf") and _is_lost(remote.code, failed):
+            if remote is not self._remotes[0]:
+                logger.error(f"launch: {remote.name}{ended}; the run goes on if ranks are left in reserve")
+                return
+            remote.code = 1  # the run's: it cannot go on without its store
         self._failed += failed
         unexplained = bool(self._failed) and not is_explained(self._failed, self._tails)
         # Then the cause is on another host, which is about to end on its own; stopped now, it would not report it.
@@ -228,7 +248,6 @@ class Runner:
                 for line in remote.torchrun_report:
                     sys.stderr.write(f"[{remote.name}] {line}\n")
             self._first_code = remote.code
-            ended = ": connection lost" if lost else f" ended with exit code {remote.code}"
             then = "its ranks lost a peer: waiting for the other hosts to report why" if wait else "stopping all hosts"
             logger.error(f"launch: {remote.name}{ended}; {then}")
         if wait:
@@ -264,6 +283,11 @@ def _kill_session(process: subprocess.Popen[bytes]) -> None:
     """Kill ssh and a ProxyCommand below it, which would hold our pipes open."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_lost(code: int, failed: Sequence[FailedRank]) -> bool:
+    """Check whether a host's ranks, or what had started them, were killed: others know nothing of it from them."""
+    return code > _SIGNALED or (bool(failed) and all(rank.code < 0 for rank in failed))
 
 
 def _shell_code(returncode: int) -> int:

@@ -31,6 +31,9 @@ LOOPBACK = "127.0.0.1"
 # What a scheduler takes for "start it again" (EX_TEMPFAIL).
 UNFINISHED = 75
 
+# What the guard of rank 0 says once guards take the place of each other; launchers look for it.
+MET = "all ranks have met"
+
 # Number and step.
 _Copy = tuple[int, int]
 
@@ -123,6 +126,7 @@ class Hub:
         elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
             for rank, address in enumerate(self._addresses_of_buddies()):
                 self._guards[rank].link.send({"buddy": address})
+            say(0, f"{MET}: those in reserve replace what is lost from here on")
 
     def _addresses_of_buddies(self) -> list[list[Any] | None]:
         found = buddies([self._guards[rank].network for rank in range(self._world)]) if self._elsewhere else []

@@ -11,7 +11,7 @@ from megalite.base.child import signal_when_parent_dies
 from megalite.base.errors import UserError, require
 from megalite.base.log import env_int
 from megalite.train.recover.guard import Guard
-from megalite.train.recover.processes import as_exit_code
+from megalite.train.recover.processes import as_exit_code, die_first_without_memory
 
 
 def reserve(spares: int) -> bool:
@@ -46,12 +46,15 @@ def main(command: list[str], parent: int, spares: int) -> None:
         env = {**os.environ, "MEGALITE_GUARD": str(descriptor)}
         process = subprocess.Popen(command, pass_fds=[descriptor], env=env, start_new_session=True)
         process.returncode = 0  # the guard waits for it: a later Popen must not
+        die_first_without_memory(process.pid)
         return process.pid
 
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if launched:
-        # As its ranks do themselves where they have no guard.
-        signal_when_parent_dies(signal.SIGTERM)
+        # As its ranks do themselves where they have no guard; with ranks in reserve it is a lost host, and no reason
+        # for the run to save and end.
+        number = signal.SIGKILL if spares else signal.SIGTERM
+        signal_when_parent_dies(number)
         if os.getppid() != parent:
-            sys.exit(as_exit_code(-signal.SIGTERM))
+            sys.exit(as_exit_code(-number))
     Guard(start, parent if launched else 0, reserve(spares), spares).serve()

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from megalite.base.console import write_or_drop
 from megalite.train.recover.messages import Packets
+
+# Half of all memory, as the kernel counts.
+_MORE_THAN_THE_GUARD = 500
 
 
 @dataclass
@@ -35,6 +39,16 @@ def kill(pid: int, number: int) -> None:
     """Send a process a signal, unless it is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def die_first_without_memory(pid: int) -> None:
+    """Have the kernel choose this process, and what it starts, before the guard where memory runs out.
+
+    Copies count as the guard's memory, and would be lost with it; a process can be replaced.
+    """
+    with contextlib.suppress(OSError):  # it is gone, or there is no /proc
+        own = int(Path("/proc/self/oom_score_adj").read_text())
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(min(own + _MORE_THAN_THE_GUARD, 1000)))
 
 
 def as_exit_code(code: int) -> int:

@@ -16,6 +16,7 @@ from megalite.extras.launch import agent, command, runner
 from megalite.extras.launch.failure import FailedRank
 from megalite.extras.launch.hosts import Host
 from megalite.extras.launch.runner import Outcome, Runner
+from megalite.train.recover.hub import MET
 
 FOREVER = "import time\nwhile True: time.sleep(60)"
 MARK = "[[rank {}]] "
@@ -236,3 +237,59 @@ def test_restarts(monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], code
     monkeypatch.setattr(command, "_attempt", lambda *_: left.pop(0))
     assert command._run(None, [Host("a", (0,))], 2, None) == code  # type: ignore[arg-type]
     assert len(outcomes) - len(left) == attempts
+
+
+KILLED, ERROR = (f"sys.stderr.write({TORCHRUN_REPORT.format(rank=1, code=code)!r}); " for code in (-9, 1))
+WAITS_FOR = "import os, select, sys, time\nwhile not os.path.exists({!r}): time.sleep(0.01)\n"
+
+
+@pytest.mark.parametrize(
+    ("met", "ends", "code", "told"),
+    [
+        (True, (0, "sys.exit(255)"), 0, "b: connection lost; the run goes on if ranks are left in reserve"),
+        (
+            True,
+            (0, KILLED + "sys.exit(1)"),
+            0,
+            "b ended with exit code 1; the run goes on if ranks are left in reserve",
+        ),
+        (True, (3, "sys.exit(137)"), 3, "b ended with exit code 137; the run goes on if ranks are left in reserve"),
+        (True, (None, ERROR + "sys.exit(1)"), 1, "b ended with exit code 1; stopping all hosts"),
+        (True, ("sys.exit(255)", None), 1, "a: connection lost; stopping all hosts"),
+        (False, (None, "sys.exit(255)"), 255, "b: connection lost; stopping all hosts"),
+    ],
+)
+def test_a_lost_host_with_ranks_in_reserve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, met: bool, ends: tuple, code: int, told: str
+) -> None:
+    """The others are stopped unless all ranks have met and the host is neither the first nor one with an error."""
+    may_end, seen = tmp_path / "may end", tmp_path / "seen"
+
+    class Heard(Runner):
+        def _show(self, remote: runner.Remote, which: str, line: str) -> None:
+            super()._show(remote, which, line)
+            may_end.touch()
+
+        def _host_failed(self, remote: runner.Remote) -> None:
+            super()._host_failed(remote)
+            seen.touch()
+
+    says = f"{MARK.format(0)}[rank 0] guard: {MET}: …\n" if met else "begun\n"
+    until_stopped = "while select.select([0], [], [], 60)[0] and os.read(0, 100): pass\nsys.exit(129)"
+
+    def host(end: str | int | None) -> list[str]:
+        """Ends as it says once `says` is heard; or with a code once another has failed; or when it is told to stop."""
+        if isinstance(end, str):
+            return [sys.executable, "-c", WAITS_FOR.format(str(may_end)) + end]
+        return [
+            sys.executable,
+            "-c",
+            WAITS_FOR.format(str(seen)) + (until_stopped if end is None else f"sys.exit({end})"),
+        ]
+
+    speaks = [sys.executable, "-c", f"import os; os.write(2, {says.encode()!r})"]
+    runner.logger.propagate = True
+    commands = [host(ends[0]), host(ends[1]), speaks]
+    done = Heard(["a", "b", "c"], commands, "L", reserves=True).run()
+    assert done.code == code
+    assert f"launch: {told}" in caplog.messages
