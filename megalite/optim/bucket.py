@@ -10,6 +10,7 @@ section 5.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import cached_property, partial
 
 import torch
@@ -55,8 +56,11 @@ class Bucket:
         extra_axes: axes over which gradients are summed besides the batch's.
         owned: this rank's share, as a range of bucket elements.
         codec: gradient codec used in place of a collective; None without compression.
+        before_reduce: called with this rank's own gradient, before each reduction over the batch axes.
         bytes_sent: gradient bytes sent by this rank in this step.
     """
+
+    before_reduce: Callable[[torch.Tensor], None] | None = None
 
     def __init__(
         self,
@@ -222,6 +226,8 @@ class Bucket:
     def reduce(self) -> None:
         """Start reducing the gradient over the batch axes."""
         self._zero_unwritten()
+        if self.before_reduce is not None:
+            self.before_reduce(self.grad)
         if self.codec is not None:
             self.codec.start(self.grad, self.owned, self._scale)
             self._reducing = self.codec

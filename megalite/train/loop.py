@@ -17,19 +17,19 @@ from megalite.train.exit import DivergenceError, leave_unfinished, raise_togethe
 from megalite.train.fp8_amax import Fp8Amax
 from megalite.train.recover.hub import UNFINISHED
 from megalite.train.recover.restore import began
+from megalite.train.replay import LocalGradients, is_bad, replay
 from megalite.train.rewind import rewind
 from megalite.train.routing_figures import ExpertWatch
 from megalite.train.run import Run, keep_copy, save
 from megalite.train.signals import stop_on_signals
 from megalite.train.step import StepResult, train_step
-from megalite.train.step_record import step_record
+from megalite.train.step_record import log_batch_size, step_record
 from megalite.train.watch.heartbeat import READING
 from megalite.train.watch.straggler import StragglerReport
 from megalite.train.watch.watchdog import CHILDREN, IDLE, OWN, STRICT
 
 # Steps from which on a run without checkpoints gets a warning.
 _LONG_RUN = 1000
-
 # With fp32 and bf16 there is no loss scale to lower: this many steps in a row without an update mean a broken run.
 _MAX_BAD_STEPS = 3
 
@@ -42,6 +42,7 @@ class Progress:
         stragglers: compares the ranks' own times.
         fp8_amax: follows the inputs of FP8 products.
         experts: warns of experts that nobody uses.
+        gradients: what tells faults of hardware from bad data; None without `--recover`.
         begun: step after which this process started.
         saved_at: step of the last save.
         started: when the run began, as `time.monotonic`.
@@ -56,6 +57,7 @@ class Progress:
     begun: int
     saved_at: int
     started: float
+    gradients: LocalGradients | None = None
     bad_steps: int = 0
     failure: Exception | None = None
     stop: bool = False
@@ -101,6 +103,7 @@ def steps(run: Run) -> Iterator[dict[str, Any]]:
     engine = run.engine
     watches = StragglerReport(engine.ctx), Fp8Amax(engine), ExpertWatch(engine.cfg.model)
     progress = Progress(*watches, run.step, saved_at, stop=run.only_saves, started=began())
+    progress.gradients = LocalGradients(engine) if run.copies else None
     with closing(PeriodicCollector()) as garbage:
         catch_up(run, progress)
         while run.step < cfg.train.train_steps and not progress.stop:
@@ -162,12 +165,22 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     run.heartbeat.beat("training", step, patience)
     settle = engine.optimizer.wait_weights
     stop = run.stop_asked or progress.is_over(engine.cfg.run.max_minutes)
+    scalars = {**engine.optimizer.scalars(), **engine.scaler.scalars()}
+
+    def once() -> StepResult:
+        return train_step(engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
+
+    if progress.gradients is not None:
+        progress.gradients.start()
     with run.recorder.step(step), run.profiler.step(step, engine.executor, settle, waited):
-        result = train_step(engine, batch, step, stop=stop, failed=failure is not None, loss_limit=run.spikes.limit)
+        result = once()
     if result.failed:
         raise_together(engine.ctx, failure)
     if not result.targets:
         raise _nothing_to_learn(run)
+    if progress.gradients is not None and is_bad(run, result):
+        run.heartbeat.beat("training again", step, patience)
+        result = replay(run, result, progress.gradients, scalars, once)
     seconds = time.perf_counter() - started
     run.step = step
     progress.stop = result.stop
@@ -180,14 +193,6 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
         if engine.ctx.rank == 0:
             logger.warning(f"rank {rank} is slow: {own:.3f} s per step of its own work, its peers {usual:.3f} s")
     return result, record
-
-
-def log_batch_size(run: Run) -> None:
-    """Log a change of the batch size at the next step."""
-    sizes = run.engine.cfg.train.batches
-    before, after = (sizes.size(max(1, step)) for step in (run.step, run.step + 1))
-    if before != after:
-        logger.info(f"global batch size {before} -> {after} from step {run.step + 1} on (--batch-size-schedule)")
 
 
 def _nothing_to_learn(run: Run) -> UserError:
@@ -252,10 +257,7 @@ def count_bad_steps(run: Run, result: StepResult, progress: Progress) -> None:
         logger.info(f"gradients of step {run.step} are not finite: update skipped")
     else:
         run.spikes.accept(result.loss)
-    # A dynamic loss scale overflows occasionally by design, until it cannot be lowered further.
-    expected = result.skipped and result.loss_scale > run.engine.scaler.minimum
-    bad = (result.skipped or result.spiked) and not expected
-    progress.bad_steps = progress.bad_steps + 1 if bad else 0
+    progress.bad_steps = progress.bad_steps + 1 if is_bad(run, result) else 0
     if progress.bad_steps == _MAX_BAD_STEPS:
         raise DivergenceError(
             f"{'the loss spiked' if result.spiked else 'gradients were not finite'} in {_MAX_BAD_STEPS} steps in a row "

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megalite.base.log import logger
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.train.run import Run
 from megalite.train.step import StepResult
@@ -51,6 +52,14 @@ def _further_losses(losses: tuple[float, ...]) -> dict[str, float]:
     """Name the mean over modules that predict further tokens and, where there are several, the loss of each."""
     mean = {"mtp_loss": sum(losses) / len(losses)} if losses else {}
     return mean | {f"mtp_loss_{k}": loss for k, loss in enumerate(losses, 1) if len(losses) > 1}
+
+
+def log_batch_size(run: Run) -> None:
+    """Log a change of the batch size at the next step."""
+    sizes = run.engine.cfg.train.batches
+    before, after = (sizes.size(max(1, step)) for step in (run.step, run.step + 1))
+    if before != after:
+        logger.info(f"global batch size {before} -> {after} from step {run.step + 1} on (--batch-size-schedule)")
 
 
 def peak_memory(device: torch.device) -> int:

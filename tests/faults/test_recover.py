@@ -26,6 +26,7 @@ from megalite.sharding.shard import count_parameters
 from tests.faults.test_runtime_faults import FOREVER, RUN, codes, committed, events, once_committed, outcome
 from tests.faults.zygote import Job, Zygote, members_of, processes_of
 from tests.ranks import ROOT, reserve_port
+from tests.rows import always_run
 
 RECOVER = ["--recover", "process"]
 
@@ -315,6 +316,82 @@ def test_what_repetition_does_not_cure(
     assert (left[0].err + left[1].err).count(words) == 1, left
     assert fault is None or not events(tmp_path / "run", "recovery")
     nobody_is_left(zygote, tmp_path)
+
+
+def replays(run_dir: Path) -> list[tuple[int, bool, list[int], list[int]]]:
+    """Steps that were repeated: whether they came to the same bits, and the ranks that did not."""
+    found = [(e["step"], e["same"], e["memory"], e["gradients"]) for e in events(run_dir, "replay") if e["copy"]]
+    assert len(found) == len(events(run_dir, "replay"))
+    return found
+
+
+# Ranks, flags, what is spoiled and where, and what is said.
+CURED = [
+    (2, "", "nan", 1, "own gradients of rank 1 differ"),
+    (2, "", "master", 1, "the states of rank 1 had changed in memory"),
+    (4, "--zero 3", "nan", 2, "own gradients of rank 2 differ"),
+    (4, "--zero 1", "master", 3, "the states of rank 3 had changed in memory"),
+    (2, "--compress powersgd:2 --precision bf16", "nan", 0, "own gradients of rank 0 differ"),
+]
+
+
+@pytest.mark.parametrize("row", always_run(CURED, CURED[0]), ids=str)
+def test_a_passing_fault_is_cured_and_named(zygote: Zygote, tmp_path: Path, row: tuple[Any, ...]) -> None:
+    """Numbers spoiled once, in a gradient or between two steps: the run ends as the one that nothing happens to."""
+    world, flags, place, rank, said = row
+    assert codes(begin(zygote, tmp_path / "whole", world, flags.split()).end()) == [0] * world
+    fault = {"rank": rank, "kind": "", "place": place, "at": 4, "once": str(tmp_path / "once")}
+    left = begin(zygote, tmp_path / "hit", world, [*flags.split(), *RECOVER], fault).end()
+    assert codes(left) == [0] * world, left
+    ((step, same, memory, gradients),) = replays(tmp_path / "hit" / "run")
+    # Weights that are still being gathered when they change are wrong on other ranks, too.
+    assert (step, same, memory or gradients) == (4, False, [rank])
+    assert f"step 4 again, from the copy in memory: other bits: hardware; {said}" in left[0].err
+    assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "whole" / "run")
+    assert not events(tmp_path / "hit" / "run", "recovery")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2"])
+def test_a_wrong_sum_of_gradients_reaches_no_other_rank(zygote: Zygote, tmp_path: Path, layout: str) -> None:
+    """Of ranks that share a replica one is named, if nothing wrong was sent to the others."""
+    fault = {"rank": 1, "kind": "", "place": "nan", "at": 4, "once": str(tmp_path / "once")}
+    left = begin(zygote, tmp_path, 2, [*layout.split(), *RECOVER], fault).end()
+    assert codes(left) == [0, 0], left
+    assert replays(tmp_path / "run") == [(4, False, [], [1])]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "flags", "repeated"),
+    [
+        ({"rank": 1, "kind": "", "place": "nan", "at": 4}, [], [(4, True, [], [])]),
+        ({"rank": 1, "kind": "varies", "place": "nan", "at": 4}, [], [(4, False, [], [1])]),
+        (
+            {"rank": "all", "kind": "", "place": "spike", "at": 88},
+            ["--on-spike", "skip", "--train-steps", "13"],
+            [(11, True, [], [])],
+        ),
+        (
+            {"rank": "all", "kind": "", "place": "spike", "at": 88},
+            ["--on-spike", "rewind", "--save-every", "4", "--lr-decay-steps", "14", "--train-steps", "12"],
+            [(11, True, [], [])],
+        ),
+    ],
+    ids=["skip", "varies", "spike", "rewind"],
+)
+def test_what_comes_back_is_handled_as_without_copies(
+    zygote: Zygote, tmp_path: Path, fault: dict[str, Any], flags: list[str], repeated: list[Any]
+) -> None:
+    """Also where it comes back with other bits: hardware is named, and the step is skipped."""
+    for name, more in (("plain", []), ("guarded", RECOVER)):
+        left = begin(zygote, tmp_path / name, 2, [*flags, *more], fault).end()
+        assert codes(left) == [0, 0], left
+    plain, guarded = (tmp_path / name / "run" for name in ("plain", "guarded"))
+    assert outcome(guarded) == outcome(plain)
+    assert [e["step"] for e in events(guarded, "rewind")] == [e["step"] for e in events(plain, "rewind")]
+    assert replays(guarded) == repeated
+    assert not events(plain, "replay")
 
 
 @pytest.mark.full

@@ -236,9 +236,9 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
 
 
 def install(fault: dict[str, Any]) -> None:
-    """Make a fault happen: in step `at` ("step", "nan", "every_step"), in the evaluation or the save after it ("eval",
-    "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy" flips a bit of it), reading
-    the batch that ends at sample `at` ("data", "spike").
+    """Make a fault happen: in step `at` ("step", "nan", "every_step"; "master": before it), in the evaluation or the
+    save after it ("eval", "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy"
+    flips a bit of it), reading the batch that ends at sample `at` ("data", "spike").
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
     "once": a file that marks that it has happened, for ranks that are started again.
@@ -276,12 +276,24 @@ def install(fault: dict[str, Any]) -> None:
     if place == "step":
         before(executor._Run, "forward", when_armed)
     elif place == "nan":
+        runs: list[int] = []
+        before(loop, "train_step", lambda engine, batch, number, **_: runs.append(number))
 
         def poison(parameter: ShardedParameter) -> None:
             if armed:
-                parameter.main_grad.view(-1)[0] = torch.nan
+                value = torch.inf if fault["kind"] == "varies" and runs.count(runs[-1]) == 1 else torch.nan
+                spoil = functools.partial(parameter.main_grad.view(-1)[:1].fill_, value)
+                only_once(spoil, fault["once"]) if "once" in fault else spoil()
 
         before(ShardedParameter, "grad_added", poison)
+    elif place == "master":
+
+        def spoil_master(engine: Any, batch: Any, number: int, **_: Any) -> None:
+            if number == at:
+                flat = next(state.flat for state in engine.optimizer.states() if len(state.flat))
+                only_once(functools.partial(flat[:1].fill_, torch.nan), fault["once"])
+
+        before(loop, "train_step", spoil_master)
     elif place == "every_step":
         before(executor._Run, "forward", lambda *_: act())
     elif place == "eval":

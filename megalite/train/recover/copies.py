@@ -68,7 +68,7 @@ class Copies:
         for target, flat in zip(self._parts(slot), self._flats):
             target.copy_(flat, non_blocking=True)
         # Reading the sums also waits for the copies.
-        text = json.dumps({**state, "sums": _sums(self._flats)}).encode()
+        text = json.dumps({**state, "sums": sums_of_bits(self._flats).tolist()}).encode()
         if len(text) > _JSON_BYTES:
             raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
         self._maps[slot][self._size : self._size + len(text)] = text
@@ -108,6 +108,28 @@ class Copies:
         self._guard.loaded(self._number)
         return problems
 
+    @torch.no_grad()
+    def reload(self, ctx: ParallelContext, num_steps: int) -> bool | None:
+        """Load the newest copy once more; every rank calls it.
+
+        Args:
+            ctx: this rank's axes.
+            num_steps: updates so far.
+
+        Returns:
+            Whether the states had other bits by then; None if nothing was loaded, as that copy is of fewer updates or
+            damaged on some rank.
+        """
+        usable = bool(self._held) and not self._check(self._held[-1], ctx.rank)
+        usable = usable and self.restored is not None and self.restored["scalars"]["num_steps"] == num_steps
+        if not all(gather_texts("x" * usable, ctx.world, ctx.device)):
+            return None
+        parts = self._parts(self._held[-1]["slot"])
+        changed = sums_of_bits(self._flats).tolist() != sums_of_bits(parts).tolist()
+        for part, flat in zip(parts, self._flats):
+            flat.copy_(part)
+        return changed
+
     def _check(self, copy: dict[str, Any], rank: int) -> str:
         """Read what a copy holds besides tensors, and sum those; return what is wrong with it. No state changes."""
         text = self._maps[copy["slot"]][self._size : self._size + copy["length"]]
@@ -116,7 +138,7 @@ class Copies:
             return damaged
         self.restored = json.loads(text)
         assert self.restored is not None
-        return "" if _sums(self._parts(copy["slot"])) == self.restored.pop("sums") else damaged
+        return "" if sums_of_bits(self._parts(copy["slot"])).tolist() == self.restored.pop("sums") else damaged
 
     def _parts(self, slot: int) -> list[torch.Tensor]:
         """Return the parts of a slot's memory, of the states' types and lengths."""
@@ -133,9 +155,9 @@ def _room(flat: torch.Tensor) -> int:
     return -(-flat.numel() * flat.element_size() // 8) * 8
 
 
-def _sums(flats: Sequence[torch.Tensor]) -> list[int]:
-    """Sum the bits of each tensor as integers: any one flipped bit changes the sum."""
+def sums_of_bits(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum the bits of each tensor as integers, int32: any one flipped bit changes the sum."""
     bits = {4: torch.int32, 2: torch.int16}
     # Modulo 2^32: a sum in 64 bits takes eighteen times as long as one in 32.
     sums = [flat.view(bits[flat.element_size()]).sum(dtype=torch.int32) for flat in flats]
-    return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
+    return torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0, dtype=torch.int32)
