@@ -26,3 +26,8 @@ def products_work(key_size: int, value_size: int) -> float:
     """Count the multiply-adds of a token and value head in forward: products in fp32, half of the triangular system."""
     within = 2 * key_size + (key_size + value_size) / 2 + value_size
     return CHUNK * within + 3 * key_size * value_size
+
+
+def transition_work(key_size: int, value_size: int) -> float:
+    """Count the same for what tokens make of a state, T M + U."""
+    return CHUNK * (key_size + (key_size + value_size) / 2) + 2 * key_size * (key_size + value_size)

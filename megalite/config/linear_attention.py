@@ -53,15 +53,22 @@ def check_linear_attention(m: Any, p: Any, t: Any) -> None:
     """Refuse what gated delta nets do not know: m, p and t are the options of model, layout and training.
 
     Raises:
-        UserError: key heads cannot be dealt out, or an option is one of these.
+        UserError: tp or cp cuts too finely, or an option is one of these.
     """
     if not m.linear_attention_freq:
         return
     require(
-        m.linear_num_key_heads % (p.tp * p.cp) == 0,
+        m.linear_num_key_heads % p.tp == 0,
         f"--linear-num-key-heads {m.linear_num_key_heads}",
-        f"must be divisible by --tp {p.tp} x --cp {p.cp}: ranks exchange tokens for whole key heads",
-        "lower one of the two",
+        f"must be divisible by --tp {p.tp}",
+        "lower --tp",
+    )
+    tokens = m.seq_len // (2 * p.cp)
+    require(
+        p.cp == 1 or tokens >= m.linear_conv_kernel_dim - 1,
+        f"--cp {p.cp}",
+        f"leaves pieces of {tokens} tokens: --linear-conv-kernel-dim {m.linear_conv_kernel_dim} sees more",
+        "lower --cp, or raise --seq-len",
     )
     given = f"--fp8 {t.fp8} with --linear-attention-freq {m.linear_attention_freq}"
     require(t.fp8 == "off", given, "the projections of delta nets have no FP8 form", "drop one of the two")

@@ -1,6 +1,6 @@
 """A gated delta net, key heads sharded over tensor-parallel ranks: the module of model/mixers/delta_net.py.
 
-Ranks of cp exchange tokens for key heads: the state passes through all tokens of a sample, one after the other.
+Ranks of cp work on pieces of samples, and tell each other what those make of a state: model/pieces.py.
 
 Shapes: S sequence, B micro-batch, H hidden, G local key heads with R value heads each, K and V their sizes, C features
 of the convolution, (2 K + R V) of each key head.
@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megalite.batch import Documents, ForwardPass, by_rank, in_order
-from megalite.dist.context import Axis
-from megalite.dist.exchange import exchange_rows
+from megalite.batch import Documents, ForwardPass
+from megalite.model import pieces
 from megalite.model.layers import Layers, Norm, Rope
 
 
@@ -41,8 +40,8 @@ class DeltaNetLayer(nn.Module):
         functions = layers.ops.rmsnorm, layers.ops.add_rmsnorm
         self.norm = Norm(layers.param(f"{name}.norm.weight"), None, cfg.norm_eps, functions)
         self.out_proj = layers.row(f"{name}.out_proj")
-        self.causal_conv, self.delta_rule = layers.ops.causal_conv, layers.ops.gated_delta_rule
-        self.swiglu = layers.ops.swiglu
+        self.causal_conv, self.swiglu = layers.ops.causal_conv, layers.ops.swiglu
+        self.delta_rule, self.delta_transition = layers.ops.gated_delta_rule, layers.ops.gated_delta_transition
 
     def forward(self, x_SBH: torch.Tensor, rope: Rope, documents: Documents | None, fwd: ForwardPass) -> torch.Tensor:
         """Mix the tokens; for the arguments see `Attention.forward`. Positions are those of the recurrence."""
@@ -57,43 +56,36 @@ class DeltaNetLayer(nn.Module):
         """Mix [q | k | v | z of each key head | b | a of each key head], [S, B, ...] -> [S, B, G R V]."""
         g, r, k, v = self.key_heads, self.per_key, self.key_size, self.value_size
         qkvz, ba = mixed.split((g * 2 * (k + r * v), g * 2 * r), dim=-1)
-        qkv, z = qkvz.unflatten(-1, (g, -1)).split((2 * k + r * v, r * v), dim=-1)
-        heads = torch.cat((qkv, ba.unflatten(-1, (g, -1))), dim=-1)
-        if self.cp.size > 1:
-            heads = _deal_out(heads, self.cp)
-        parts = heads.split((k, k, r * v, r, r), dim=-1)
-        beta, a = (x.flatten(-2) for x in parts[3:])
-        packed = self.causal_conv(torch.cat([x.flatten(-2) for x in parts[:3]], dim=-1), self._conv_weight(), starts)
-        g //= self.cp.size
-        query, key, value = packed.split((g * k, g * k, g * r * v), dim=-1)
-        rate, bias = (p.chunk(self.cp.size)[self.cp.rank].float() for p in (self.A_log, self.dt_bias))
-        out = self.delta_rule(
-            query.unflatten(-1, (g, k)),
-            key.unflatten(-1, (g, k)),
-            value.unflatten(-1, (g * r, v)),
-            -rate.exp() * F.softplus(a.float() + bias),
-            beta.sigmoid(),
-            starts,
-        )
-        if self.cp.size > 1:
-            out = _take_back(out, self.cp)
+        *qkv, z = qkvz.unflatten(-1, (g, -1)).split((k, k, r * v, r * v), dim=-1)
+        b, a = (x.flatten(-2) for x in ba.unflatten(-1, (g, -1)).split(r, dim=-1))
+        decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        given = torch.cat([x.flatten(-2) for x in qkv], dim=-1), decay, b.sigmoid()
+        out = self._recur(*given, starts) if self.cp.size == 1 else self._recur_in_pieces(*given, starts)
         out = self.norm(out)
         return self.swiglu(torch.cat((z.flatten(-2), out.flatten(-2)), dim=-1))
 
-    def _conv_weight(self) -> torch.Tensor:
-        """Take the rows [C, W] of the key heads that this rank of cp works with."""
-        keys = self.key_heads * self.key_size
-        parts = self.conv1d.squeeze(1).split((keys, keys, self.key_heads * self.per_key * self.value_size))
-        return torch.cat([part.chunk(self.cp.size)[self.cp.rank] for part in parts])
+    def _recur(
+        self, packed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, starts: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Apply the convolution and the rule to q | k | v [S, B, C]: [S, B, G R, V]."""
+        q, k, v = self._heads(self.causal_conv(packed, self.conv1d.squeeze(1), starts))
+        return self.delta_rule(q, k, v, decay, beta, starts)
 
+    def _recur_in_pieces(
+        self, packed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, starts: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`_recur` over this rank's pieces of samples; starts [S, B] are of whole samples."""
+        packed, decay, beta = (pieces.split(x) for x in (packed, decay, beta))
+        starts, weight = None if starts is None else pieces.starts_in(starts, self.cp), self.conv1d.squeeze(1)
+        longer = pieces.with_tokens_before(packed, starts, weight.shape[1], self.cp)
+        q, k, v = self._heads(self.causal_conv(longer[0], weight, longer[1])[-len(packed) :])
+        made = self.delta_transition(k, v, decay, beta, starts)
+        # The states of all pieces are not kept: backward gathers them again.
+        state = checkpoint(pieces.states_before, made, self.cp, use_reentrant=False, preserve_rng_state=False)
+        return pieces.join(self.delta_rule(q, k, v, decay, beta, starts, state))
 
-def _deal_out(x: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """Exchange this rank's tokens for a share of the heads: [tokens, B, heads, D] -> [S, B, heads / ranks, D]."""
-    each = [1] * cp.size
-    return in_order(exchange_rows(x.unflatten(2, (cp.size, -1)).permute(2, 0, 1, 3, 4), cp, each, each))
-
-
-def _take_back(x: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """Exchange a share of the heads for this rank's tokens: the inverse of `_deal_out`."""
-    each = [1] * cp.size
-    return exchange_rows(by_rank(x, cp.size), cp, each, each).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    def _heads(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Split q | k | v, [S, B, C], into heads."""
+        sizes = self.key_size, self.key_size, self.per_key * self.value_size
+        parts = packed.split([self.key_heads * size for size in sizes], dim=-1)
+        return [x.unflatten(-1, (-1, size)) for x, size in zip(parts, (*sizes[:2], self.value_size))]

@@ -76,11 +76,16 @@ class Mixer(LayerKind):
         """List those of `matrices` in its core: under cp they meet the tokens of all ranks, and again in backward."""
         return []
 
-    def exchanged(self, cfg: ModelConfig) -> int:
-        """Count the values per token that ranks of cp exchange for heads and back; 0: they share attention."""
-        return 0
+    def passed(self, cfg: ModelConfig, element: int) -> tuple[int, int]:
+        """Count the bytes that go from each piece of a sample to all ranks of cp, in two messages; 0: they share
+        attention. Backward gathers the second again.
 
-    def plain_work(self, cfg: ModelConfig) -> float:
+        Args:
+            element: bytes of an activation.
+        """
+        return 0, 0
+
+    def plain_work(self, cfg: ModelConfig, cp: int) -> float:
         """Count the multiply-adds of a token with others in plain fp32 products; 0: a kernel of attention has them."""
         return 0.0
 

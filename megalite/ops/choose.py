@@ -83,6 +83,7 @@ class Ops:
     attend: Callable[..., tuple[Tensor, Tensor]]
     attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     gated_delta_rule: Callable[..., Tensor]
+    gated_delta_transition: Callable[..., Tensor]
     causal_conv: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
     geglu: Callable[..., Tensor]

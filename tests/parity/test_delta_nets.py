@@ -32,6 +32,7 @@ SIZES: dict[str, Any] = {
     "init_std": 0.2,
 }
 HYBRID = jobs.llama(**SIZES, linear_attention_freq=2, attention_output_gate=True)
+FEW = dataclasses.replace(HYBRID, linear_num_key_heads=2, linear_num_value_heads=2)  # fewer than ranks
 NEXT = jobs.llama(
     **FAMILIES["qwen3_next"].options
     | SIZES
@@ -63,7 +64,8 @@ GRID: Grid = {
     ranks_of(2, ep=2): [(NEXT, 3, {}, {"recompute": "full"})],
     ranks_of(2, cp=2): [(HYBRID, 1, {"cp_comm": comm}, {}) for comm in ("gather", "ring", "a2a")],
     ranks_of(4, tp=4): [(HYBRID, 1, {}, {"micro_batch_size": 2})],
-    ranks_of(4, cp=4): [(HYBRID, 1, {}, {"recompute": "full"})],
+    ranks_of(4, cp=4): [(HYBRID, 1, {}, {"recompute": "full"}), (FEW, 3, {}, {})],
+    ranks_of(8, cp=4, tp=2): [(FEW, 1, {}, {"micro_batch_size": 2})],
     ranks_of(4, cp=2, pp=2): [(NEXT, 1, {"schedule": "zb-h1"}, {})],
     ranks_of(4, cp=2, ep=4): [(NEXT, 2, {}, {"recompute": "selective"})],
     ranks_of(4, tp=2, pp=2): [(NEXT, 3, {"schedule": "1f1b"}, {})],
@@ -71,15 +73,15 @@ GRID: Grid = {
 
 
 def in_short_chunks(rank: int, job: Any, *args: Any) -> Any:
-    """Run another job with chunks of 4 tokens: samples have 16."""
+    """Run another job with chunks of 3 tokens: samples have 16, and their pieces on two ranks 4."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta_rule, "CHUNK", 4)
+        patch.setattr(delta_rule, "CHUNK", 3)
         return job(rank, *args)
 
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_rule, "CHUNK", 4)
+    monkeypatch.setattr(delta_rule, "CHUNK", 3)
 
 
 @pytest.fixture(name="pool")
@@ -89,8 +91,8 @@ def _pool(pool: WorkerPool) -> Any:
 
 
 def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
-    for kind, compare in ((HYBRID, test_latents.check), (NEXT, test_experts.check)):
-        if mine := [row for row in rows if row[0] is kind]:
+    for experts, compare in ((False, test_latents.check), (True, test_experts.check)):
+        if mine := [row for row in rows if (row[0] is NEXT) == experts]:
             compare(pool, shape, mine)
 
 
@@ -148,7 +150,7 @@ def test_states_go_on_where_attention_is_in_chunks() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"zero": 3}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 4}, {"zero": 3}], ids=str)
 def test_packed_documents_in_layouts(pool: WorkerPool, layout: dict[str, int]) -> None:
     single, cfg = (jobs.make_config(HYBRID, parallel, train_steps=5) for parallel in ({}, layout))
     (expected,) = train_packed(0, [single], 1)
@@ -162,7 +164,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"linear_num_value_heads": 6}, {}, "must be a multiple of"),
     ({"mup_base_width": 16}, {}, "muP has no rule"),
     ({"mtp_num_layers": 1}, {}, "have not been compared"),
-    ({"linear_num_key_heads": 2}, {"tp": 2, "cp": 2}, "divisible by --tp 2 x --cp 2"),
+    ({"linear_num_key_heads": 2}, {"tp": 4}, "must be divisible by --tp 4"),
+    ({"linear_conv_kernel_dim": 4}, {"cp": 4}, "leaves pieces of 2 tokens"),
     ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),
 ]
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.base.delta_slices import heads_at_once, products_work, work_bytes
+from megalite.base.delta_slices import heads_at_once, products_work, transition_work, work_bytes
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.model.kinds import Mixer
-from megalite.model.saved import SavedTensor, element_size, inside
+from megalite.model.saved import SavedTensor, element_size, inside, tokens
 from megalite.model.specs import linear, out_std
 from megalite.sharding import ParamSpec
 
@@ -59,11 +59,9 @@ class DeltaNet(Mixer):
         features = 2 * key_heads * key_size + heads * size
         return [
             *(inside(cfg, f"{name} of the convolution", e * features) for name in ("input", "output")),
-            SavedTensor(
-                "weights of the convolution", e * features * _conv(cfg.model) // (cfg.parallel.tp * cfg.parallel.cp)
-            ),
             inside(cfg, "betas", e * heads),
             *(inside(cfg, f"decays{what}", 4 * heads) for what in (" before softplus", " after it", "")),
+            *(_of_pieces(cfg) if cfg.parallel.cp > 1 else ()),
             *_behind_the_rule(cfg),
         ]
 
@@ -71,19 +69,20 @@ class DeltaNet(Mixer):
         key_heads, heads, key_size, size = cfg.model.delta_heads
         return [inside(cfg, "input of the core", element_size(cfg) * 2 * (key_heads * key_size + heads * (size + 1)))]
 
-    def exchanged(self, cfg: ModelConfig) -> int:
+    def passed(self, cfg: ModelConfig, element: int) -> tuple[int, int]:
         key_heads, heads, key_size, size = cfg.delta_heads
-        return 2 * key_heads * key_size + heads * (2 * size + 2)
+        tokens_before = element * (_conv(cfg) - 1) * (2 * key_heads * key_size + heads * size)
+        return tokens_before, 4 * heads * key_size * (key_size + size)
 
-    def plain_work(self, cfg: ModelConfig) -> float:
+    def plain_work(self, cfg: ModelConfig, cp: int) -> float:
         _, heads, *sizes = cfg.delta_heads
-        return heads * products_work(*sizes)
+        return heads * (products_work(*sizes) + (transition_work(*sizes) if cp > 1 else 0))
 
     def work(self, cfg: Config) -> int:
-        """Compute the bytes of one slice of the rule's heads, for the tokens of all ranks of cp."""
+        """Compute the bytes of one slice of the rule's heads."""
         key_heads, heads, *sizes = cfg.model.delta_heads
-        each = cfg.train.micro_batch_size * cfg.model.seq_len, heads // key_heads, *sizes
-        taken = heads_at_once(key_heads // (cfg.parallel.tp * cfg.parallel.cp), *each) * work_bytes(*each)
+        each = tokens(cfg), heads // key_heads, *sizes
+        taken = heads_at_once(key_heads // cfg.parallel.tp, *each) * work_bytes(*each)
         return max(0, taken - sum(row.bytes for row in (*self.saved(cfg), *_behind_the_rule(cfg))))
 
     def touched(self, cfg: ModelConfig) -> int:
@@ -109,6 +108,20 @@ def _behind_the_rule(cfg: Config) -> list[SavedTensor]:
         inside(cfg, "values of the delta rule", e * heads * size),
         inside(cfg, "statistics of their norm", 4 * heads),
         inside(cfg, "gates and normed values", 2 * e * heads * size),
+    ]
+
+
+def _of_pieces(cfg: Config) -> list[SavedTensor]:
+    """List what the core keeps besides where samples are in pieces, two of each on a rank."""
+    _, heads, key_size, size = cfg.model.delta_heads
+    before, made = (
+        2 * cfg.train.micro_batch_size * n // cfg.parallel.tp for n in DeltaNet().passed(cfg.model, element_size(cfg))
+    )
+    return [
+        SavedTensor("tokens before pieces, and their features", 2 * before),
+        SavedTensor("what pieces make of states", made),
+        SavedTensor("states before pieces", made * size // (key_size + size)),
+        inside(cfg, "betas in pieces", element_size(cfg) * heads),
     ]
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megalite.base import delta_slices
 from megalite.ops import delta_rule
 from megalite.ops.causal_conv import causal_conv
-from megalite.ops.delta_rule import gated_delta_rule, recurrent
+from megalite.ops.delta_rule import gated_delta_rule, gated_delta_transition, recurrent
 
 # Around the ends of chunks of 64 tokens, and less than one.
 LENGTHS = (1, 64, 65, 200)
@@ -57,6 +57,30 @@ def close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: floa
 def test_chunks_are_the_recurrence(tokens: int, documents: bool) -> None:
     given, starts = inputs(tokens), starts_of(tokens) if documents else None
     close(gradients(gated_delta_rule, given, starts), gradients(recurrent, given, starts), 1e-10)
+
+
+def in_two(*given: torch.Tensor, starts: torch.Tensor | None, run: Any = gated_delta_rule) -> torch.Tensor:
+    """The rule over 70 tokens, then over the others from what those make of the state before them."""
+    (starts, later) = (None, None) if starts is None else (starts[:70], starts[70:] - 70)
+    k, v = given[1:3]
+    before = torch.ones(*v.shape[1:3], k.shape[3], v.shape[3], dtype=v.dtype)
+    passed, added = gated_delta_transition(*(x[:70] for x in given[1:]), starts).split((k.shape[3], v.shape[3]), -1)
+    head = run(*(x[:70] for x in given), starts, before)
+    return torch.cat((head, run(*(x[70:] for x in given), later, passed @ before + added)))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_states_go_from_piece_to_piece(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where heads are computed in slices. Documents: the first goes on from before, one begins with the piece."""
+    given, starts = inputs(200, heads=(3, 6)), starts_of(200) if documents else None
+    if starts is not None:
+        starts[:3, 0] = -5
+    before = torch.ones(2, 6, 6, 5, dtype=torch.float64)
+    expected = gradients(lambda *x: recurrent(*x, starts, before), given)
+    for limit in (delta_slices.LIMIT, 2 * delta_slices.work_bytes(140, 2, 6, 5)):
+        monkeypatch.setattr(delta_slices, "LIMIT", limit)
+        for run in (gated_delta_rule, recurrent):
+            close(gradients(lambda *x, run=run: in_two(*x, starts=starts, run=run), given), expected, 1e-10)
 
 
 @pytest.mark.parametrize("run", [gated_delta_rule, recurrent], ids=["chunks", "recurrent"])
@@ -136,7 +160,7 @@ def test_backward_takes_what_is_planned_for_a_slice(
 def test_slices_of_heads_are_the_whole(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given, starts = inputs(70, heads=(3, 6)), starts_of(70) if documents else None
     monkeypatch.setattr(delta_slices, "LIMIT", 2 * delta_slices.work_bytes(140, 2, 6, 5))
-    assert [keys.stop for keys, _ in delta_rule._slices(given[0], given[2])] == [2, 3]
+    assert [keys.stop for _, keys in delta_rule._slices(given[1], given[2], [3])] == [2, 3]
     close(gradients(gated_delta_rule, given, starts), gradients(recurrent, given, starts), 1e-10)
 
 

@@ -209,7 +209,7 @@ def _attention(load: Workload, kind: BlockKind) -> tuple[float, float]:
     """Compute the seconds of what a block computes between tokens, forward and backward."""
     model, tp, cp, rates = load.model, load.tp, load.context.ranks, load.rates
     s, work = model.seq_len, block_work(model, kind)
-    if plain := MIXERS[kind.mixer].plain_work(model):
+    if plain := MIXERS[kind.mixer].plain_work(model, cp):
         forward = 2 * plain * load.samples * s / cp / tp / (rates.device.fp32 * rates.device.gemm)
         return forward, 3 * forward  # backward computes forward again
     # Kernels take values as wide as keys: narrower ones are filled up.

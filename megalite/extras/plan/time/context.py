@@ -107,9 +107,10 @@ def waiting(
     if context.ranks == 1 or not block_work(model, kind).attention:
         return 0.0, 0.0
     passes = messages(model, context, tp, tokens, rates.element)
-    if values := MIXERS[kind.mixer].exchanged(model):
-        both_ways = rates.element * tokens * values / tp * (context.ranks - 1) / context.ranks
-        passes = ([Message("exchange", both_ways, 2, context.ranks, 1)],) * 2
+    if any(passed := MIXERS[kind.mixer].passed(model, rates.element)):
+        pieces = 2 * tokens * context.ranks / model.seq_len / tp  # two of each sample
+        before, states = (Message("gather", pieces * n * (context.ranks - 1), 1, context.ranks, 1) for n in passed)
+        passes = [before, states], [states, states, before]
     out = []
     for sent, beside in zip(passes, compute):
         times = {m.kind: 0.0 for m in sent}
