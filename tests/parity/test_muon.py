@@ -156,9 +156,8 @@ EXPERTS: dict[tuple[int, tuple[tuple[str, Any], ...]], list[tuple[dict[str, Any]
 }
 
 
-@pytest.mark.parametrize(
-    "shape", [shape if i == 0 else pytest.param(shape, marks=pytest.mark.full) for i, shape in enumerate(EXPERTS)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("shape", EXPERTS)
 def test_same_wherever_experts_live(pool: WorkerPool, shape: Any) -> None:
     world, layout = shape
     cases = [config(MIXTRAL, {**dict(layout), **more}, **train) for more, train in EXPERTS[shape]]
@@ -295,7 +294,11 @@ def packed(bucket: Any, param: Any, start: int, tp: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("tp", "faults"), [(2, ("none", "SGD", "one rank's shard", "not returned")), (1, ("q, k and v in one",))]
+    ("tp", "faults"),
+    [
+        pytest.param(2, ("none", "SGD", "one rank's shard", "not returned"), marks=pytest.mark.full),
+        (1, ("q, k and v in one",)),
+    ],
 )
 def test_faults_are_found(pool: WorkerPool, tp: int, faults: tuple[str, ...]) -> None:
     case = config(jobs.llama(), {"tp": tp})

@@ -55,6 +55,7 @@ def test_readers_read_or_refuse(name: str, tmp_path: Path) -> None:
     assert tally[f"{name}: refused"] >= CASES // 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kinds", "number"), [(("kill_rank", "sigterm"), 4), (("power_cut", "disk"), 3)])
 def test_runs_survive(kinds: tuple[str, ...], number: int, zygote: Zygote, library: Path, tmp_path: Path) -> None:
     """Numbers of cases that take a few seconds."""
@@ -65,6 +66,7 @@ def test_runs_survive(kinds: tuple[str, ...], number: int, zygote: Zygote, libra
     assert tally["checkpoints verified"] >= 1
 
 
+@pytest.mark.full
 @pytest.mark.root
 def test_connections_cut_between_living_ranks_are_not_blamed_on_a_rank(tmp_path: Path) -> None:
     """As when a firewall forgets them: both ranks live, and neither has a failure of its own to report."""
