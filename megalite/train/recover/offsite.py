@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-from megalite.base.child import shared_memory
+from megalite.base.child import free_memory, shared_memory
 from megalite.base.untrusted import BadFile, parse_json
 from megalite.train.recover.messages import MAX_MESSAGE, EventLoop, keep_alive
 
@@ -50,16 +50,17 @@ class _Ward:
     """What is kept for a rank of another host.
 
     Attributes:
-        memory: of as many copies as there are slots; freed when nobody reads or writes it any more.
+        memory: of as many copies as there are slots.
         copies: the whole ones, with their places there as "slot".
         round: of the guard that writes, or wrote last.
         connection: to it; None where it has hung up.
+        readers: how many guards fetch copies.
     """
 
     def __init__(self) -> None:
         self.memory: list[mmap.mmap] = []
         self.copies: list[dict[str, Any]] = []
-        self.round = 0
+        self.round = self.readers = 0
         self.connection: socket.socket | None = None
         self.writing = threading.Lock()
 
@@ -89,8 +90,8 @@ class Keeper:
         with self._lock:
             for rank, ward in list(self._wards.items()):
                 ward.copies = [copy for copy in ward.copies if not stale(copy["commit"])]
-                if not ward.copies and ward.connection is None:
-                    del self._wards[rank]
+                if not ward.copies and ward.connection is None and not ward.readers:
+                    free_memory(self._wards.pop(rank).memory)
 
     def _accept(self) -> None:
         while True:
@@ -148,10 +149,15 @@ class Keeper:
     def _hand_out(self, connection: socket.socket, rank: int, numbers: list[int]) -> None:
         with self._lock:
             ward = self._wards.get(rank, _Ward())
+            ward.readers += 1
             wanted = [(copy, ward.memory[copy["slot"]]) for copy in ward.copies if copy["commit"] in numbers]
-        for copy, memory in wanted:
-            _send_line(connection, {**copy, "room": len(memory)})
-            connection.sendall(memoryview(memory)[: copy["bytes"]])
+        try:
+            for copy, memory in wanted:
+                _send_line(connection, {**copy, "room": len(memory)})
+                connection.sendall(memoryview(memory)[: copy["bytes"]])
+        finally:
+            with self._lock:
+                ward.readers -= 1
 
 
 class Sender:

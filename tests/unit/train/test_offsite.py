@@ -88,6 +88,35 @@ def test_a_run_that_went_back_voids_later_copies() -> None:
     assert ward.fetch(1, 2, 3) == {1: padded(1), 2: padded(2), 3: padded(3)}
 
 
+def test_memory_is_given_back_once_nobody_reads_it() -> None:
+    """Not under a guard that fetches: it would be brought zeros."""
+    ward, keeper = Ward(Keeper("secret")), Keeper("secret")
+    ward.keeper = keeper
+    ward.connect()
+    for number in (1, 2, 3):
+        ward.send(number)
+    ward.sender.close()
+    kept = keeper._wards[3]
+    ward.until(lambda: kept.connection is None)
+    # The connection holds less than that: the keeper is in the middle of it until it is read.
+    keeper._server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.settimeout(20)
+        reader.connect(("127.0.0.1", keeper.port))
+        reader.sendall(b'{"token": "secret", "fetch": 3, "numbers": [1, 2, 3]}\n')
+        ward.until(lambda: kept.readers)
+        keeper.forget(lambda _: True)
+        stream = reader.makefile("rb")
+        for number in (1, 2, 3):
+            stream.readline()
+            assert stream.read(USED) == bytes([number]) * USED
+    ward.until(lambda: not kept.readers)
+    keeper.forget(lambda _: True)
+    ward.until(lambda: not any(memory[USED - 1] for memory in kept.memory))
+    assert not keeper._wards
+
+
 def test_a_guard_is_told_when_its_copies_do_not_arrive() -> None:
     ward = Ward(Keeper("secret"), token="wrong")
     ward.sender.put({"commit": 1, "step": 1, "slot": 0, "bytes": USED, "crc": 1}, ward.slots[0])
