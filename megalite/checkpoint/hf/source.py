@@ -54,9 +54,14 @@ class HFSource:
         self.family: Family = family_of(raw, where)
         self.config: ModelConfig = read_config(raw, where)
         self.special: dict[str, Any] = special_ids(raw)
-        quantized, found = raw.get("quantization_config"), self._find_tensors()
-        if isinstance(quantized, dict) and quantized.get("quant_method") == "mxfp4":
-            found = unpacked(found)
+        quantized, found = content.get("quantization_config", raw.get("quantization_config")), self._find_tensors()
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        if method not in (None, "mxfp4"):
+            rule = "weights in this format are not read"
+            raise BadCheckpoint(
+                f"{where}: quantization_config {method}", rule, "convert them to bf16, or take a bf16 model"
+            )
+        found = unpacked(found) if method else found
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
         # transformers writes their number, and not the modules that predict further tokens.
         self._modules_named = self.config.mtp_num_layers

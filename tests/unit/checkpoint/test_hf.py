@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -455,10 +456,34 @@ def test_layers_of_llama_4_that_follow_no_pattern_are_refused(models: Any) -> No
     assert read_config(hub, "config.json") == read_config(raw, "config.json")
 
 
-def test_other_ways_to_choose_experts_are_refused(models: Any) -> None:
-    raw = json.loads((models("deepseek_v2")[0] / "config.json").read_text())
-    with pytest.raises(UserError, match="topk_method 'noaux_tc': must be one of greedy, group_limited_greedy"):
-        read_config({**raw, "topk_method": "noaux_tc"}, "config.json")
+LAYER_TYPES = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "says"),
+    [
+        ("deepseek_v2", "topk_method", "noaux_tc", "must be one of greedy, group_limited_greedy"),
+        ("deepseek_v2", "norm_topk_prob", True, "megalite computes False"),
+        ("deepseek_v3", "topk_method", "greedy", "megalite computes 'noaux_tc'"),
+        ("deepseek_v3", "scoring_func", "softmax", "megalite computes 'sigmoid'"),
+        ("gpt_oss", "swiglu_limit", 6.0, "megalite computes 7.0"),
+        ("qwen3_next", "layer_types", LAYER_TYPES, "megalite computes"),
+    ],
+)
+def test_what_a_family_does_not_compute_is_refused(models: Any, case: str, key: str, value: Any, says: str) -> None:
+    raw = json.loads((models(case)[0] / "config.json").read_text())
+    with pytest.raises(UserError, match=f"{key}.*: .*{says}"):
+        read_config({**raw, key: value}, "config.json")
+
+
+def test_weights_in_fp8_are_refused_by_name(models: Any, tmp_path: Path) -> None:
+    folder, _ = models("deepseek_v3")
+    copytree(folder, tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="quantization_config fp8: weights in this format are not read"):
+        import_hf(tmp_path / "fp8", tmp_path / "ckpt")
 
 
 def test_hub_files_of_gpt2(models: Any, tmp_path: Path) -> None:
