@@ -3,7 +3,11 @@
 Four ranks (tp 2, pp 2) of a tiny model under torchrun; one rank after another is killed, once all that wait to take
 over have their imports done. JSON with --json.
 
+With --steps instead what copies cost: two ranks (dp 2) of a small model take one after every second step, so that steps
+with and without come in turns, and are compared by the clock and by processor time.
+
 python benchmarks/recover.py --trials 10
+python benchmarks/recover.py --steps 400
 """
 
 from __future__ import annotations
@@ -28,6 +32,13 @@ RUN = [
     *("--global-batch-size", "8", "--mock-data", "--device", "cpu", "--lr", "1e-3", "--lr-decay", "constant"),
     *("--train-steps", "1000000", "--tp", "2", "--pp", "2", "--recover", "process"),
 ]
+COST = [
+    *("--num-layers", "4", "--hidden-size", "128", "--num-heads", "4", "--vocab-size", "512", "--seq-len", "128"),
+    *("--global-batch-size", "16", "--micro-batch-size", "4", "--mock-data", "--device", "cpu", "--lr", "1e-3"),
+    *("--recover", "process", "--recover-every", "2", "--zero", "1"),
+]
+# The first steps import and compile.
+WARMUP = 20
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -67,11 +78,66 @@ def trial(run: Path, rank: int) -> dict[str, float]:
     return {**recovery["seconds"], "step": step["step_time_s"], "all": time.monotonic() - started}
 
 
+def be_rank(words: list[str]) -> None:
+    """Train as a rank does, and write the clock and the processor time after every step; `words`: folder and flags."""
+    sys.path.insert(0, str(ROOT))
+    sys.argv = ["pretrain_gpt.py", *words[1:]]
+    import pretrain_gpt
+
+    times: list[tuple[int, float, float]] = []
+    hooks: list[Any] = []
+
+    def note(run: Any, record: dict[str, Any]) -> None:
+        times.append((run.step, time.perf_counter(), time.process_time()))
+        buckets = run.engine.optimizer.buckets
+        hooks.extend(bucket.before_reduce for bucket in buckets[len(hooks) :])
+        for bucket, hook in zip(buckets, hooks):
+            # What tells faults of hardware from bad data is switched off where no copy is taken.
+            bucket.before_reduce = hook if run.step % 2 else None
+        if run.step == run.engine.cfg.train.train_steps:
+            (Path(words[0]) / f"times_{run.engine.ctx.rank}.json").write_text(json.dumps(times))
+
+    with pretrain_gpt.leaving_together():
+        pretrain_gpt.main(callbacks=[note])
+
+
+def cost(steps: int) -> dict[str, Any]:
+    """Compare steps with and without a copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+        command += ["rank", folder, *COST, "--train-steps", str(steps + WARMUP), "--run-dir", f"{folder}/run"]
+        load = os.getloadavg()[0]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+        out: dict[str, Any] = {"steps": steps, "machine_load": [load, os.getloadavg()[0]], "ranks": []}
+        for rank in range(2):
+            times = json.loads((Path(folder) / f"times_{rank}.json").read_text())[WARMUP - 1 :]
+            figures = {}
+            for column, name in ((1, "clock"), (2, "processor")):
+                spent = [(step[0], step[column] - before[column]) for before, step in zip(times, times[1:])]
+                copied, plain = ([seconds for step, seconds in spent if step % 2 == odd] for odd in (0, 1))
+                figures[name] = [statistics.median(copied), statistics.median(plain)]
+            out["ranks"].append(figures)
+    return out
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["rank"]:
+        be_rank(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="measure what copies cost in so many steps")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.steps:
+        result = cost(args.steps)
+        for rank, figures in enumerate(result["ranks"]):
+            for name, (copied, plain) in figures.items():
+                ratio = f"{copied * 1e3:.1f} ms with a copy, {plain * 1e3:.1f} without: {copied / plain:.3f}"
+                print(f"rank {rank}, {name}: {ratio}")
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        return
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

@@ -277,12 +277,19 @@ def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
         {"step_00000004", "step_00000005"},
         {"step_00000002", "step_00000005"},
     )
-    shutil.copytree(tmp_path / "hit", tmp_path / "other", symlinks=True)
+    for name in ("other", "fewer"):
+        shutil.copytree(tmp_path / "hit", tmp_path / name, symlinks=True)
     assert codes(begin(zygote, tmp_path / "hit", 2, flags).end()) == [0, 0]
     assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "run")
     assert codes(begin(zygote, tmp_path / "other", 2, [*same, "--tp", "2"]).end()) == [0, 0]
-    steps = [outcome(tmp_path / name / "run")[0] for name in ("other", ".")]
-    assert [line[1] for line in steps[0]] == pytest.approx([line[1] for line in steps[1]], rel=1e-5)
+    # What a scheduler has left.
+    assert codes(begin(zygote, tmp_path / "fewer", 1, [*same, "--save-every", "0"]).end()) == [0]
+    other, fewer, whole = (
+        [line[1] for line in outcome(tmp_path / name / "run")[0]] for name in ("other", "fewer", ".")
+    )
+    assert other == pytest.approx(whole, rel=1e-5)
+    assert fewer == pytest.approx(whole, rel=1e-5)
+    assert [e["step"] for e in events(tmp_path / "fewer" / "run", "resume")] == [5]
 
 
 @pytest.mark.full
