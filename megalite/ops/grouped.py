@@ -36,7 +36,7 @@ from megalite.ops.onednn import product, why_not, window
 from megalite.ops.op import TORCH, Backend, Op
 
 # oneDNN's product needs a transposed copy, and its result another addition: worth it for as many rows.
-_MANY_ROWS = 128
+_MANY_ROWS = 32
 
 
 def groups(sizes: Sequence[int]) -> list[slice]:
