@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from megalite.config.model import ModelConfig
+from megalite.config.rates import rates_at
 from megalite.config.run import Config
+from megalite.model.parameters import param_map
+from megalite.sharding import Shard
 from tests.parity import jobs
 from tests.parity.test_zero import assert_close, config, put_together, scaled, trained
 from tests.rows import layout_tests
@@ -73,6 +76,7 @@ GRID: dict[Shape, list[Row]] = {
         (QWEN, 3, {"zero_group": "2"}, {"recompute": "full"}),
         (MIXTRAL, 2, {"zero_reduce": "step"}, {"loss_chunk": 5}),
     ],
+    ranks_of(8, ep=2): [(MIXTRAL, 1, {}, {})],
     ranks_of(8, ep=8): [(MIXTRAL, 1, {}, {}), (QWEN, 3, {}, {})],
     ranks_of(8, ep=4): [(MIXTRAL, 2, {}, {"recompute": "full"}), (SWITCH, 3, {}, {})],
     ranks_of(2, tp=2): [
@@ -183,9 +187,17 @@ def test_compiled_blocks(pool: WorkerPool, layout: dict[str, Any], train: dict[s
 
 
 @pytest.mark.full
-def test_split_backward_passes_are_bitwise_the_same(pool: WorkerPool) -> None:
-    cfgs = [config(MIXTRAL, 1, {"ep": 2, "pp": 2, "schedule": schedule}) for schedule in ("1f1b", "zb-h1")]
-    assert_bitwise(pool.run(4, trained, cfgs, 4))
+def test_schedules_are_bitwise_the_same(pool: WorkerPool) -> None:
+    """Split backward passes too; the norm's order of sums is that of the ranks."""
+    schedules = [{"schedule": "1f1b"}, {"schedule": "zb-h1"}]
+    schedules += [{"schedule": name, "vp": 2} for name in ("interleaved", "zb-v")]
+    cfgs = [config(MIXTRAL, 1, {"ep": 2, "pp": 2, **schedule}) for schedule in schedules]
+    ranks = pool.run(4, trained, cfgs, 4)
+    assert_bitwise([rank[:2] for rank in ranks])
+    expected, *others = [put_together([rank[i][1] for rank in ranks]) for i in range(len(cfgs))]
+    for gradients, schedule in zip(others, schedules[1:]):
+        for name, gradient in expected.items():
+            assert np.array_equal(gradients[name], gradient), f"{schedule} {name}"
 
 
 def test_balance_by_sequence_does_not_know_micro_batches() -> None:
@@ -206,9 +218,7 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     from megalite.dist.collectives import FinishedWork
     from megalite.model import moe, routing
     from megalite.model.ffn import routed as kind
-    from megalite.model.parameters import param_map
     from megalite.ops.grouped import grouped_wgrad
-    from megalite.sharding import Shard
     from megalite.tensor_parallel.dispatch import AllToAll
     from megalite.tensor_parallel.grouped_linear import GroupedLinear
 
@@ -273,8 +283,8 @@ def test_mistakes_of_others_show(pool: WorkerPool, fault: str) -> None:
         assert_close([rank[0] for rank in ranks], *one_process(scaled(jobs.make_config(model))), fault)
 
 
-def unused(rank: int, cfgs: Sequence[Config], world: int) -> Any:
-    """`trained`, with routers that never choose the second half of the experts."""
+def unused(rank: int, cfgs: Any, world: int, run: Any = trained) -> Any:
+    """`run`, with routers that never choose the second half of the experts."""
     from megalite.model.routing import Router
 
     logits_of = Router.forward
@@ -285,7 +295,7 @@ def unused(rank: int, cfgs: Sequence[Config], world: int) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "forward", forward)
-        return trained(rank, cfgs, world)
+        return run(rank, cfgs, world)
 
 
 def test_experts_and_ranks_without_a_token(pool: WorkerPool) -> None:
@@ -299,6 +309,19 @@ def test_experts_and_ranks_without_a_token(pool: WorkerPool) -> None:
         assert np.abs(held[:4]).min((1, 2)).shape == (4,)
         assert (np.abs(held[:4]).max((1, 2)) > 0).all()
         assert (held[4:] == 0).all()
+
+
+@pytest.mark.full
+def test_experts_without_a_token_decay(pool: WorkerPool) -> None:
+    """Their gradients are 0, not missing: two steps of AdamW take a part of their weights, and nothing else."""
+    cfg = jobs.make_config(MIXTRAL, {"ep": 4})
+    held = put_together([boxes for _, boxes in pool.run(4, unused, cfg, 4, masters)])
+    left = np.prod([1 - cfg.optim.weight_decay * rates_at(cfg.optim, cfg.train, step).lr for step in (1, 2)])
+    for name in ("gate_up_proj", "down_proj"):
+        spec = param_map(MIXTRAL)[f"layers.2.mlp.experts.{name}.weight"]
+        start = Shard(spec).initial(cfg.train.seed).numpy()
+        np.testing.assert_allclose(held[spec.name][4:], left * start[4:], rtol=1e-6)
+        assert not np.allclose(held[spec.name][:4], left * start[:4], rtol=1e-3)
 
 
 def crowded(rank: int, cfgs: Sequence[Config], world: int) -> Any:
