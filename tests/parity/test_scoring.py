@@ -62,6 +62,7 @@ def scored(rank: int, path: str, tp: int, pp: int, world: int) -> tuple[list[tup
         pytest.param("qwen2_moe", 2, 2, 4, marks=pytest.mark.full),
         pytest.param("gpt_oss", 2, 2, 4, marks=pytest.mark.full),
         pytest.param("llama4", 2, 2, 4, marks=pytest.mark.full),
+        pytest.param("qwen3_next", 2, 2, 4, marks=pytest.mark.full),
     ],
 )
 def test_scores_in_a_layout(pool: WorkerPool, tmp_path: Path, case: str, tp: int, pp: int, world: int) -> None:

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
         "llama",
         "gpt2",
         "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_moe", "llama4", "deepseek_v3")),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen2_moe", "llama4", "deepseek_v3", "qwen3_next")),
     ],
 )
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
