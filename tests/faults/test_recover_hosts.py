@@ -74,7 +74,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with networks(5) as (address, names):
+    with networks(6) as (address, names):
         made = Hosts(address, names)
         try:
             yield made
@@ -186,8 +186,27 @@ def test_a_host_and_the_one_that_keeps_its_copies(hosts: Hosts, zygote: Zygote, 
     assert outcome(run) == outcome(tmp_path / "whole" / "run")
 
 
-def test_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
-    """The store is in the first host's torchrun; the others do not notice that one of them is gone."""
+def test_several_hosts_are_killed(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Of four: the copies of the second are on the fourth, those of the third on the first."""
+    (tmp_path / "whole").mkdir()
+    arguments = [*RUN, "--run-dir", str(tmp_path / "whole" / "run")]
+    assert codes(zygote.start(arguments, 4, tmp_path / "whole").end()) == [0] * 4
+    folder, run = tmp_path / "hit", tmp_path / "hit" / "run"
+    jobs = hosts.begin(folder, [], 2, waits_at(5, folder), count=6)
+    jobs[0].wait_for(0, "step 4/")
+    for host in (1, 2):
+        hosts.power_off(host)
+    jobs[0].wait_for(0, "back to step ")
+    (folder / "go on").touch()
+    left = end(jobs)
+    assert codes(left) == [0, -signal.SIGKILL, -signal.SIGKILL, 0, 0, 0], left
+    assert "newest checkpoint on disk" not in left[0].err
+    assert outcome(run) == outcome(tmp_path / "whole" / "run")
+    assert {rank for event in events(run, "recovery") for rank in event["ranks"]} == {1, 2}
+
+
+def test_a_guard_is_killed_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """The store is in the first host's torchrun; the others do not notice that one of them has ended."""
     run, env = tmp_path / "run", os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
     long = ["--train-steps", "1000000", "--lr-decay", "constant", "--run-dir", str(run), *RECOVER, "1"]
     port, launchers = str(reserve_port()), []
@@ -203,13 +222,15 @@ def test_under_torchrun(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
         assert launchers[0].poll() is None, text
         return words in text
 
+    def guard_of(host: int) -> int:
+        return next((pid for pid in children(launchers[host].pid) if int(stat_of(pid)[1]) == launchers[host].pid), 0)
+
     def reserve_is_there() -> bool:
-        guards = [pid for pid in children(launchers[2].pid) if int(stat_of(pid)[1]) == launchers[2].pid]
-        return bool(guards) and len(os.listdir(f"/proc/{guards[0]}/task")) > 1
+        return guard_of(2) > 0 and len(os.listdir(f"/proc/{guard_of(2)}/task")) > 1
 
     try:
         zygote.until(lambda: said("step 3/") and reserve_is_there(), 180)
-        hosts.power_off(1)
+        os.kill(guard_of(1), signal.SIGKILL)
         zygote.until(lambda: said("rank 1 is gone with its host or its guard: back to step "), 120)
         back = events(run, "recovery")[0]["step"]
         zygote.until(lambda: said(f"step {back + 3}/"), 120)
