@@ -428,17 +428,17 @@ def text_batches(cfg: Config, steps: int) -> np.ndarray:
 
 
 def learned(recipe: str, fault: str = "", **train: Any) -> float:
-    """Mean loss of the last half of 200 steps."""
+    """Mean loss of the last half of the steps."""
     sizes = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "ffn_hidden_size": 384}
     model = jobs.llama(2, **sizes, seq_len=128, vocab_size=256)
-    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 200, **train}
+    train = {"precision": "bf16", "fp8": recipe, "fp8_emulate": recipe != "off", "train_steps": 120, **train}
     cfg = jobs.make_config(model, **{"micro_batch_size": 2, "global_batch_size": 4, **train})
     cfg = replace(cfg, optim=replace(cfg.optim, lr=2e-3, warmup_steps=20))
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, fault)
         engine = jobs.start(0, cfg, 1)
-        results = [train_step(engine, batch, i) for i, batch in enumerate(text_batches(cfg, 200), 1)]
-    return float(np.mean([result.loss for result in results[100:]]))
+        results = [train_step(engine, batch, i) for i, batch in enumerate(text_batches(cfg, cfg.train.train_steps), 1)]
+    return float(np.mean([result.loss for result in results[len(results) // 2 :]]))
 
 
 @pytest.mark.full
