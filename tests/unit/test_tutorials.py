@@ -25,7 +25,7 @@ def kinds(cell: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=[pytest.mark.full] * p.name.startswith("08")) for p in ENGLISH], ids=name
+    "path", [pytest.param(p, marks=[pytest.mark.full] * p.name.startswith(("08", "09"))) for p in ENGLISH], ids=name
 )
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
