@@ -106,6 +106,11 @@ class Checkpointer:
             logger.info(f"{path} is not in the store yet: uploading it")
             self._writer.upload(job)
 
+    @property
+    def pending(self) -> str:
+        """Name of the save in progress, as far as this rank knows since `poll`; "" if there is none."""
+        return self._current.name if self._current is not None and not self._current.reported else ""
+
     def adopt(self, name: str) -> None:
         """Name a checkpoint that an earlier process of this run has written; every rank calls it."""
         self._claim.add(name)

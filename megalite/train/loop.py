@@ -229,10 +229,10 @@ def catch_up(run: Run, progress: Progress) -> None:
         keep_copy(run, trained=False)
         return
     follow_up(run, progress)
+    if run.weights_lost and progress.saved_at != run.step:
+        save_weights(run)
     if run.save_lost and progress.saved_at != run.step:
         save_now(run, progress)
-    elif run.weights_lost and progress.saved_at != run.step:
-        save_weights(run)
 
 
 def follow_up(run: Run, progress: Progress) -> None:

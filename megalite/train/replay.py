@@ -65,13 +65,8 @@ def replay(
         What it came to this time.
     """
     engine, ctx, number = run.engine, run.engine.ctx, run.step + 1
-    assert run.copies is not None
     own = gradients.read()
-    engine.optimizer.wait_weights()
-    changed = run.copies.reload(ctx, int(scalars["num_steps"]))
-    engine.optimizer.load_scalars(dict(scalars))
-    engine.scaler.load_scalars(dict(scalars))
-    engine.optimizer.finish_load()
+    changed, damaged = _load_again(run, scalars)
     gradients.start()
     second = again()
     told = {"memory": bool(changed), "gradients": gradients.read() != own}
@@ -80,16 +75,34 @@ def replay(
         for kind, differs in told.items()
     }
     same = not any(found.values()) and _bits(first) == _bits(second)
-    run.metrics.event("replay", step=number, same=same, copy=changed is not None, **found)
-    source = "the copy in memory" if changed is not None else "the state at hand"
+    run.metrics.event("replay", step=number, same=same, copy=changed is not None, damaged=list(damaged), **found)
+    source, blamed = "the copy in memory", "the data or the model"
+    if changed is None:
+        source, blamed = "the state at hand", "the data, the model or what memory holds"
     head = f"step {number} again, from {source}: "
+    if damaged and ctx.rank == 0:
+        logger.warning("; ".join(damaged.values()))
     if same:
-        logger.info(f"{head}the same bits, so the data or the model did it, or a fault that comes back")
+        logger.info(f"{head}the same bits, so {blamed} did it, or a fault that comes back")
     elif ctx.rank == 0:
         varies = ctx.device.type == "cuda" and not engine.cfg.train.deterministic
         cause = "hardware, or kernels that vary (--deterministic)" if varies else "hardware"
         logger.warning(f"{head}other bits: {cause}; {_culprits(**found)}")
     return second
+
+
+def _load_again(run: Run, scalars: Mapping[str, int | float]) -> tuple[bool | None, dict[int, str]]:
+    """Go back to before the step; return what `Copies.reload` does."""
+    engine, copies = run.engine, run.copies
+    assert copies is not None
+    engine.optimizer.wait_weights()
+    changed, damaged = copies.reload(engine.ctx, int(scalars["num_steps"]), run.rewinds)
+    engine.optimizer.load_scalars(dict(scalars))
+    engine.scaler.load_scalars(dict(scalars))
+    if changed is not None:
+        # Not of the states at hand: what is wrong with those of one rank would reach the others.
+        engine.optimizer.finish_load()
+    return changed, damaged
 
 
 def _culprits(memory: list[int], gradients: list[int]) -> str:

@@ -53,7 +53,7 @@ class Run:
         recovered: another process has trained to `step`, and what is due after that step may not be done.
         continues: checkpoint whose history the run continues, from before its first process, and its step.
         save_lost: a save before `step` was cut short with an earlier process.
-        weights: name of the last checkpoint of weights alone; "" before the first.
+        weights: name of the last checkpoint of weights alone, and the samples consumed by then; None before the first.
         weights_lost: it was cut short with an earlier process.
         written: samples consumed at each checkpoint that earlier processes of this run have written, by its name.
         only_saves: recoveries are used up: nothing is left to do but a save.
@@ -82,7 +82,7 @@ class Run:
     recovered: bool = False
     continues: tuple[int, Path] | None = None
     save_lost: bool = False
-    weights: str = ""
+    weights: tuple[str, int] | None = None
     weights_lost: bool = False
     written: dict[str, int] = field(default_factory=dict)
     only_saves: bool = False
@@ -130,7 +130,7 @@ def save(run: Run, weights_only: bool = False) -> None:
     """
     engine = run.engine
     name = (model_name if weights_only else step_name)(run.step)
-    run.weights = name if weights_only else run.weights
+    run.weights = (name, run.consumed_samples) if weights_only else run.weights
     if run.written.get(name) == run.consumed_samples:
         if not weights_only:
             run.saved.append((run.step, run.checkpointer.root / name))
@@ -161,7 +161,8 @@ def keep_copy(run: Run, trained: bool = True) -> None:
         "run_id": run.checkpointer.run_id,
         "continues": [(step, str(path)) for step, path in filter(None, [run.continues])],
         "saved": [(step, str(path)) for step, path in run.saved],
-        "weights": run.weights,
+        # None once it is there to stay: then it is no loss if somebody moves it.
+        "weights": run.weights if run.weights and run.checkpointer.pending == run.weights[0] else None,
         "rewinds": run.rewinds,
         "meta": run.meta,
         "data_version": run.meta["data_version"],

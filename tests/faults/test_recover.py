@@ -5,6 +5,7 @@ Ranks and guards are real processes; what waits to take over is forked from a pr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -40,6 +41,11 @@ def kill(rank: int, at: int, folder: Path, place: str = "step", kind: str = "kil
     """A fault that happens once, whoever the rank is then."""
     mark = str(folder / f"{kind}_{place}_{rank}_{at}")
     return {"rank": rank, "kind": kind, "place": place, "at": at, "once": mark}
+
+
+def in_batch(place: str, sample: int) -> dict[str, Any]:
+    """A fault in each step whose batch ends at this sample, on all ranks."""
+    return {"rank": "all", "kind": "", "place": place, "at": sample}
 
 
 def repeated(run_dir: Path) -> int:
@@ -150,8 +156,8 @@ def test_killed_while_a_save_of_an_earlier_step_is_written(zygote: Zygote, tmp_p
 
 @pytest.mark.full
 def test_killed_while_weights_alone_are_written(zygote: Zygote, tmp_path: Path) -> None:
-    """They are made up for as a whole checkpoint is."""
-    run, go_on, flags = tmp_path / "run", tmp_path / "go on", ["--save-every", "0", "--save-model-every", "4"]
+    """They are made up for as a whole checkpoint is, and beside one."""
+    run, go_on, flags = tmp_path / "run", tmp_path / "go on", ["--save-every", "3", "--save-model-every", "4"]
     waits = {"rank": 1, "kind": "await", "place": "step", "at": 6, "path": str(go_on)}
     job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], waits)
     job.wait_for(0, "step 5/")
@@ -159,11 +165,59 @@ def test_killed_while_weights_alone_are_written(zygote: Zygote, tmp_path: Path) 
     zygote.until((model / "COMMIT").exists, 60)
     # As if it had not come to this.
     model.rename(tmp_path / "lost")
+    (run / "checkpoints" / "step_00000003").rename(tmp_path / "lost too")
     os.kill(process_of(run, 1), signal.SIGKILL)
     go_on.touch()
     assert codes(job.end()) == [0, 0], job.text(0)
     assert [event["step"] for event in events(run, "save_model")] == [4, 5, 8]
+    assert [event["step"] for event in events(run, "save")] == [3, 5, 6, 8]
     assert {path.parent.name for path in run.glob("checkpoints/model_*/COMMIT")} == {"model_00000005", "model_00000008"}
+
+
+@pytest.mark.full
+def test_weights_that_were_written_are_no_loss_once_moved(zygote: Zygote, tmp_path: Path) -> None:
+    """By whoever evaluates them: a recovery wrote others, as if they had been cut short."""
+    run, go_on, flags = tmp_path / "run", tmp_path / "go on", ["--save-every", "0", "--save-model-every", "4"]
+    model = run / "checkpoints" / "model_00000004"
+    written = {"rank": 0, "kind": "await", "place": "step", "at": 5, "path": str(model / "COMMIT")}
+    waits = {"rank": 1, "kind": "await", "place": "step", "at": 8, "path": str(go_on)}
+    job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], written, waits)
+    job.wait_for(0, "step 7/")
+    model.rename(tmp_path / "moved")
+    os.kill(process_of(run, 1), signal.SIGKILL)
+    go_on.touch()
+    assert codes(job.end()) == [0, 0], job.text(0)
+    assert [event["step"] for event in events(run, "recovery")] == [7]
+    assert [event["step"] for event in events(run, "save_model")] == [4, 8]
+
+
+@pytest.mark.full
+def test_killed_while_weights_of_the_name_of_abandoned_ones_are_written(zygote: Zygote, tmp_path: Path) -> None:
+    """After a rewind: those of the history before it are not taken for them."""
+    run, pauses = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
+    model, abandoned = run / "checkpoints" / "model_00000010", tmp_path / "abandoned"
+    waits = [
+        {"rank": 1, "kind": "await", "place": "step", "at": at, "path": str(path)} for at, path in zip((11, 12), pauses)
+    ]
+    flags = ["--on-spike", "rewind", "--save-every", "4", "--save-model-every", "5", "--train-steps", "13"]
+    job = begin(zygote, tmp_path, 2, [*RECOVER, *flags], in_batch("spike", 88), *waits)
+    zygote.until((model / "COMMIT").exists, 60)
+    shutil.copytree(model, abandoned)
+    pauses[0].touch()
+
+    def replaced() -> bool:
+        with contextlib.suppress(OSError):
+            return (model / "COMMIT").read_bytes() != (abandoned / "COMMIT").read_bytes()
+        return False
+
+    zygote.until(lambda: replaced() and repeated(run) == 3, 60)
+    # As if it had not come to this.
+    shutil.rmtree(model)
+    abandoned.rename(model)
+    os.kill(process_of(run, 1), signal.SIGKILL)
+    pauses[1].touch()
+    assert codes(job.end()) == [0, 0], job.text(0)
+    assert [event["step"] for event in events(run, "save_model")] == [5, 10, 10, 11]
 
 
 @pytest.mark.full
@@ -325,11 +379,11 @@ def test_what_repetition_does_not_cure(
     nobody_is_left(zygote, tmp_path)
 
 
-def replays(run_dir: Path) -> list[tuple[int, bool, list[int], list[int]]]:
-    """Steps that were repeated: whether they came to the same bits, and the ranks that did not."""
-    found = [(e["step"], e["same"], e["memory"], e["gradients"]) for e in events(run_dir, "replay") if e["copy"]]
-    assert len(found) == len(events(run_dir, "replay"))
-    return found
+def replays(run_dir: Path, copy: bool = True) -> list[tuple[int, bool, list[int], list[int]]]:
+    """Steps that were repeated, all from a copy or none: whether to the same bits, and the ranks that differed."""
+    found = events(run_dir, "replay")
+    assert all(event["copy"] is copy for event in found)
+    return [(event["step"], event["same"], event["memory"], event["gradients"]) for event in found]
 
 
 # Ranks, flags, what is spoiled and where, and what is said.
@@ -370,35 +424,58 @@ def test_a_wrong_sum_of_gradients_reaches_no_other_rank(zygote: Zygote, tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("fault", "flags", "repeated"),
+    ("faults", "flags", "copies", "repeated"),
     [
-        ({"rank": 1, "kind": "", "place": "nan", "at": 4}, [], [(4, True, [], [])]),
-        ({"rank": 1, "kind": "varies", "place": "nan", "at": 4}, [], [(4, False, [], [1])]),
+        ([{"rank": 1, "kind": "", "place": "nan", "at": 4}], "", 1, [(4, True, [], [])]),
+        ([{"rank": 1, "kind": "varies", "place": "nan", "at": 4}], "", 1, [(4, False, [], [1])]),
+        ([in_batch("spike", 88)], "--on-spike skip --train-steps 13", 1, [(11, True, [], [])]),
         (
-            {"rank": "all", "kind": "", "place": "spike", "at": 88},
-            ["--on-spike", "skip", "--train-steps", "13"],
+            [in_batch("spike", 88)],
+            "--on-spike rewind --save-every 4 --lr-decay-steps 14 --train-steps 12",
+            1,
             [(11, True, [], [])],
         ),
+        # The spike of step 12 rewinds to 8; then steps 10 and 12 are skipped, so that step 12 has as many updates
+        # before it as the copy of step 10 from before the rewind.
         (
-            {"rank": "all", "kind": "", "place": "spike", "at": 88},
-            ["--on-spike", "rewind", "--save-every", "4", "--lr-decay-steps", "14", "--train-steps", "12"],
-            [(11, True, [], [])],
+            [in_batch("spike", 96), in_batch("overflow", 112), in_batch("overflow", 128)],
+            "--on-spike rewind --save-every 8 --train-steps 14",
+            10,
+            [(12, True, [], []), (10, True, [], []), (12, True, [], [])],
         ),
     ],
-    ids=["skip", "varies", "spike", "rewind"],
+    ids=["skip", "varies", "spike", "rewind", "copy of before a rewind"],
 )
 def test_what_comes_back_is_handled_as_without_copies(
-    zygote: Zygote, tmp_path: Path, fault: dict[str, Any], flags: list[str], repeated: list[Any]
+    zygote: Zygote, tmp_path: Path, faults: list[dict[str, Any]], flags: str, copies: int, repeated: list[Any]
 ) -> None:
     """Also where it comes back with other bits: hardware is named, and the step is skipped."""
-    for name, more in (("plain", []), ("guarded", RECOVER)):
-        left = begin(zygote, tmp_path / name, 2, [*flags, *more], fault).end()
+    for name, more in (("plain", []), ("guarded", [*RECOVER, "--recover-every", str(copies)])):
+        left = begin(zygote, tmp_path / name, 2, [*flags.split(), *more], *faults).end()
         assert codes(left) == [0, 0], left
     plain, guarded = (tmp_path / name / "run" for name in ("plain", "guarded"))
     assert outcome(guarded) == outcome(plain)
     assert [e["step"] for e in events(guarded, "rewind")] == [e["step"] for e in events(plain, "rewind")]
-    assert replays(guarded) == repeated
+    assert replays(guarded, copy=copies == 1) == repeated
     assert not events(plain, "replay")
+
+
+@pytest.mark.full
+def test_a_damaged_copy_is_reported_and_no_other_rank_blamed(zygote: Zygote, tmp_path: Path) -> None:
+    """A step is then repeated from the state at hand: what is wrong with it on one rank is not sent to the others."""
+    faults = [
+        {"rank": 0, "kind": "", "place": "copy", "at": 3},
+        {"rank": 1, "kind": "", "place": "master", "at": 4, "once": str(tmp_path / "once")},
+    ]
+    left = begin(zygote, tmp_path, 2, ["--zero", "1", *RECOVER], *faults).end()
+    assert codes(left) == [1, 1], left
+    assert replays(tmp_path / "run", copy=False) == [(step, True, [], []) for step in (4, 5, 6)]
+    assert [event["damaged"] for event in events(tmp_path / "run", "replay")] == [[0]] * 3
+    assert "the copy of step 3 in the memory of rank 0 is damaged" in left[0].err
+    assert (
+        "step 4 again, from the state at hand: the same bits, so the data, the model or what memory holds did it"
+        in left[0].err
+    )
 
 
 @pytest.mark.full

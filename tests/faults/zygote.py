@@ -238,7 +238,7 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
 def install(fault: dict[str, Any]) -> None:
     """Make a fault happen: in step `at` ("step", "nan", "every_step"; "master": before it), in the evaluation or the
     save after it ("eval", "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy"
-    flips a bit of it), reading the batch that ends at sample `at` ("data", "spike").
+    flips a bit of it), reading the batch that ends at sample `at` ("data"), or in its step ("spike", "overflow").
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
     "once": a file that marks that it has happened, for ranks that are started again.
@@ -341,11 +341,14 @@ def install(fault: dict[str, Any]) -> None:
         before(GuardedRank, "commit", damage)
     elif place == "data":
         before(BatchLoader, "_read", lambda self, start, size: act() if start + size == at else None)
-    elif place == "spike":
+    elif place in ("spike", "overflow"):
         real_sum = step.sum_over_world
+        factors = (10.0, 1.0) if place == "spike" else (1.0, float("nan"))
 
-        def larger(engine: Any, loss_sum: Any, *rest: Any, **more: Any) -> Any:
-            return real_sum(engine, loss_sum * 10 if armed else loss_sum, *rest, **more)
+        def larger(engine: Any, loss_sum: Any, rows: Any, squared: Any = None, *rest: Any, **more: Any) -> Any:
+            if armed and squared is not None:
+                loss_sum, squared = loss_sum * factors[0], squared * factors[1]
+            return real_sum(engine, loss_sum, rows, squared, *rest, **more)
 
         real_next = BatchLoader.next_batch
 

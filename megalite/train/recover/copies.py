@@ -109,26 +109,33 @@ class Copies:
         return problems
 
     @torch.no_grad()
-    def reload(self, ctx: ParallelContext, num_steps: int) -> bool | None:
+    def reload(
+        self, ctx: ParallelContext, num_steps: int, rewinds: dict[str, int]
+    ) -> tuple[bool | None, dict[int, str]]:
         """Load the newest copy once more; every rank calls it.
 
         Args:
             ctx: this rank's axes.
             num_steps: updates so far.
+            rewinds: number of rewinds so far to each checkpoint: as many updates may belong to an abandoned history.
 
         Returns:
-            Whether the states had other bits by then; None if nothing was loaded, as that copy is of fewer updates or
-            damaged on some rank.
+            Whether the states had other bits by then; None if nothing was loaded, as that copy is not of these updates,
+            or damaged on some rank. And what is wrong with it, by rank.
         """
-        usable = bool(self._held) and not self._check(self._held[-1], ctx.rank)
-        usable = usable and self.restored is not None and self.restored["scalars"]["num_steps"] == num_steps
-        if not all(gather_texts("x" * usable, ctx.world, ctx.device)):
-            return None
+        problem, answer = "".join(self._check(copy, ctx.rank) for copy in self._held[-1:]), ""
+        if self._held and not problem and self.restored is not None:
+            same = self.restored["scalars"]["num_steps"] == num_steps and self.restored["rewinds"] == rewinds
+            answer = "same" if same else ""
+        answers = gather_texts(problem or answer, ctx.world, ctx.device)
+        problems = {rank: text for rank, text in enumerate(answers) if text not in ("", "same")}
+        if set(answers) != {"same"}:
+            return None, problems
         parts = self._parts(self._held[-1]["slot"])
         changed = sums_of_bits(self._flats).tolist() != sums_of_bits(parts).tolist()
         for part, flat in zip(parts, self._flats):
             flat.copy_(part)
-        return changed
+        return changed, {}
 
     def _check(self, copy: dict[str, Any], rank: int) -> str:
         """Read what a copy holds besides tensors, and sum those; return what is wrong with it. No state changes."""

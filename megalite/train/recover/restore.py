@@ -161,12 +161,13 @@ def continue_recovered(run: Run, restored: dict[str, Any]) -> None:
         run.continues = step, Path(path)
         run.checkpointer.continues(path)
     saved = [(step, Path(path)) for step, path in restored["saved"]]
-    found = json.dumps(_find_saved(run, saved)) if run.engine.ctx.rank == 0 else ""
-    run.written, whole = json.loads(gather_texts(found, run.engine.ctx.world, run.engine.ctx.device)[0])
+    # What rank 0 had not heard to be committed when it made the copy.
+    found = json.dumps([*_find_saved(run, saved), restored["weights"]]) if run.engine.ctx.rank == 0 else ""
+    run.written, whole, weights = json.loads(gather_texts(found, run.engine.ctx.world, run.engine.ctx.device)[0])
     run.saved = [saved[i] for i in whole]
     run.save_lost = saved[-1:] != run.saved[-1:]
-    run.weights = restored["weights"]
-    run.weights_lost = run.weights not in ("", *run.written)
+    # Its name may be that of one from before a rewind.
+    run.weights_lost = weights is not None and run.written.get(weights[0]) != weights[1]
     for name in run.written:
         run.checkpointer.adopt(name)
 
