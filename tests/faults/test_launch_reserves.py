@@ -13,10 +13,10 @@ import pytest
 
 from megalite.base.child import stat_of
 from megalite.extras.launch import agent
-from tests.faults.test_launch_hosts import ALL_GONE_S, NODES, STARTUP_S, Hosts, Launch, wait_for
+from tests.faults.test_launch_hosts import ALL_GONE_S, NODES, STARTUP_S, Hosts, Launch, sh, wait_for
 from tests.faults.test_launch_hosts import _nothing_left as _nothing_left
 from tests.faults.test_launch_hosts import hosts as hosts
-from tests.faults.test_runtime_faults import RUN, events, outcome
+from tests.faults.test_runtime_faults import RUN, STEPS, events, outcome
 from tests.ranks import ROOT
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
@@ -52,9 +52,8 @@ def agent_of(hosts: Hosts, node: str) -> int:
     return next(pid for pid in hosts.processes(node) if command_of(pid).split(" ")[1:2] == [AGENT])
 
 
-def guard_of(hosts: Hosts, node: str) -> int:
-    guards = [pid for pid in hosts.processes(node) if "-I -S -c" in command_of(pid) and "recover" in command_of(pid)]
-    return guards[0] if guards else 0
+def guards_of(hosts: Hosts, node: str) -> list[int]:
+    return [pid for pid in hosts.processes(node) if "-I -S -c" in command_of(pid) and "recover" in command_of(pid)]
 
 
 def power_off(hosts: Hosts, node: str) -> None:
@@ -66,45 +65,107 @@ def power_off(hosts: Hosts, node: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def launch(hosts: Hosts, folder: Path) -> Launch:
-    """A run of a rank on each of two hosts, which waits after step 4, and one in reserve on the third."""
+def hang_up(hosts: Hosts, node: str) -> None:
+    """End a host's connection to the launcher, and nothing else."""
+    listens = int((hosts.base / f"{node}.pid").read_text())
+    for pid in set(hosts.processes(node, sshd=True)) - {listens, *hosts.processes(node)}:
+        os.kill(pid, signal.SIGKILL)
+
+
+def reset_connections(hosts: Hosts, node: str) -> None:
+    """End all of a host's connections but that to the launcher."""
+    sh(f"ip netns exec {node} ss -K -t state established '( sport != 22 )'")
+
+
+HARM = {
+    "killed": power_off,
+    "cut off": lambda hosts, node: hosts.cable(NODES.index(node) + 1, "down"),
+    "hung up on": hang_up,
+    "reset": reset_connections,
+}
+
+
+def launch(hosts: Hosts, folder: Path, slots: int = 1) -> Launch:
+    """A run of so many ranks on each of two hosts, which waits after step 4, and as many in reserve on the third."""
     hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"{node} slots=1\n" for node in NODES))
-    flags = [*RUN, "--run-dir", str(folder / "run"), "--recover", "host", "--spare-ranks", "1"]
+    hostfile.write_text("".join(f"{node} slots={slots}\n" for node in NODES))
+    flags = [*RUN, "--run-dir", str(folder / "run"), "--recover", "host", "--spare-ranks", str(slots)]
     own = ["--hostfile", str(hostfile), "--no-preflight", "--env", f"WAIT=4:{folder / 'go on'}"]
     own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={ROOT}"]
     run = Launch(hosts, folder, ["tests/faults/train_and_wait.py", *flags], *own, nodes="@".join(NODES))
 
     def waits() -> bool:
         assert run.process.poll() is None, run.text()
-        guard = guard_of(hosts, NODES[2])
+        guards = guards_of(hosts, NODES[2])
         # The reserve is with the others: its guard has a thread for what it keeps.
-        return "step 4/" in run.text() and guard > 0 and len(os.listdir(f"/proc/{guard}/task")) > 1
+        together = [len(os.listdir(f"/proc/{guard}/task")) > 1 for guard in guards]
+        return "step 4/" in run.text() and together == [True] * slots
 
     wait_for(waits, STARTUP_S, "step 4, and a rank in reserve")
     return run
 
 
-@pytest.mark.parametrize("what", ["killed", "cut off"])
-def test_a_lost_host_is_replaced(hosts: Hosts, tmp_path: Path, whole: Path, what: str) -> None:
+@pytest.mark.parametrize("harm", HARM)
+def test_a_lost_host_is_replaced(hosts: Hosts, tmp_path: Path, whole: Path, harm: str) -> None:
+    """The ranks of a host that was hung up on or reset used to have the whole run save, or all hosts stopped."""
     run = launch(hosts, tmp_path)
-    if what == "killed":
-        power_off(hosts, NODES[1])
-    else:
-        hosts.cable(2, "down")
+    HARM[harm](hosts, NODES[1])
     wait_for(lambda: "rank 1 is gone with its host or its guard: back to step 4" in run.text(), 90, "the recovery")
     # Its own processes have found out for themselves.
     wait_for(lambda: not hosts.processes(NODES[1]), ALL_GONE_S, "the lost host empty")
     (tmp_path / "go on").touch()
     assert run.end() == 0, run.text()
-    assert "launch: mlnode2: connection lost; the run goes on if ranks are left in reserve" in run.text()
+    ended = " ended with exit code 1" if harm == "reset" else ": connection lost"
+    assert f"launch: mlnode2{ended}; the run goes on if ranks are left in reserve" in run.text()
+    assert "exit barrier" not in run.text()
     assert outcome(tmp_path / "run") == outcome(whole)
     assert [event["ranks"] for event in events(tmp_path / "run", "recovery")] == [[1]]
 
 
+def test_a_host_of_several_ranks_one_of_whose_guards_is_killed_is_replaced(hosts: Hosts, tmp_path: Path) -> None:
+    """The other rank was asked to stop, and had the run save and end with 0."""
+    run = launch(hosts, tmp_path, slots=2)
+    os.kill(guards_of(hosts, NODES[1])[0], signal.SIGKILL)
+    wait_for(lambda: "or its guard: back to step 4" in run.text(), 90, "the recovery")
+    wait_for(lambda: not hosts.processes(NODES[1]), ALL_GONE_S, "the lost host empty")
+    (tmp_path / "go on").touch()
+    assert run.end() == 0, run.text()
+    assert "launch: mlnode2 ended with exit code 1; the run goes on if ranks are left in reserve" in run.text()
+    assert sorted({rank for event in events(tmp_path / "run", "recovery") for rank in event["ranks"]}) == [2, 3]
+    assert f"step {STEPS}/{STEPS}" in run.text()
+
+
+@pytest.mark.parametrize(
+    "launcher", [["megalite", "train", "--nproc", "2"], ["megalite.extras.launch.elastic", "--nproc-per-node", "2"]]
+)
+def test_who_is_left_with_a_killed_rank_is_killed_too(tmp_path: Path, launcher: list[str]) -> None:
+    """It used to be told to stop, as without reserves."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "place = pathlib.Path(__file__).parent\n"
+        "def told(*_):\n"
+        "    (place / 'told').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "(place / os.environ['RANK']).touch()\n"
+        "while os.environ['RANK'] == '0' or not (place / '0').exists():\n"
+        "    time.sleep(0.1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    for flags, told in ([], True), (["--spare-ranks", "1"], False):
+        if told and "elastic" in launcher[0]:
+            continue  # it is for runs with reserves only
+        for name in ("0", "1", "told"):
+            (tmp_path / name).unlink(missing_ok=True)
+        ran = subprocess.run([sys.executable, "-m", *launcher, str(script), *flags], cwd=ROOT, stderr=subprocess.PIPE)
+        assert ran.returncode == 1, ran.stderr
+        assert (tmp_path / "told").exists() == told
+
+
 def test_a_host_without_its_agent_is_lost_and_the_first_one_ends_the_run(hosts: Hosts, tmp_path: Path) -> None:
     run = launch(hosts, tmp_path)
-    guard = guard_of(hosts, NODES[0])
+    guard = guards_of(hosts, NODES[0])[0]
     trains = int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
     scores = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (guard, trains)]
     assert scores[1] == min(scores[0] + 500, 1000)

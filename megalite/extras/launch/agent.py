@@ -1,6 +1,9 @@
 """The agent on each host: runs torchrun and stops all of it when the launcher goes away.
 
-Started by the launcher over ssh as `PYTHON agent.py COMMAND...`; this file needs the Python standard library only.
+Started by the launcher over ssh as `PYTHON agent.py [--kill] COMMAND...`; this file needs the Python standard library
+only. With `--kill`, for runs that go on without a lost host, a host that loses the launcher kills its ranks: told to
+stop, they would have the whole run save and end.
+
 Standard input is the control channel, one message per line:
 
     PING        the launcher is alive (every 3 s); after 15 s of silence this host assumes that it is cut off and stops
@@ -10,6 +13,7 @@ Standard input is the control channel, one message per line:
                 torchrun
     SIG USR1    (any other name) goes to every process below torchrun that has a handler for it; torchrun starts each
                 rank in its own session, so a signal to the process group would reach none
+    STOP        what follows is no loss: the launcher stops all hosts
     end of file the launcher is gone: stop
 
 Exit code: the command's, 128 + n when signal n ended it, 129 when the agent stopped it.
@@ -93,23 +97,28 @@ def report(text: str) -> None:
         os.write(2, f"agent: {text}\n".encode())
 
 
-def _before_exec() -> None:
-    """Restore in the child the signal that `main` ignores; if the agent itself is killed, torchrun gets SIGTERM."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class Agent:
-    """Runs one command, and owns every process that ever descends from it."""
+    """Runs one command, and owns every process that ever descends from it.
 
-    def __init__(self, command: list[str]) -> None:
+    Args:
+        command: program and arguments.
+        kill: whether a host that loses the launcher, or this process, kills its ranks.
+    """
+
+    def __init__(self, command: list[str], kill: bool = False) -> None:
+        self.at_loss = signal.SIGKILL if kill else signal.SIGTERM
         # Orphans of a killed rank (data workers, a watchdog) are adopted by this process instead of by init, so
         # that all descendants stay known to the end.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self.terminated = False
         self.child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_before_exec
+            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=self._before_exec
         )
+
+    def _before_exec(self) -> None:
+        """Restore in the child the signal that `main` ignores; if the agent itself is killed, torchrun is told."""
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        _prctl(_PR_SET_PDEATHSIG, self.at_loss)
 
     def relay(self, name: str) -> None:
         """Forward the signal `name` ("TERM", "USR1")."""
@@ -133,8 +142,8 @@ class Agent:
             report(f"{skipped} processes without a handler for SIG{name} were skipped")
 
     def stop(self) -> None:
-        """Send TERM to torchrun and, after 8 s, KILL to the rest. Silent: the pipe to the launcher may be full."""
-        _kill(self.child.pid, signal.SIGTERM)
+        """End torchrun and, after 8 s, KILL the rest. Silent: the pipe to the launcher may be full."""
+        _kill(self.child.pid, self.at_loss)
         self.clear()
 
     def clear(self) -> None:
@@ -167,6 +176,8 @@ class Agent:
                 for line in lines:
                     if line.startswith(b"SIG "):
                         self.relay(line[4:].decode("ascii", "replace"))
+                    elif line == b"STOP":
+                        self.at_loss = signal.SIGTERM
             elif time.monotonic() - last > HEARTBEAT_TIMEOUT_S:
                 reason = f"no heartbeat from the launcher for {HEARTBEAT_TIMEOUT_S:g} s"
                 break
@@ -180,17 +191,19 @@ class Agent:
 
 
 def main() -> int:
-    """Run `agent.py COMMAND...`."""
+    """Run `agent.py [--kill] COMMAND...`."""
     # sshd's own hang-up and a stray signal to the agent must not end it before its children.
     for signum in (signal.SIGHUP, signal.SIGPIPE):
         signal.signal(signum, signal.SIG_IGN)
     # Its processes may open as many files as this host allows.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    kill = sys.argv[1] == "--kill"
+    command = sys.argv[1 + kill :]
     try:
-        agent = Agent(sys.argv[1:])
+        agent = Agent(command, kill)
     except (OSError, AttributeError) as e:  # AttributeError: no prctl, so not Linux
-        report(f"cannot start {sys.argv[1]}: {e}")
+        report(f"cannot start {command[0]}: {e}")
         return 127
     return agent.run()
 

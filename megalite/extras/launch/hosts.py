@@ -224,7 +224,8 @@ def host_command(spec: LaunchSpec, hosts: Sequence[Host], node_rank: int) -> lis
         "--tee": 3,
     }
     torchrun = torchrun_command(spec.python, flags, spec.script)
-    run = ["exec", "env", *(f"{k}={v}" for k, v in env.items()), spec.python, spec.agent, *torchrun]
+    agent = [spec.python, spec.agent, *(["--kill"] if spare_ranks(spec.script) else [])]
+    run = ["exec", "env", *(f"{k}={v}" for k, v in env.items()), *agent, *torchrun]
     return [*ssh_prefix(spec.ssh_config), host.name, f"{shlex.join(['cd', spec.workdir])} && {shlex.join(run)}"]
 
 

@@ -7,7 +7,6 @@ the rank that failed.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -29,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megalite.base.errors import UserError
 from megalite.base.log import logger, unfinished_code
-from megalite.extras.launch.elastic import EXIT_WAIT_S
+from megalite.extras.launch.elastic import ReserveAgent, silence
 from megalite.train.recover.member import spare_ranks
 
 USER_ERROR_CODE = 2
@@ -77,8 +76,7 @@ class LocalRanks:
         self.asked = 0
         self.patience_s = patience_s
         self.master = place.master_addr
-        # torch elastic's own, but for a lost host.
-        self.exit_wait_s = EXIT_WAIT_S if spare_ranks(script) else 300.0
+        self.reserves = spare_ranks(script) > 0
         self.config = LaunchConfig(
             min_nodes=place.nnodes,
             max_nodes=place.nnodes,
@@ -140,11 +138,9 @@ class LocalRanks:
             local_addr=config.local_addr,
             numa_options=config.numa_options,
         )
-        for name in list(logging.root.manager.loggerDict):
-            if name.startswith("torch.distributed.elastic"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
+        silence()
         assert config.logs_specs is not None
-        return LocalElasticAgent(spec, config.logs_specs, exit_barrier_timeout=self.exit_wait_s)
+        return (ReserveAgent if self.reserves else LocalElasticAgent)(spec, config.logs_specs)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -196,8 +192,8 @@ class LocalRanks:
         for code in (USER_ERROR_CODE, unfinished_code()):
             if code in codes.values():
                 return code
-        # A killed rank is the cause of the others' errors; torch elastic then sends these SIGTERM.
-        rank = min(codes, key=lambda r: (codes[r] == -signal.SIGTERM, codes[r] >= 0, r))
+        # A rank that was killed first is the cause of the others' errors; torch elastic then sends these SIGTERM.
+        rank = min(codes, key=lambda r: (codes[r] == -signal.SIGTERM, codes[r] >= 0))
         code = codes[rank]
         if code < 0:
             cause = f"was killed by {signal.Signals(-code).name}" + " (out of memory?)" * (-code == signal.SIGKILL)

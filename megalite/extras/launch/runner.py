@@ -145,6 +145,7 @@ class Runner:
         """Ask every agent to stop; 15 s later their connections are closed."""
         self._close_at = float("inf")
         self._kill_at = min(self._kill_at, time.monotonic() + CLOSE_TO_KILL_S)
+        self.send("STOP\n")
         with self._input_lock:
             for remote in self._remotes:
                 if remote.process.stdin is not None:

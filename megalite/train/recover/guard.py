@@ -28,7 +28,7 @@ from megalite.base.log import unfinished_code
 from megalite.train.recover.held import Held
 from megalite.train.recover.hub import UNFINISHED, Hub
 from megalite.train.recover.messages import EventLoop, Link, Packets, network
-from megalite.train.recover.processes import Member, as_exit_code, kill, say
+from megalite.train.recover.processes import Member, as_exit_code, exit_as, kill, say
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Who lost a connection may be first to say so; the guard of the rank that died names the cause.
@@ -118,7 +118,7 @@ class Guard:
                 self._start()  # not earlier: its imports would compete with a first step
         elif "listen" in message:
             limits = message["limit"], message["alone"], message["elsewhere"]
-            self._server = Hub(self._loop, message["listen"], *limits)
+            self._server = Hub(self._loop, message["listen"], *limits, self._spares)
             member.packets.send({"port": self._server.port, "token": self._server.token})
         elif "meet" in message:
             self._meet(message)
@@ -231,7 +231,9 @@ class Guard:
     def _hear_hub(self, message: dict[str, Any] | None) -> None:
         if message is None:
             if not self._ending:
-                self._leave(1, "the guard of rank 0 is gone: ending this rank")
+                # A launcher takes a signal for a loss, which a reserve makes good, and a code for an error of the run.
+                code = -signal.SIGKILL if self._spares and self._launcher else 1
+                self._leave(code, "the guard of rank 0 is gone: ending this rank")
         elif "break" in message:
             self._leave_if_orphaned()
             # A turn that nobody has taken yet is void.
@@ -289,9 +291,9 @@ class Guard:
             self._leave(1, "the launcher is gone: ending this rank")
 
     def _leave(self, code: int, why: str = "") -> NoReturn:
-        """Exit; what is left of the rank dies with this process."""
+        """Exit with a code, or if that is negative by a signal; what is left of the rank dies with this process."""
         if why:
             say(self._rank, why)
         for pid in children(os.getpid()):
             kill(pid, signal.SIGKILL)
-        os._exit(code)
+        exit_as(code)

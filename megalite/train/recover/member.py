@@ -65,9 +65,12 @@ def spare_ranks(argv: Sequence[str]) -> int:
 
 def _value_of(flag: str, argv: Sequence[str]) -> str:
     """Return the last value of a flag of a command line; "" where it has none."""
-    given = [after for word, after in zip(argv, [*argv[1:], ""]) if word == flag]
-    given += [word.partition("=")[2] for word in argv if word.startswith(f"{flag}=")]
-    return given[-1] if given else ""
+    value = ""
+    for word, after in zip(argv, [*argv[1:], ""]):
+        name, equals, own = word.partition("=")
+        if name == flag:
+            value = own if equals else after
+    return value
 
 
 class GuardedRank:

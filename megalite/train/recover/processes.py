@@ -6,6 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from megalite.base.console import write_or_drop
 from megalite.train.recover.messages import Packets
@@ -54,6 +55,13 @@ def die_first_without_memory(pid: int) -> None:
 def as_exit_code(code: int) -> int:
     """Return what a shell says of a process that a signal has ended."""
     return code if code >= 0 else 128 - code
+
+
+def exit_as(code: int) -> NoReturn:
+    """End this process at once, with a code or, if that is negative, by a signal."""
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def say(rank: int, text: str) -> None:

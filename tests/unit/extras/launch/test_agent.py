@@ -58,15 +58,15 @@ sys.exit(max(abs(r.wait()) for r in ranks))
 class Run:
     """An agent over the stand-in; `clock`: the time of this file is the agent's."""
 
-    def __init__(self, *kinds: str, clock: Path | None = None) -> None:
+    def __init__(self, *kinds: str, clock: Path | None = None, kill: bool = False) -> None:
         start = f"import os, sys; sys.path.insert(0, {str(AGENT.parent)!r}); import agent; "
         # Short where only KILL helps; elsewhere a slow machine must not come to it.
-        start += f"agent.TERM_GRACE_S = {1.0 if 'orphans' in kinds else 60.0}; "
+        start += f"agent.TERM_GRACE_S = {1.0 if kill or 'orphans' in kinds else 60.0}; "
         start += "agent.HEARTBEAT_TIMEOUT_S = 600.0; " if clock is None else ""
         start += f"agent.time.monotonic = lambda: os.stat({str(clock)!r}).st_mtime; " if clock is not None else ""
         start += "sys.exit(agent.main())"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", start, sys.executable, "-c", TORCHRUN, *kinds],
+            [sys.executable, "-c", start, *(["--kill"] if kill else []), sys.executable, "-c", TORCHRUN, *kinds],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -163,6 +163,24 @@ def test_end_of_input_ends_every_session(run: Run) -> None:
     assert "torchrun got TERM" in run.seen
     assert run.seen[-1] == "agent: the launcher closed the connection: stopped everything on this host"
     assert not any(alive(pid) for pid in run.pids)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_with_reserves_only_a_launcher_that_says_so_has_torchrun_told(stopped: bool) -> None:
+    """A host whose connection broke had its ranks asked to stop, and with them those of all hosts."""
+    run = Run("saves", kill=True)
+    try:
+        run.until("rank 0 ready")
+        if stopped:
+            run.send("STOP")
+        assert run.process.stdin is not None
+        run.process.stdin.close()
+        assert run.end() == agent_module.STOPPED_EXIT_CODE
+        assert ("torchrun got TERM" in run.seen) == stopped
+        assert "rank 0 saved" not in run.seen
+        assert not alive(run.pids[0])
+    finally:
+        run.close()
 
 
 @pytest.mark.parametrize("run", [["orphans", "saves"]], indirect=True)
