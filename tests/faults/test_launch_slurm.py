@@ -282,7 +282,10 @@ def test_a_failing_rank_ends_the_job(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--spare-ranks", "1"], marks=pytest.mark.full)])
 def test_a_mistake_is_not_repeated(slurm: Slurm, tmp_path: Path, flags: list[str]) -> None:
-    """srun's own code is that of the tasks it kills when one ends with 2; with reserves the task has them killed."""
+    """srun's own code is that of the tasks it kills when one ends with 2; with reserves the batch script has to.
+
+    The task did, with scancel, which a container usually lacks.
+    """
     script, log = tmp_path / "mistaken.py", tmp_path / "job.log"
     script.write_text(
         "import os, sys, time\n"
@@ -291,7 +294,9 @@ def test_a_mistake_is_not_repeated(slurm: Slurm, tmp_path: Path, flags: list[str
         "    sys.exit(2)\n"
         "time.sleep(600)\n"
     )
-    job = slurm.submit(emitted("--max-restarts", "2", "--", str(script), *flags), log)
+    text = emitted("--max-restarts", "2", "--", str(script), *flags)
+    assert text.count("--label bash -c") == 1
+    job = slurm.submit(text.replace("--label bash -c", "--label env PATH=/no/slurm /bin/bash -c"), log)
     wait_for(lambda: slurm.ended(job), 180, lambda: log.read_text() + slurm.logs())
     assert slurm.state(job) == "FAILED 2", log.read_text()
     assert log.read_text().count("begun") <= 4

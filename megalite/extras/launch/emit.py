@@ -24,6 +24,14 @@ _OUTCOME = (
     "# The first node's exit code is that of the run: others may be lost before its end.",
     "export OUTCOME=$PWD/.outcome-$SLURM_JOB_ID",
 )
+# Slurm ends no other task for one that failed. Not from that task: in a container it has no Slurm client.
+_END_MISTAKEN = (
+    "# The other tasks would be left to wait for one that made a mistake.",
+    "while kill -0 $step 2>/dev/null; do",
+    '  if [ -s "$MISTAKE" ]; then scancel "$SLURM_JOB_ID.$(cat "$MISTAKE")"; break; fi',
+    "  sleep 1",
+    "done &",
+)
 _TAKE_OUTCOME = ('if [ -e "$OUTCOME" ]; then code=$(cat "$OUTCOME"); rm -f "$OUTCOME"; fi',)
 _KUBERNETES_NAME = re.compile(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?")
 
@@ -174,6 +182,7 @@ def slurm_script(job: BatchJob, options: SlurmOptions | None = None) -> str:
         "no_kill": ["--no-kill"] if job.reserves else [],
         "bad_exit": "--kill-on-bad-exit=0 --no-kill" if job.reserves else "--kill-on-bad-exit=1",
         "outcome": list(_OUTCOME) if job.reserves else [],
+        "end_mistaken": list(_END_MISTAKEN) if job.reserves else [],
         "take_outcome": list(_TAKE_OUTCOME) if job.reserves else [],
         "container": "".join(f"{shlex.quote(word)} " for word in _pyxis(job, options.mounts)),
         "command": shlex.quote(_slurm_task(job)),
@@ -191,10 +200,10 @@ def _slurm_task(job: BatchJob) -> str:
     """Write the shell line of one node, which records how it ended: srun's exit code is that of the tasks it kills."""
     train = _train(job, "$SLURM_NNODES", "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
     # scancel also signals this shell, which must outlive the ranks.
-    record = f'[ "$code" -ne 2 ] || : > "$MISTAKE"; [ "$code" -ne {_UNFINISHED} ] || : > "$UNFINISHED"'
+    record = (
+        f'[ "$code" -ne 2 ] || echo "$SLURM_STEP_ID" > "$MISTAKE"; [ "$code" -ne {_UNFINISHED} ] || : > "$UNFINISHED"'
+    )
     if job.reserves:
-        # The other tasks would be left to wait for this one.
-        record += '; [ "$code" -ne 2 ] || scancel "$SLURM_JOB_ID.$SLURM_STEP_ID"'
         record += '; [ "$SLURM_NODEID" -ne 0 ] || echo "$code" > "$OUTCOME"'
     return f'trap : TERM; ({train}); code=$?; {record}; exit "$code"'
 

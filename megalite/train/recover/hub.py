@@ -85,9 +85,12 @@ class Hub:
         limit: recoveries before the run is given up.
         alone: whether all guards are on this host.
         elsewhere: whether guards keep each other's copies, and reserves take the place of those that are gone.
+        spares: how many of these there are.
     """
 
-    def __init__(self, loop: EventLoop, world: int, limit: int, alone: bool, elsewhere: bool = False) -> None:
+    def __init__(
+        self, loop: EventLoop, world: int, limit: int, alone: bool, elsewhere: bool = False, spares: int = 0
+    ) -> None:
         self._loop, self._world, self._limit, self._elsewhere = loop, world, limit, elsewhere
         # Not at the address of this host's name: here it may be 127.0.1.1, or one that only the others can use.
         both = socket.has_dualstack_ipv6() and not alone
@@ -96,6 +99,8 @@ class Hub:
         self.port, self.token = self._server.getsockname()[1], secrets.token_hex(16)
         self._guards: dict[int, _Peer] = {}
         self._reserves: list[_Peer] = []
+        # Reserves that have not said hello yet, and ranks that have no guard until one does.
+        self._expected, self._vacant = spares, list[int]()
         self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
         self._broken: dict[str, Any] | None = None
         self._done: set[int] = set()
@@ -119,10 +124,12 @@ class Hub:
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
+            self._expected -= 1
         else:
             self._guards[peer.rank] = peer
         if self._broken is not None:
             link.send({"break": self._round})
+            self._fill_vacancies()
         elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
             for rank, address in enumerate(self._addresses_of_buddies()):
                 self._guards[rank].link.send({"buddy": address})
@@ -168,16 +175,22 @@ class Hub:
             say(0, f"a rank in reserve is gone with its host or its guard, {len(self._reserves)} left")
             return
         cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
-        if not self._reserves:
+        if not self._reserves and self._expected <= 0:
             self._end(1, cause + "; no rank is left in reserve" * self._elsewhere, kill=True)
             return
-        substitute = self._reserves.pop(0)
-        substitute.rank, self._guards[peer.rank] = peer.rank, substitute
+        del self._guards[peer.rank]
+        self._vacant.append(peer.rank)
         self._break(peer.rank, {"cause": f"rank {peer.rank} is gone with its host or its guard", "died": True})
-        if substitute.held is None:
-            self._silent.add(peer.rank)
-        else:
-            self._silent.discard(peer.rank)
+        self._silent.add(peer.rank)
+        self._fill_vacancies()
+
+    def _fill_vacancies(self) -> None:
+        """Have reserves be the ranks whose guards are gone; where none has come yet, the round waits for it."""
+        while self._vacant and self._reserves:
+            rank, substitute = self._vacant.pop(0), self._reserves.pop(0)
+            substitute.rank, self._guards[rank] = rank, substitute
+            if substitute.held is not None:
+                self._silent.discard(rank)
         self._go_if_all_are_dead()
 
     def _break(self, rank: int, message: dict[str, Any]) -> None:
@@ -197,8 +210,10 @@ class Hub:
 
     def _give_up_waiting(self, number: int) -> None:
         if number == self._round and not self._ended:
-            who = f"ranks {sorted(self._silent)}"
-            self._end(1, f"{who} could not be ended, or have never been met, within {_GATHER_S:.0f} s", kill=True)
+            why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
+            if self._vacant:
+                why = f"the guards of ranks {sorted(self._vacant)} are gone, and no rank in reserve has come"
+            self._end(1, f"{why} within {_GATHER_S:.0f} s", kill=True)
 
     def _go_if_all_are_dead(self) -> None:
         """Begin the next round with the copies that all ranks have."""

@@ -25,6 +25,7 @@ from megalite.train.recover import restore
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.hub import Hub, buddies
 from megalite.train.recover.main import reserve
+from megalite.train.recover.member import spare_ranks
 from megalite.train.recover.messages import EventLoop, Link, Packets
 from megalite.train.recover.restore import check_unchanged
 
@@ -258,9 +259,9 @@ class Said:
         self.said.append(message)
 
 
-def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False) -> Hub:
+def make_hub(links: list[Said], world: int = 3, elsewhere: bool = False, spares: int = 0) -> Hub:
     """A hub to which these have said hello, the last ones in reserve; loopback is the first host."""
-    hub = Hub(EventLoop(), world, limit=100, alone=not elsewhere, elsewhere=elsewhere)
+    hub = Hub(EventLoop(), world, limit=100, alone=not elsewhere, elsewhere=elsewhere, spares=spares)
     for rank, link in enumerate(links):
         meet(hub, link, rank if rank < world else -1, rank)
     return hub
@@ -308,6 +309,50 @@ def test_who_keeps_a_round_from_beginning_is_named() -> None:
     links[0].heard({"killed": 0, "held": []})
     hub._give_up_waiting(0)
     assert links[0].said[-1]["why"] == "ranks [1, 2] could not be ended, or have never been met, within 60 s"
+
+
+def test_a_rank_that_is_lost_before_the_reserve_has_come_waits_for_it() -> None:
+    """The run used to end, with no rank left in reserve."""
+    links, reserve, late = [Said(f"10.0.0.{rank}") for rank in range(3)], Said("10.0.0.9"), Said("10.0.0.8")
+    hub: Any = make_hub(links, elsewhere=True, spares=2)
+    links[2].heard(None)
+    assert [link.said[-1] for link in links[:2]] == [{"break": 0}] * 2
+    for rank in range(2):
+        links[rank].heard({"killed": 0, "held": copies(7), "kept": {"2": copies(7)}})
+    assert links[0].said[-1] == {"break": 0}
+    meet(hub, reserve, -1, 9)
+    assert reserve.said == [{"break": 0}]
+    reserve.heard({"killed": 0, "held": [], "kept": {}})
+    assert [(link.said[-1]["go"], link.said[-1]["rank"]) for link in (*links[:2], reserve)] == [(1, 0), (1, 1), (1, 2)]
+    # That of nobody who has come: until the limit.
+    links[1].heard(None)
+    hub._give_up_waiting(1)
+    why = "the guards of ranks [1] are gone, and no rank in reserve has come within 60 s"
+    assert links[0].said[-1] == {"end": 1, "why": why, "kill": True}
+    # Once all have come there is nobody to wait for.
+    hub = make_hub([*(links := [Said() for _ in range(3)]), late], elsewhere=True, spares=1)
+    for link in (late, links[2]):
+        link.heard(None)
+    assert links[0].said[-1]["why"].endswith("; no rank is left in reserve")
+
+
+@pytest.mark.parametrize(("launcher", "spares", "code"), [(0, 1, 1), (7, 0, 1), (7, 1, -signal.SIGKILL)])
+def test_a_guard_without_a_hub_is_a_lost_one_to_a_launcher(
+    make: Callable[..., Rank], launcher: int, spares: int, code: int
+) -> None:
+    """Its code ended the run, which a reserve could have gone on with."""
+    rank = make()
+    rank.guard._launcher, rank.guard._spares = launcher, spares
+    with pytest.raises(Left, match=f"^{code}$"):
+        rank.guard._hear_hub(None)
+
+
+@pytest.mark.parametrize(
+    ("words", "spares"),
+    [("--spare-ranks 2 --spare-ranks=1 --spare-ranks 3", 3), ("--spare-ranks 2 --spare-ranks=1", 1)],
+)
+def test_the_last_of_several_values_counts(words: str, spares: int) -> None:
+    assert spare_ranks(words.split()) == spares
 
 
 def copies(*steps: int) -> list[list[int]]:
@@ -408,6 +453,7 @@ def test_a_reserve_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) -> No
     """Nobody would have known until one was missing."""
     links = [Said() for _ in range(5)]
     make_hub(links, elsewhere=True)
+    capfd.readouterr()
     links[4].heard(None)
     assert capfd.readouterr().err == "[rank 0] guard: a rank in reserve is gone with its host or its guard, 1 left\n"
 
