@@ -79,9 +79,7 @@ class DeltaNetLayer(nn.Module):
         starts, weight = None if starts is None else pieces.starts_in(starts, self.cp), self.conv1d.squeeze(1)
         longer = pieces.with_tokens_before(packed, starts, weight.shape[1], self.cp)
         q, k, v = self._heads(self.causal_conv(longer[0], weight, longer[1])[-len(packed) :])
-        made = self.delta_transition(k, v, decay, beta, starts)
-        # The states of all pieces are not kept: backward gathers them again.
-        state = checkpoint(pieces.states_before, made, self.cp, use_reentrant=False, preserve_rng_state=False)
+        state = pieces.states_before(self.delta_transition(k, v, decay, beta, starts), self.cp)
         return pieces.join(self.delta_rule(q, k, v, decay, beta, starts, state))
 
     def _heads(self, packed: torch.Tensor) -> list[torch.Tensor]:

@@ -58,7 +58,13 @@ class LayerKind(ABC):
 
 
 class Mixer(LayerKind):
-    """What mixes the tokens of a sample."""
+    """What mixes the tokens of a sample.
+
+    Attributes:
+        passes_states: where ranks of cp share samples, it passes states on; the others share attention.
+    """
+
+    passes_states = False
 
     @abstractmethod
     def module(self, layers: Layers, index: int, recompute_core: bool) -> nn.Module:
@@ -76,14 +82,16 @@ class Mixer(LayerKind):
         """List those of `matrices` in its core: under cp they meet the tokens of all ranks, and again in backward."""
         return []
 
-    def passed(self, cfg: ModelConfig, element: int) -> tuple[int, int]:
-        """Count the bytes that go from each piece of a sample to all ranks of cp, in two messages; 0: they share
-        attention. Backward gathers the second again.
+    def passed(self, cfg: ModelConfig, samples: int, cp: int, tp: int, element: int) -> tuple[int, int, int]:
+        """Count the bytes of a rank's messages in forward where ranks of cp share `samples` and it passes states on.
 
         Args:
             element: bytes of an activation.
+
+        Returns:
+            What goes to all of them; then what a rank exchanges with them, and what it gets in answer.
         """
-        return 0, 0
+        return 0, 0, 0
 
     def plain_work(self, cfg: ModelConfig, cp: int) -> float:
         """Count the multiply-adds of a token with others in plain fp32 products; 0: a kernel of attention has them."""

@@ -2,9 +2,9 @@
 from what all pieces before it leave behind.
 
 A rank holds two pieces of each sample, one from the head and one from the tail (`batch.runs_of`). They lie side by
-side, as samples do, [tokens of a piece, 2 B, ...]; those of all ranks are 2 c. What pieces leave behind goes to all
-ranks at once: no rank waits for another, and the bytes do not grow with the length of samples. Source of the idea:
-Martin and Cundy 2018, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length" (arXiv:1709.04057).
+side, as samples do, [tokens of a piece, 2 B, ...]; those of all ranks are 2 c. No rank waits for the pieces before its
+own, one after another, and the bytes grow neither with the length of samples nor with c. Source of the idea: Martin and
+Cundy 2018, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length" (arXiv:1709.04057).
 
 Shapes: s tokens of this rank, S of all, B samples, W tokens that a convolution sees, N heads with states [K, V].
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.batch import by_rank, in_order
 from megalite.dist.context import Axis
-from megalite.dist.exchange import gather_sequence
+from megalite.dist.exchange import exchange_rows, gather_sequence
 
 
 def split(x: Tensor) -> Tensor:
@@ -53,16 +53,25 @@ def with_tokens_before(x: Tensor, starts: Tensor | None, width: int, cp: Axis) -
 def states_before(transitions: Tensor, cp: Axis) -> Tensor:
     """Compute the states [2 B, N, K, V] before this rank's pieces.
 
+    Heads of samples are independent: each rank gets all pieces of its share of these rows, and returns their states.
+
     Args:
         transitions: what the pieces make of a state M: the two factors of T M + U, T | U [2 B, N, K, K + V].
     """
-    passed, added = _of_all(transitions, cp).split(
-        (transitions.shape[-2], transitions.shape[-1] - transitions.shape[-2]), -1
-    )
-    states = [torch.zeros_like(added[0])]
-    for i in range(len(added) - 1):
-        states.append(passed[i] @ states[i] + added[i])
-    return _own(torch.stack(states), cp)
+    by_row = transitions.unflatten(0, (2, -1)).movedim(0, 2)
+    samples, heads, _, key_size, width = by_row.shape
+    firsts = [i * samples * heads // cp.size for i in range(cp.size + 1)]
+    shares = [stop - first for first, stop in zip(firsts, firsts[1:])]
+    own = shares[cp.rank : cp.rank + 1] * cp.size
+    ranks = exchange_rows(by_row.flatten(0, 1), cp, shares, own).unflatten(0, (cp.size, own[0]))
+    ahead, behind = (x.unbind() for x in ranks.unbind(2))
+    states = [transitions.new_zeros(own[0], key_size, width - key_size)]
+    for piece in (*ahead, *behind[:0:-1]):
+        passed, added = piece.split((key_size, width - key_size), -1)
+        states.append(passed @ states[-1] + added)
+    of_ranks = torch.cat([torch.stack((states[i], states[-1 - i]), 1) for i in range(cp.size)])
+    before = exchange_rows(of_ranks, cp, own, shares)
+    return before.unflatten(0, (samples, heads)).movedim(2, 0).flatten(0, 1)
 
 
 def _of_all(x: Tensor, cp: Axis) -> Tensor:

@@ -24,8 +24,9 @@ from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import StepTime, model_flops
 from megalite.extras.plan.update_text import update_rows
 from megalite.model.flops import flops_per_token
+from megalite.model.mixers import MIXERS
 from megalite.model.parameters import describe_parameters
-from megalite.model.partition import block_costs, stage_layers
+from megalite.model.partition import block_costs, blocks_by_kind, stage_layers
 from megalite.model.saved import element_size, tokens
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.schedule import Costs, Placement
@@ -252,13 +253,16 @@ def dry_run_report(cfg: Config, grid: Grid) -> str:
 
 
 def context_rows(cfg: Config) -> list[tuple[str, str]]:
-    """Say how attention reaches the tokens of other ranks, and what it sends; nothing without cp."""
-    p = cfg.parallel
-    comm, why = choose_comm(cfg.model, p, cfg.data.within_documents)
-    passes = messages(cfg.model, Context.of(cfg), p.tp, tokens(cfg), element_size(cfg))
-    forward, backward = (_in("MiB", round(sum(message.sent for message in each))) for each in passes)
-    sent = f"a rank sends {forward} MiB forward, {backward} backward per block and micro-batch"
-    return [("context", f"{comm} ({why}); {sent}")] * (p.cp > 1)
+    """Say how each kind of mixer reaches the tokens of other ranks, and what it sends; nothing without cp."""
+    m, p, rows = cfg.model, cfg.parallel, list[tuple[str, str]]()
+    comm, why = choose_comm(m, p, cfg.data.within_documents)
+    for kind in {kind.mixer: kind for kind in blocks_by_kind(m)}.values() if p.cp > 1 else ():
+        passes = messages(m, kind, Context.of(cfg), p.tp, tokens(cfg), element_size(cfg))
+        forward, backward = (_in("MiB", round(sum(message.sent for message in each))) for each in passes)
+        how = "delta nets pass states" if MIXERS[kind.mixer].passes_states else f"{comm} ({why})"
+        sent = f"a rank sends {forward} MiB forward, {backward} backward per block and micro-batch"
+        rows.append(("" if rows else "context", f"{how}; {sent}"))
+    return rows
 
 
 def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Placement, layers: list[range]) -> str:

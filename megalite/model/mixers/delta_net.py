@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 class DeltaNet(Mixer):
     """in_proj -> causal convolution of queries, keys and values -> gated delta rule -> norm -> gate -> out_proj."""
 
+    passes_states = True
+
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         key_heads, heads, key_size, value_size = cfg.delta_heads
         keys, values = key_heads * key_size, heads * value_size
@@ -32,7 +34,7 @@ class DeltaNet(Mixer):
         def of_heads(leaf: str, init: str) -> ParamSpec:
             return ParamSpec(f"{name}.{leaf}", (heads,), (("tp", 0),), init=init, weight_decay=False)  # type: ignore
 
-        conv = (2 * keys + values, 1, _conv(cfg))
+        conv = (_features(cfg), 1, _conv(cfg))
         # A rank sees its own heads only: a partial gradient, always.
         norm = ParamSpec(f"{name}.norm.weight", (value_size,), init="ones", weight_decay=False, partial=("tp",))
         return [
@@ -55,10 +57,9 @@ class DeltaNet(Mixer):
         return [inside(cfg, "gated values", element_size(cfg) * heads * size)]
 
     def core(self, cfg: Config) -> list[SavedTensor]:
-        e, (key_heads, heads, key_size, size) = element_size(cfg), cfg.model.delta_heads
-        features = 2 * key_heads * key_size + heads * size
+        e, heads = element_size(cfg), cfg.model.delta_heads[1]
         return [
-            *(inside(cfg, f"{name} of the convolution", e * features) for name in ("input", "output")),
+            *(inside(cfg, f"{name} of the convolution", e * _features(cfg.model)) for name in ("input", "output")),
             inside(cfg, "betas", e * heads),
             *(inside(cfg, f"decays{what}", 4 * heads) for what in (" before softplus", " after it", "")),
             *(_of_pieces(cfg) if cfg.parallel.cp > 1 else ()),
@@ -69,10 +70,11 @@ class DeltaNet(Mixer):
         key_heads, heads, key_size, size = cfg.model.delta_heads
         return [inside(cfg, "input of the core", element_size(cfg) * 2 * (key_heads * key_size + heads * (size + 1)))]
 
-    def passed(self, cfg: ModelConfig, element: int) -> tuple[int, int]:
-        key_heads, heads, key_size, size = cfg.delta_heads
-        tokens_before = element * (_conv(cfg) - 1) * (2 * key_heads * key_size + heads * size)
-        return tokens_before, 4 * heads * key_size * (key_size + size)
+    def passed(self, cfg: ModelConfig, samples: int, cp: int, tp: int, element: int) -> tuple[int, int, int]:
+        _, _, key_size, size = cfg.delta_heads
+        state = 4 * _pieces_worked_through(cfg, samples, cp, tp) * (cp - 1) // cp * key_size
+        before = element * (_conv(cfg) - 1) * _features(cfg)
+        return 2 * samples * before * (cp - 1) // tp, state * (key_size + size), state * size
 
     def plain_work(self, cfg: ModelConfig, cp: int) -> float:
         _, heads, *sizes = cfg.delta_heads
@@ -86,13 +88,12 @@ class DeltaNet(Mixer):
         return max(0, taken - sum(row.bytes for row in (*self.saved(cfg), *_behind_the_rule(cfg))))
 
     def touched(self, cfg: ModelConfig) -> int:
-        key_heads, heads, key_size, size = cfg.delta_heads
-        return 6 * (2 * key_heads * key_size + heads * size) + 9 * heads * size
+        _, heads, _, size = cfg.delta_heads
+        return 6 * _features(cfg) + 9 * heads * size
 
     def weight_work(self, cfg: ModelConfig) -> int:
         """Count the multiply-adds of a token with weights: those of the convolution too, one each."""
-        key_heads, heads, key_size, size = cfg.delta_heads
-        return super().weight_work(cfg) + (2 * key_heads * key_size + heads * size) * _conv(cfg)
+        return super().weight_work(cfg) + _features(cfg) * _conv(cfg)
 
     def token_work(self, cfg: ModelConfig, layer: int) -> tuple[float, float]:
         """Count the multiply-adds of a token with the states: both its key and its query read, its key writes."""
@@ -113,16 +114,26 @@ def _behind_the_rule(cfg: Config) -> list[SavedTensor]:
 
 def _of_pieces(cfg: Config) -> list[SavedTensor]:
     """List what the core keeps besides where samples are in pieces, two of each on a rank."""
-    _, heads, key_size, size = cfg.model.delta_heads
-    before, made = (
-        2 * cfg.train.micro_batch_size * n // cfg.parallel.tp for n in DeltaNet().passed(cfg.model, element_size(cfg))
-    )
+    p, samples, (_, heads, key_size, size) = cfg.parallel, cfg.train.micro_batch_size, cfg.model.delta_heads
+    before = element_size(cfg) * (_conv(cfg.model) - 1) * _features(cfg.model)
+    states = 4 * _pieces_worked_through(cfg.model, samples, p.cp, p.tp) * key_size
     return [
-        SavedTensor("tokens before pieces, and their features", 2 * before),
-        SavedTensor("what pieces make of states", made),
-        SavedTensor("states before pieces", made * size // (key_size + size)),
+        SavedTensor("tokens before pieces, and their features", 4 * samples * before // p.tp),
+        SavedTensor("what pieces make of states", states * (key_size + size)),
+        SavedTensor("states before pieces, as computed", states * size // (2 * p.cp) * (2 * p.cp - 1)),
+        SavedTensor("states before own pieces", 4 * 2 * samples * heads // p.tp * key_size * size),
         inside(cfg, "betas in pieces", element_size(cfg) * heads),
     ]
+
+
+def _pieces_worked_through(cfg: ModelConfig, samples: int, cp: int, tp: int) -> int:
+    """Count the pieces of heads that a rank goes through: all pieces of its share of the heads of samples."""
+    return 2 * cp * -(-samples * cfg.delta_heads[1] // (tp * cp))
+
+
+def _features(cfg: ModelConfig) -> int:
+    key_heads, heads, key_size, size = cfg.delta_heads
+    return 2 * key_heads * key_size + heads * size
 
 
 def _conv(cfg: ModelConfig) -> int:

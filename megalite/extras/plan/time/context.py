@@ -1,4 +1,4 @@
-"""What attention sends where ranks share samples (`--cp`): bytes of each variant, and the seconds that nothing hides.
+"""What mixers send where ranks share samples (`--cp`): bytes of each variant, and the seconds that nothing hides.
 
 Bytes are those of the table in docs/long_sequences.md; what a real step sends is the same (`megalite estimate`).
 """
@@ -60,7 +60,7 @@ class Message(NamedTuple):
 
 
 def messages(
-    model: ModelConfig, context: Context, tp: int, tokens: int, element: int
+    model: ModelConfig, kind: BlockKind, context: Context, tp: int, tokens: int, element: int
 ) -> tuple[list[Message], list[Message]]:
     """List what a block sends per micro-batch, forward and backward.
 
@@ -68,7 +68,13 @@ def messages(
         tokens: those of a micro-batch on a rank.
         element: bytes of an activation; gradients of gathered keys and values have 4.
     """
-    near, far = context.neighbors, context.ranks // context.neighbors
+    ranks, mixer = context.ranks, MIXERS[kind.mixer]
+    if mixer.passes_states:
+        passed = mixer.passed(model, tokens * ranks // model.seq_len, ranks, tp, element)
+        before = Message("gather", passed[0], 1, ranks, 1)
+        there, back = (Message("exchange", size, 1, ranks, 1) for size in passed[1:])
+        return [before, there, back], [back, there, before]
+    near, far = context.neighbors, ranks // context.neighbors
     heads, kv_heads = model.num_heads / tp, model.kv_heads / tp
     groups = max(kv_heads, near)
     width = tokens * model.head_size
@@ -87,10 +93,10 @@ def messages(
         if model.kv_lora_rank is not None:
             sent = tokens * (model.kv_lora_rank + model.rotary_dim)
         keys, gradients = (size * sent for size in (element, 4))
-        kind: Literal["hop", "gather"] = "hop" if "ring" in context.comm else "gather"
-        forward += [Message(kind, keys * (far - 1), far - 1 if kind == "hop" else 1, far, near)]
-        home = far if kind == "hop" else far - 1  # gradients go round the whole ring
-        backward += [forward[-1]._replace(), Message(kind, gradients * home, home if kind == "hop" else 1, far, near)]
+        way: Literal["hop", "gather"] = "hop" if "ring" in context.comm else "gather"
+        forward += [Message(way, keys * (far - 1), far - 1 if way == "hop" else 1, far, near)]
+        home = far if way == "hop" else far - 1  # gradients go round the whole ring
+        backward += [forward[-1]._replace(), Message(way, gradients * home, home if way == "hop" else 1, far, near)]
     return forward, backward
 
 
@@ -106,11 +112,7 @@ def waiting(
     """
     if context.ranks == 1 or not block_work(model, kind).attention:
         return 0.0, 0.0
-    passes = messages(model, context, tp, tokens, rates.element)
-    if any(passed := MIXERS[kind.mixer].passed(model, rates.element)):
-        pieces = 2 * tokens * context.ranks / model.seq_len / tp  # two of each sample
-        before, states = (Message("gather", pieces * n * (context.ranks - 1), 1, context.ranks, 1) for n in passed)
-        passes = [before, states], [states, states, before]
+    passes = messages(model, kind, context, tp, tokens, rates.element)
     out = []
     for sent, beside in zip(passes, compute):
         times = {m.kind: 0.0 for m in sent}

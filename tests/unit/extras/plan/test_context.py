@@ -68,7 +68,7 @@ def sent(model: ModelConfig, context: Context, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_bytes_are_those_that_attention_sends(context: Context, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = jobs.llama(hidden_size=64, num_heads=8, num_kv_heads=kv_heads, seq_len=SEQ)
-    forward, backward = messages(model, context, TP, BATCH * SEQ // context.ranks, 4)
+    forward, backward = messages(model, model.block_kind(0), context, TP, BATCH * SEQ // context.ranks, 4)
     assert [sum(m.sent for m in each) for each in (forward, backward)] == sent(model, context, monkeypatch)
 
 
@@ -76,8 +76,8 @@ def test_bytes_of_the_published_table() -> None:
     """Llama 3 8B at cp 4 and tp 2 in bf16: K is what one rank's keys and values take."""
     model = jobs.llama(hidden_size=4096, num_heads=32, num_kv_heads=8, seq_len=8192)
     k = 2 * 2048 * 4 * 128 * 2
-    both = {name: messages(model, Context(4, name, 4 if name == "a2a" else 1), 2, 2048, 2) for name in
-            ("gather", "ring", "a2a")}  # fmt: skip
+    both = {name: messages(model, model.block_kind(0), Context(4, name, 4 if name == "a2a" else 1), 2, 2048, 2)
+            for name in ("gather", "ring", "a2a")}  # fmt: skip
     totals = {name: [sum(m.sent for m in each) for each in passes] for name, passes in both.items()}
     assert totals["gather"] == [3 * k, 3 * k + 2 * 3 * k]
     assert totals["ring"] == [3 * k, 3 * k + 2 * 4 * k]
@@ -94,6 +94,19 @@ def test_a_dry_run_says_what_is_sent() -> None:
     )
     assert f"context     {text}\n" in dry_run_report(cfg, Grid.of(8, tp=2, cp=4))
     assert context_rows(cli.parse(["--preset", "llama-3-8b"]).config) == []
+
+
+def test_a_dry_run_says_what_each_kind_of_block_sends() -> None:
+    """Three of four blocks of Qwen3-Next pass states: of two pieces' 32 heads, 128 x (128 + 128) in fp32 over 4 ranks,
+    and the states back; three tokens of 8192 features of both pieces go to all.
+    """
+    words = "--preset qwen3-next-80b-a3b --cp 4 --cp-comm ring --precision bf16 --global-batch-size 1 --seq-len 8192"
+    (name, text), (attention, other) = context_rows(cli.parse(words.split()).config)
+    assert (name, attention) == ("context", "")
+    assert other.startswith("ring (as requested); a rank sends ")
+    mib = (2 * 32 * 128 * (256 + 128) * 4 * 3 / 4 + 2 * 3 * 8192 * 2 * 3) / 2**20
+    sent = f"a rank sends {mib:.2f} MiB forward, {mib:.2f} backward per block and micro-batch"
+    assert text == f"delta nets pass states; {sent}"
 
 
 LONG = "--preset llama-3-8b --seq-len 131072 --global-batch-size 8 --precision bf16"

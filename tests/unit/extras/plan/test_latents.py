@@ -189,20 +189,20 @@ def test_messages_over_tp_are_those_of_a_step(
     assert time.tp == pytest.approx(counted)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_messages_of_a_delta_net_over_cp_are_those_of_a_step(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank gets what all pieces make of states, and nothing hides it, whatever --cp-comm attention has."""
-    cfg = config("llama", {"num_layers": 1, **DELTA}, {"cp": 2, "tp": tp, "cp_comm": "ring"}, micro_batch_size=2)
-    grid = Grid.from_config(cfg.parallel, 2 * tp)
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (4, 2)])
+def test_messages_of_a_delta_net_over_cp_are_those_of_a_step(cp: int, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens go to all ranks, what pieces make of states to one rank each; nothing hides them, whatever --cp-comm."""
+    cfg = config("llama", {"num_layers": 1, **DELTA}, {"cp": cp, "tp": tp, "cp_comm": "ring"}, micro_batch_size=2)
+    grid = Grid.from_config(cfg.parallel, cp * tp)
     with recorded_world(0, grid) as log:
         run = block_in(grid, cfg)
         first = len(log)
         run()
     posted = [event for event in log[first:] if isinstance(event, Communication) and event.axis == "cp"]
-    assert [event.kind for event in posted] == ["all_gather"] * 3 + ["reduce_scatter"] * 2
+    assert [event.kind for event in posted] == ["all_gather", *["all_to_all"] * 4, "reduce_scatter"]
     monkeypatch.setattr(Rates, "transfer", lambda _self, sent, *_: sent)
     time = block.block_time(Workload.of(cfg, Cluster.parse("h100:8")), cfg.model.block_kind(0), "none")
-    assert time.cp == pytest.approx(sum(event.nbytes for event in posted) / 2)
+    assert time.cp == pytest.approx(sum(event.nbytes for event in posted) * (cp - 1) / cp)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
