@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.base.errors import UserError, require
+from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
@@ -22,7 +21,7 @@ from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.outlook import batch_note, outlook, read_tokens, reliability, rounder_batch
 from megalite.extras.plan.pictures import draw_search, draw_sweep
-from megalite.extras.plan.recovery import effective_text, traffic
+from megalite.extras.plan.recovery import check_failures, effective_text, failure_figures, traffic
 from megalite.extras.plan.report import as_json, best_layouts, explain_text, mfu, search_text
 from megalite.extras.plan.search import Candidate, pick, search
 from megalite.extras.plan.time.step import StepTime, step_time
@@ -82,15 +81,20 @@ def search_command(argv: Sequence[str]) -> int:
     )
     if args.top < 1:
         raise UserError(f"--top {args.top}", "must be at least 1", "drop it for the ten best")
+    check_failures(cfg, cluster, args.mtbf)
     layouts = search(cfg, cluster, held)
     best = pick(layouts)
     lines = [] if best is None else outlook(best, cluster, args.tokens, args.price)
     if best is not None:
-        lines += _failures(best.cfg, best.ranks, cluster, best.time, args.mtbf)
+        lines += _failures(best.cfg, best.grid, best.ranks, cluster, best.time, args.mtbf)
     if best is not None and not args.json:
         lines += rounder_batch(best, cfg, cluster, held)
     if args.json:
-        print(json.dumps(as_json(layouts, cluster)))
+        rows = as_json(layouts, cluster)
+        if cfg.run.recover != "none" or args.mtbf is not None:
+            for row, f in zip(rows, layouts):
+                row["recovery"] = failure_figures(f.cfg, f.grid, f.ranks, cluster, f.time.total, args.mtbf)
+        print(json.dumps(rows))
     else:
         words = {word.partition("=")[0] for word in asked}
         if cfg.train.global_batch_size == TrainConfig().global_batch_size and not words & _GIVES_BATCH:
@@ -107,6 +111,7 @@ def search_command(argv: Sequence[str]) -> int:
 def explain_command(argv: Sequence[str]) -> int:
     about = "Show every term of one layout, given by its flags or a file."
     args, cfg, _, cluster, _ = _planned("explain", about, argv, searches=False, mtbf=_MTBF)
+    check_failures(cfg, cluster, args.mtbf)
     grid = Grid.from_config(cfg.parallel, cluster.gpus)
     time, ranks = step_time(cfg, grid, cluster), memory_per_rank(cfg, grid)
     if args.png:
@@ -115,19 +120,26 @@ def explain_command(argv: Sequence[str]) -> int:
             draw_search([one], cluster).savefig(args.png, dpi=150)
     if args.json:
         memory = [{**vars(rank), "total": rank.total} for rank in ranks]
-        print(json.dumps({"step_time_s": time.total, "terms": time.terms, "memory": memory}))
+        told: dict[str, object] = {"step_time_s": time.total, "terms": time.terms, "memory": memory}
+        if cfg.run.recover != "none" or args.mtbf is not None:
+            told["recovery"] = failure_figures(cfg, grid, ranks, cluster, time.total, args.mtbf)
+        print(json.dumps(told))
     else:
-        print("\n".join([explain_text(cfg, grid, cluster, time), *_failures(cfg, ranks, cluster, time, args.mtbf)]))
+        print(
+            "\n".join([explain_text(cfg, grid, cluster, time), *_failures(cfg, grid, ranks, cluster, time, args.mtbf)])
+        )
     return 0
 
 
 def _failures(
-    cfg: Config, ranks: Sequence[RankMemory], cluster: Cluster, time: StepTime, mtbf: float | None
+    cfg: Config, grid: Grid, ranks: Sequence[RankMemory], cluster: Cluster, time: StepTime, mtbf: float | None
 ) -> list[str]:
     """Describe what a layout does about failures; `mtbf`: hours from one to the next, if they are asked about."""
+    lines = traffic(cfg, ranks, cluster, time.total)
     if mtbf is not None:
-        require(0 < mtbf < math.inf, f"--mtbf {mtbf}", "must be above 0", "give the hours from one failure to the next")
-    return traffic(cfg, ranks, cluster, time.total) + ([] if mtbf is None else [effective_text(cfg, time, mtbf)])
+        figures = failure_figures(cfg, grid, ranks, cluster, time.total, mtbf)
+        lines.append(effective_text(cfg, time.total, figures))
+    return lines
 
 
 def sweep_command(argv: Sequence[str]) -> int:

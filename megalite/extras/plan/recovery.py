@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megalite.base.errors import require
 from megalite.config.run import Config
+from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
-from megalite.extras.plan.memory.ranks import RankMemory
+from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.states import copies_of
-from megalite.extras.plan.time.step import StepTime
 
 # Assumed, on GPUs: from a failure to the next step out of copies in memory, and out of a checkpoint on disk.
 RECOVERY_S, RESTART_S = 10.0, 60.0
+# Assumed bytes/s of a GPU's copies to memory that is not page-locked, as a guard's is not: measured by nobody here.
+PAGEABLE = 6e9
 # Between checkpoints, where --save-every says nothing.
 SAVES_S = 900.0
 
@@ -39,9 +43,9 @@ def recovery_rows(cfg: Config, ranks: Sequence[RankMemory]) -> list[tuple[str, s
 def copy_seconds(copy: float, cluster: Cluster) -> tuple[float, float]:
     """Compute the seconds that a rank's copy of so many bytes takes to the host, and from there to another host.
 
-    The ranks of a host send at once, and share its links.
+    The step waits for the first; the ranks of a host send at once, and share its links.
     """
-    return copy / cluster.device.host_link, copy / cluster.network
+    return copy / min(PAGEABLE, cluster.device.host_link), copy / cluster.network
 
 
 def traffic(cfg: Config, ranks: Sequence[RankMemory], cluster: Cluster, step: float) -> list[str]:
@@ -59,16 +63,29 @@ def traffic(cfg: Config, ranks: Sequence[RankMemory], cluster: Cluster, step: fl
     copies = max(rank.copies for rank in ranks)
     here = min(cluster.host, cluster.gpus)
     near, far = copy_seconds(copies / count, cluster)
-    line = f"--recover {cfg.run.recover}: {copies * here / 1e9:.1f} GB of host memory for the copies of {here} ranks; "
-    line += f"one takes {near:.2g} s to the host"
+    line = f"--recover {cfg.run.recover}: at most {copies * here / 1e9:.1f} GB of host memory for the copies of {here} "
+    line += f"ranks; each step waits {near / cfg.run.recover_every:.2g} s more for one to the host (assumed: "
+    line += f"{PAGEABLE / 1e9:g} GB/s, not page-locked)"
     if cfg.run.recover == "host":
-        least = max(1, math.ceil(far / step))
+        least = max(1, math.ceil((far - near) / step))
         waits = "no step waits for it" if cfg.run.recover_every >= least else f"steps wait: use --recover-every {least}"
-        line += f" and {far:.2g} s to another one: {waits}"
+        line += f"; it takes {far:.2g} s to another one: {waits}"
     return [line]
 
 
-def effective(cfg: Config, step: float, mtbf: float) -> tuple[float, float]:
+def check_failures(cfg: Config, cluster: Cluster, mtbf: float | None) -> None:
+    """Refuse what no run can do.
+
+    Raises:
+        UserError: copies for another host, where there is one; or no time between failures.
+    """
+    alone = cfg.run.recover == "host" and cluster.gpus <= cluster.host
+    require(not alone, "--recover host", "needs ranks on several hosts", "use --recover process")
+    if mtbf is not None:
+        require(0 < mtbf < math.inf, f"--mtbf {mtbf}", "must be above 0", "give the hours from one failure to the next")
+
+
+def effective(cfg: Config, step: float, mtbf: float, near: float = 0.0, far: float = 0.0) -> tuple[float, float]:
     """Compute the share of the time that is progress, with copies in memory and with restarts from disk.
 
     A failure costs what the run needs to go on, and the work since the last copy (at most: --recover-every steps) or
@@ -78,21 +95,46 @@ def effective(cfg: Config, step: float, mtbf: float) -> tuple[float, float]:
         cfg: the run.
         step: seconds of a step.
         mtbf: seconds between two failures anywhere in the run, on average.
+        near, far: seconds of a copy, from `copy_seconds`: steps wait for the first, and until the last has arrived.
     """
-    saves = cfg.run.save_every * step or SAVES_S
-    lost = RECOVERY_S + cfg.run.recover_every * step, RESTART_S + saves / 2
-    recovers, restarts = (max(0.0, 1 - seconds / mtbf) for seconds in lost)
-    return recovers, restarts
+    saves, steps = cfg.run.save_every * step or SAVES_S, cfg.run.recover_every * step
+    cycle = max(steps + near, far)
+    recovers, restarts = (max(0.0, 1 - lost / mtbf) for lost in (RECOVERY_S + cycle, RESTART_S + saves / 2))
+    return recovers * steps / cycle, restarts
 
 
-def effective_text(cfg: Config, time: StepTime, mtbf: float) -> str:
-    """Describe `effective` in a line; `mtbf` in hours."""
-    step, every = time.total, cfg.run.recover_every
-    recovers, restarts = effective(cfg, step, mtbf * 3600)
+def failure_figures(
+    cfg: Config, grid: Grid, ranks: Sequence[RankMemory], cluster: Cluster, step: float, mtbf: float | None
+) -> dict[str, float]:
+    """Return what `--recover` takes, and for an `mtbf` in hours what share of the time is progress, as JSON content.
+
+    Without `--recover`, the share with copies is that of `--recover process`.
+    """
+    asked = cfg.run.recover != "none"
+    if not asked:
+        cfg = replace(cfg, run=replace(cfg.run, recover="process"))
+        ranks = memory_per_rank(cfg, grid) if mtbf is not None else ranks
+    copies = max(rank.copies for rank in ranks)
+    near, far = copy_seconds(copies / copies_of(cfg), cluster)
+    far = far if cfg.run.recover == "host" else 0.0
+    out: dict[str, float] = {}
+    if asked:
+        out = {"host_bytes_at_most": copies * min(cluster.host, cluster.gpus), "copy_s": near, "copy_sent_s": far}
+    if mtbf is not None:
+        recovers, restarts = effective(cfg, step, mtbf * 3600, near, far)
+        out |= {"mtbf_hours": mtbf, "progress_with_copies": recovers, "progress_with_restarts": restarts}
+    return out
+
+
+def effective_text(cfg: Config, step: float, figures: dict[str, float]) -> str:
+    """Describe `effective` in a line, from `failure_figures`."""
+    every, mtbf = cfg.run.recover_every, figures["mtbf_hours"]
+    recovers, restarts = figures["progress_with_copies"], figures["progress_with_restarts"]
     mode = "process" if cfg.run.recover == "none" else cfg.run.recover
     saves = f"--save-every {cfg.run.save_every}" if cfg.run.save_every else f"a save every {SAVES_S / 60:.0f} min"
     return (
         f"a failure every {mtbf:g} hours: {recovers:.1%} of the time is progress with --recover {mode} "
-        f"({RECOVERY_S:.0f} s and {every} step{'s' * (every > 1)} of {step:.3g} s each), {restarts:.1%} with restarts "
+        f"({RECOVERY_S:.0f} s and {every} step{'s' * (every > 1)} of {step:.3g} s each, and copies), "
+        f"{restarts:.1%} with restarts "
         f"({RESTART_S:.0f} s, {saves}); seconds are assumed"
     )
