@@ -61,12 +61,9 @@ def states_of(
         of: number of batch ranks, where only `dp` of them hold the same parameters (experts).
     """
     p, t = cfg.parallel, cfg.train
-    params_away = t.offload == "optimizer+params"
-    group = group_of(cfg, dp, of or dp)
-    zero = cfg.zero_stage(group)
-    total = sum(sum(unit) for units in stages for unit in units)
-    cut = _cut(cfg, stages, group)
-    gathered = sum(map(sum, cut))
+    params_away, group = t.offload == "optimizer+params", group_of(cfg, dp, of or dp)
+    zero, cut = cfg.zero_stage(group), _cut(cfg, stages, group)
+    total, gathered = sum(sum(unit) for units in stages for unit in units), sum(map(sum, cut))
     grad, sent, arriving = _gradient_bytes(cfg, dp)
     left, compressing = _compression(cfg, stages, sides, dp) if dp > 1 and t.compress != "none" else (0, 0)
     shared = total if zero == 2 else gathered
@@ -79,7 +76,7 @@ def states_of(
     if t.offload.startswith("optimizer"):
         optimizer, host = 0, optimizer
         if params_away:
-            shares = [element * -(-unit // group) for units in cut for unit in units]
+            shares = (element * -(-unit // group) for units in cut for unit in units)
             host += sum(shares if p.device == "cpu" else map(pinned_bytes, shares))
         if p.device != "cpu":
             host += staging_bytes(-(-_largest_update(cfg, stages, dp, group) // ranks), element)
