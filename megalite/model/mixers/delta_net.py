@@ -81,10 +81,16 @@ class DeltaNet(Mixer):
         return heads * (products_work(*sizes) + (transition_work(*sizes) if cp > 1 else 0))
 
     def work(self, cfg: Config) -> int:
-        """Compute the bytes of one slice of the rule's heads."""
+        """Compute the bytes of one slice of the rule's heads, and of the gradients of its values and their gates.
+
+        Over cp gradients of the rule's inputs are kept, twice (fitted), while what pieces make of states is computed.
+        """
         key_heads, heads, *sizes = cfg.model.delta_heads
         each = tokens(cfg), heads // key_heads, *sizes
         taken = heads_at_once(key_heads // cfg.parallel.tp, *each) * work_bytes(*each)
+        taken += inside(cfg, "", 2 * element_size(cfg) * heads * sizes[1]).bytes
+        if cfg.parallel.cp > 1:
+            taken += inside(cfg, "", 2 * element_size(cfg) * _features(cfg.model)).bytes
         return max(0, taken - sum(row.bytes for row in (*self.saved(cfg), *_behind_the_rule(cfg))))
 
     def touched(self, cfg: ModelConfig) -> int:
