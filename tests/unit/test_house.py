@@ -37,13 +37,13 @@ def test_what_a_reader_has_to_read() -> None:
     """The trainer is small and its rooms know few others; long files and functions are rare; nothing imports itself."""
     house = House(ROOT / "megalite")
     trainer = [text for name, text in house.texts.items() if name.split(".")[0] != "extras"]
-    assert sum(map(code_lines, trainer)) <= 22_900
+    assert sum(map(code_lines, trainer)) <= 22_350
     assert len(house.arrows()) <= 80, sorted(house.arrows())
     assert house.in_circles() == set()
     long_files = [name for name, text in house.texts.items() if len(text.splitlines()) > 300]
     assert len(long_files) <= 3, long_files
     long_functions = [name for name, lines in house.functions() if lines > 50]
-    assert len(long_functions) <= 5, long_functions
+    assert len(long_functions) <= 4, long_functions
 
 
 def test_the_core_is_as_large_as_the_readme_says() -> None:
