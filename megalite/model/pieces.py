@@ -3,8 +3,9 @@ from what all pieces before it leave behind.
 
 A rank holds two pieces of each sample, one from the head and one from the tail (`batch.runs_of`). They lie side by
 side, as samples do, [tokens of a piece, 2 B, ...]; those of all ranks are 2 c. No rank waits for the pieces before its
-own, one after another, and the bytes grow neither with the length of samples nor with c. Source of the idea: Martin and
-Cundy 2018, "Parallelizing Linear Recurrent Neural Nets Over Sequence Length" (arXiv:1709.04057).
+own, one after another, and the bytes of states grow neither with the length of samples nor with c; the W - 1 tokens
+before a piece are gathered by all. Source of the idea: Martin and Cundy 2018, "Parallelizing Linear Recurrent Neural
+Nets Over Sequence Length" (arXiv:1709.04057).
 
 Shapes: s tokens of this rank, S of all, B samples, W tokens that a convolution sees, N heads with states [K, V].
 """

@@ -114,7 +114,7 @@ latent attention follows from its sizes, and always normalizes its latents, as w
 --qk-layernorm with it, and give --kv-lora-rank
     multi-latent-attention
 YaRN is one option, in latent attention and any other -> give --rope-scaling with rope_type yarn
-    rope-type=rope rotary-scaling-factor=1.0|1 mscale=1.0|1 mscale-all-dim=0.0|0
+    rope-type=rope rotary-scaling-factor=1.0|1 mscale=1.0|1 mscale-all-dim=0.0|0 original-max-position-embeddings
 modules that predict further tokens are like the last layer -> use --mtp-num-layers, --mtp-loss-scaling-factor
     mtp-*=0
 gpt-oss's softmax and gate have names of their own here -> use --attention-sinks for a learnable softmax, \
