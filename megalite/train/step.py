@@ -204,6 +204,8 @@ def targets_ahead(engine: Engine, rows: Rows) -> list[tuple[Rows, torch.Tensor]]
 
 def _further_sums(engine: Engine, is_owner: bool) -> list[torch.Tensor]:
     """List what this rank adds to each module's weighted loss sum of further tokens, each fp64 [1]."""
+    if not engine.cfg.model.mtp_num_layers:
+        return []
     zero = torch.zeros(1, dtype=torch.float64, device=engine.ctx.device)
     held = [stage.mtp_losses for stage in engine.stages.values() if is_owner and stage.last]
     return [zero + sum(losses[k] for losses in held) for k in range(engine.cfg.model.mtp_num_layers)]
