@@ -13,13 +13,12 @@ import contextlib
 import secrets
 import socket
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
 from typing import Any
 
 from megalite.base.log import unfinished_code
 from megalite.train.recover.messages import EventLoop, Link
+from megalite.train.recover.peers import Peer, buddies, find_copies
 from megalite.train.recover.processes import say
 
 # A rank that dies this often at one step has a cause that no repetition cures.
@@ -33,47 +32,6 @@ UNFINISHED = 75
 
 # What the guard of rank 0 says once guards take the place of each other; launchers look for it.
 MET = "all ranks have met"
-
-# Number and step.
-_Copy = tuple[int, int]
-
-
-@dataclass
-class _Peer:
-    """A guard as the hub sees it; `held` and `kept` are of the round that is broken, None before it has answered.
-
-    Attributes:
-        rank: -1 in reserve.
-        port: of its keeper.
-    """
-
-    link: Link
-    rank: int
-    port: int
-    network: str
-    held: set[_Copy] | None = None
-    kept: dict[int, set[_Copy]] | None = None
-
-
-def buddies(hosts: Sequence[str]) -> list[int | None]:
-    """Find who keeps each rank's copies: who has the same place on a host half of all hosts further on.
-
-    Args:
-        hosts: of each rank.
-
-    Returns:
-        For each rank another one; None where there is one host.
-    """
-    ranks = defaultdict[str, list[int]](list)
-    for rank, host in enumerate(hosts):
-        ranks[host].append(rank)
-    found: list[int | None] = [None] * len(hosts)
-    order = list(ranks.values())
-    for i, here in enumerate(order if len(order) > 1 else []):
-        there = order[(i + len(order) // 2) % len(order)]
-        for place, rank in enumerate(here):
-            found[rank] = there[place % len(there)]
-    return found
 
 
 class Hub:
@@ -97,8 +55,8 @@ class Hub:
         family, address = socket.AF_INET6 if both else socket.AF_INET, LOOPBACK if alone else ""
         self._server = socket.create_server((address, 0), family=family, backlog=1024, dualstack_ipv6=both)
         self.port, self.token = self._server.getsockname()[1], secrets.token_hex(16)
-        self._guards: dict[int, _Peer] = {}
-        self._reserves: list[_Peer] = []
+        self._guards: dict[int, Peer] = {}
+        self._reserves: list[Peer] = []
         # Reserves that have not said hello yet, and ranks that have no guard until one does.
         self._expected, self._vacant = spares, list[int]()
         self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
@@ -120,7 +78,7 @@ class Hub:
         if message is None or not secrets.compare_digest(token, self.token.encode()):
             link.close()
             return
-        peer = _Peer(link, int(message["hello"]), message.get("port", 0), message.get("network", ""))
+        peer = Peer(link, int(message["hello"]), message.get("port", 0), message.get("network", ""))
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
@@ -140,7 +98,7 @@ class Hub:
         return [None if buddy is None else self._address(self._guards[buddy]) for buddy in found]
 
     @staticmethod
-    def _address(peer: _Peer) -> list[Any]:
+    def _address(peer: Peer) -> list[Any]:
         """Where a guard's keeper is: at the hub's host, "" for short, if the guard is there itself."""
         return ["" if peer.link.peer.startswith(("127.", "::1")) else peer.link.peer, peer.port]
 
@@ -148,7 +106,7 @@ class Hub:
         for peer in [*self._guards.values(), *self._reserves]:
             peer.link.send(message)
 
-    def _hear(self, peer: _Peer, message: dict[str, Any] | None) -> None:
+    def _hear(self, peer: Peer, message: dict[str, Any] | None) -> None:
         if self._ended:
             return
         if message is None:
@@ -168,7 +126,7 @@ class Hub:
             if len(self._done) == self._world:
                 self._end(0, "")
 
-    def _lose(self, peer: _Peer) -> None:
+    def _lose(self, peer: Peer) -> None:
         """A guard is gone, with all that it guarded: have a reserve be its rank."""
         if peer in self._reserves:
             self._reserves.remove(peer)
@@ -219,7 +177,7 @@ class Hub:
         """Begin the next round with the copies that all ranks have."""
         if self._broken is None or self._ended or self._silent:
             return
-        common, keepers = self._find_copies()
+        common, keepers = find_copies(self._guards, self._world)
         # Where nobody has died, who lost a connection counts.
         ranks = sorted(self._broken["dead"]) or [self._broken["rank"]]
         cause, died = self._broken["cause"], self._broken["died"]
@@ -238,28 +196,7 @@ class Hub:
         said = {"ranks": ranks, "cause": cause, "died": died, "gone": time.monotonic(), "gave_up": self._gave_up}
         self._go({"numbers": [number for number, _ in common], **said}, keepers if common else {})
 
-    def _find_copies(self) -> tuple[list[_Copy], dict[int, _Peer]]:
-        """Find the copies that all ranks have, the newest first.
-
-        Returns:
-            They, and the keepers of those ranks whose own guards hold none.
-        """
-        peers, held = self._guards.values(), [peer.held for peer in self._guards.values() if peer.held]
-        found, keepers = [set.intersection(*held)] if held else [], dict[int, _Peer]()
-        kept = defaultdict[int, list[tuple[list[_Copy], int]]](list)
-        for peer in peers:
-            for rank, copies in (peer.kept or {}).items():
-                kept[rank].append((sorted(copies.intersection(*found), reverse=True), peer.rank))
-        for peer in peers:
-            if not peer.held:
-                # All from one keeper: that with the newest, and of those with more.
-                best, keeper = max(kept[peer.rank], default=([], -1))
-                found.append(set(best))
-                if best:
-                    keepers[peer.rank] = self._guards[keeper]
-        return sorted(set.intersection(*found), reverse=True), keepers
-
-    def _go(self, said: dict[str, Any], keepers: dict[int, _Peer]) -> None:
+    def _go(self, said: dict[str, Any], keepers: dict[int, Peer]) -> None:
         self._round, self._broken, self._done = self._round + 1, None, set()
         said = {"go": self._round, **said}
         for rank, address in enumerate(self._addresses_of_buddies() or [None] * self._world):

@@ -23,10 +23,11 @@ from megalite.base.errors import UserError
 from megalite.train.recover import guard as guard_module
 from megalite.train.recover import restore
 from megalite.train.recover.guard import Guard
-from megalite.train.recover.hub import Hub, buddies
+from megalite.train.recover.hub import Hub
 from megalite.train.recover.main import reserve
 from megalite.train.recover.member import spare_ranks
 from megalite.train.recover.messages import EventLoop, Link, Packets
+from megalite.train.recover.peers import buddies
 from megalite.train.recover.restore import check_unchanged
 
 
