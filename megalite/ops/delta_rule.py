@@ -75,11 +75,11 @@ def _decays(decay: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     """Return what is left, within a chunk, at each token of each one before it, of the state before the chunk at each
     token, and of each token behind the chunk: [B, N, chunks, CHUNK, CHUNK], and twice [B, N, chunks, CHUNK].
     """
-    total = decay.cumsum(-1)
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
-    # The exponents of what is not seen may be large: they are masked before.
-    exponents = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~causal, float("-inf"))
-    before = total.exp()
+    # Each sum from its own first token: a difference of sums loses the digits of mild decays behind a strong one.
+    sums = decay.unsqueeze(-1).masked_fill(~causal.tril(-1), 0.0).cumsum(-2)
+    exponents = sums.masked_fill(~causal, float("-inf"))
+    before = decay.cumsum(-1).exp()
     if starts is not None:
         tokens, chunks = len(starts), decay.shape[2]
         # What fills the last chunk up belongs to the last document.

@@ -83,6 +83,23 @@ def test_states_go_from_piece_to_piece(documents: bool, monkeypatch: pytest.Monk
             close(gradients(lambda *x, run=run: in_two(*x, starts=starts, run=run), given), expected, 1e-10)
 
 
+@pytest.mark.parametrize("strong", [{5: 50.0, 13: 300.0}, {3: 1e4}], ids=str)
+@pytest.mark.parametrize("documents", [False, True])
+def test_strong_decays_lose_no_digits(strong: dict[int, float], documents: bool) -> None:
+    """fp32 beside the recurrence in fp64, where every n-th token leaves e^-x of the state."""
+    given, starts = [x.detach().float() for x in inputs(200)], starts_of(200) if documents else None
+    for every, x in strong.items():
+        given[3][::every] = -x
+    before = torch.ones(2, 4, 6, 5, dtype=torch.float64)
+
+    def of(run: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return gradients(run, [x.to(dtype).requires_grad_() for x in given])
+
+    close(of(lambda *x: gated_delta_rule(*x, starts)), of(lambda *x: recurrent(*x, starts), torch.float64), 1e-6)
+    expected = of(lambda *x: recurrent(*x, starts, before), torch.float64)
+    close(of(lambda *x: in_two(*x, starts=starts)), expected, 1e-6)
+
+
 @pytest.mark.parametrize("run", [gated_delta_rule, recurrent], ids=["chunks", "recurrent"])
 @pytest.mark.parametrize("tokens", [5, 130])
 def test_it_is_that_of_transformers(tokens: int, run: Any) -> None:
