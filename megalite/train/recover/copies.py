@@ -22,6 +22,7 @@ from megalite.train.recover.offsite import NUM_SLOTS, first_number, free_slot, m
 
 # For the JSON, which grows with the number of saves; memory that is not written to is not allocated.
 _JSON_BYTES = 16 << 20
+_BITS = {4: torch.int32, 2: torch.int16}
 
 
 class Copies:
@@ -47,7 +48,7 @@ class Copies:
         if not guard.slots:
             guard.keep(make_slots(total))
         self._maps = [mmap.mmap(slot, total) for slot in guard.slots]
-        self._memory = [torch.frombuffer(memory, dtype=torch.uint8, count=self._size) for memory in self._maps]
+        self._parts = [self._parts_of(memory) for memory in self._maps]
 
     @torch.no_grad()
     def take(self, step: int, state: dict[str, Any]) -> None:
@@ -65,10 +66,12 @@ class Copies:
         if len(self._held) == NUM_SLOTS:
             self._guard.void(self._held.pop(0)["commit"])
         slot = free_slot(self._held)
-        for target, flat in zip(self._parts(slot), self._flats):
+        sums = []
+        for target, flat in zip(self._parts[slot], self._flats):
             target.copy_(flat, non_blocking=True)
+            sums.append(sum_of_bits(flat))  # while it is in the cache
         # Reading the sums also waits for the copies.
-        text = json.dumps({**state, "sums": sums_of_bits(self._flats).tolist()}).encode()
+        text = json.dumps({**state, "sums": gather_sums(sums).tolist()}).encode()
         if len(text) > _JSON_BYTES:
             raise RuntimeError(f"{len(text)} bytes of JSON do not fit beside a copy")
         self._maps[slot][self._size : self._size + len(text)] = text
@@ -97,7 +100,7 @@ class Copies:
             found = list(filter(None, gather_texts(problem, ctx.world, ctx.device)))
             if not found:
                 self._number = copy["commit"]
-                for part, flat in zip(self._parts(copy["slot"]), self._flats):
+                for part, flat in zip(self._parts[copy["slot"]], self._flats):
                     flat.copy_(part)
                 break
             problems += found
@@ -131,7 +134,7 @@ class Copies:
         problems = {rank: text for rank, text in enumerate(answers) if text not in ("", "same")}
         if set(answers) != {"same"}:
             return None, problems
-        parts = self._parts(self._held[-1]["slot"])
+        parts = self._parts[self._held[-1]["slot"]]
         changed = sums_of_bits(self._flats).tolist() != sums_of_bits(parts).tolist()
         for part, flat in zip(parts, self._flats):
             flat.copy_(part)
@@ -145,13 +148,13 @@ class Copies:
             return damaged
         self.restored = json.loads(text)
         assert self.restored is not None
-        return "" if sums_of_bits(self._parts(copy["slot"])).tolist() == self.restored.pop("sums") else damaged
+        return "" if sums_of_bits(self._parts[copy["slot"]]).tolist() == self.restored.pop("sums") else damaged
 
-    def _parts(self, slot: int) -> list[torch.Tensor]:
+    def _parts_of(self, memory: mmap.mmap) -> list[torch.Tensor]:
         """Return the parts of a slot's memory, of the states' types and lengths."""
-        parts, at = [], 0
+        slot, parts, at = torch.frombuffer(memory, dtype=torch.uint8, count=self._size), [], 0
         for flat in self._flats:
-            part = self._memory[slot][at : at + flat.numel() * flat.element_size()]
+            part = slot[at : at + flat.numel() * flat.element_size()]
             parts.append(part.view(flat.dtype))
             at += _room(flat)
         return parts
@@ -164,7 +167,15 @@ def _room(flat: torch.Tensor) -> int:
 
 def sums_of_bits(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum the bits of each tensor as integers, int32: any one flipped bit changes the sum."""
-    bits = {4: torch.int32, 2: torch.int16}
+    return gather_sums([sum_of_bits(flat) for flat in flats])
+
+
+def sum_of_bits(flat: torch.Tensor) -> torch.Tensor:
+    """As `sums_of_bits`, of one tensor."""
     # Modulo 2^32: a sum in 64 bits takes eighteen times as long as one in 32.
-    sums = [flat.view(bits[flat.element_size()]).sum(dtype=torch.int32) for flat in flats]
+    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int32)
+
+
+def gather_sums(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sums of tensors as one tensor, on the device of the first."""
     return torch.stack([total.to(sums[0].device) for total in sums]) if sums else torch.empty(0, dtype=torch.int32)
