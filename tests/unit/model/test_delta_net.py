@@ -16,9 +16,11 @@ from tests.unit.extras.plan.test_memory import stages_of
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
-def test_a_layer_is_that_of_transformers() -> None:
+def test_a_layer_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of 128, 200 tokens (three chunks and a part of one), fp32: values and every gradient."""
     theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    # Their chunks take differences of sums of decays, which costs their gradients 8e-5.
+    monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", theirs.torch_recurrent_gated_delta_rule)
     model = jobs.llama(2, **HEADS, hidden_size=64, linear_attention_freq=2, norm_eps=1e-6, init_std=0.1)
     layer = stages_of(jobs.make_config(model), Grid.of(1), 0, Placement(1, 1))[0].layers["0"].self_attn
     jobs.init_parameters(layer, 1)
@@ -42,9 +44,7 @@ def test_a_layer_is_that_of_transformers() -> None:
     assert got.keys() == grads.keys()
     for name, b in {**grads, "out": expected, "x": hidden.grad}.items():
         a = {**got, "out": out, "x": ours.grad}[name]
-        # Sums over all tokens, which nearly cancel out.
-        tolerance = 5e-5 if name in ("dt_bias", "A_log") else 2e-6
-        assert (a - b).norm() <= tolerance * b.norm(), name
+        assert (a - b).norm() <= 2e-6 * b.norm(), name
 
 
 def test_the_convolution_starts_as_that_of_torch() -> None:
