@@ -27,6 +27,7 @@ from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
 from megalite.extras.view.phases import phase_table
+from megalite.train.recover.restore import device_of
 from megalite.train.run import Run
 from megalite.train.start import open_run
 
@@ -74,7 +75,7 @@ def start(cfg: Config, train_data: Samples | None = None, valid_data: Samples | 
             exit_stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
             only_deterministic_kernels()
         grid = Grid.from_config(cfg.parallel, world_size())
-        device = pick_device(cfg.parallel.device, cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)
+        device = pick_device(device_of(cfg), cfg.parallel.tp, cfg.parallel.zero, cfg.train.offload)
         timeout = group_timeout(cfg.run.watchdog_timeout)
         init_process_group(device, timeout)
         rank = dist.get_rank() if grid.world > 1 else env_rank()

@@ -49,7 +49,7 @@ class Hosts:
             arguments = [*RUN, "--run-dir", str(folder / "run"), *flags, *RECOVER, str(spares)]
             words = {key: str(value) for key, value in env.items()}
             jobs.append(self.zygotes[rank // each].start(arguments, 1, said, *own, env=words))
-        for job in jobs[-spares:]:
+        for job in jobs[world - spares :]:
             # Not before the reserves are with the others: then a guard has a thread for what it keeps.
             guard = job.pid(0)
             job.zygote.until(lambda guard=guard: len(os.listdir(f"/proc/{guard}/task")) > 1, 90)  # type: ignore[misc]

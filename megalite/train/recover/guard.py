@@ -3,7 +3,8 @@
 When any rank's process dies, the hub has every guard kill its own, and the next process, which has waited with all
 imports done, takes over from the newest copy that all guards hold. A launcher sees the guard alone. With `--recover
 host` a guard also keeps copies for one of another host; one in reserve has a process that waits, and becomes that of a
-rank whose own is gone. Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
+rank whose own is gone. Where none is left, who keeps the rank's copies starts one more guard, for a last save.
+Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
 
 Messages of a process: {"here"}, {"listen": world, "limit", "alone", "elsewhere"}, {"meet": rank, ...}, {"ready"},
 {"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}. Of the guard:
@@ -12,8 +13,6 @@ Messages of a process: {"here"}, {"listen": world, "limit", "alone", "elsewhere"
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -27,10 +26,9 @@ from megalite.base.child import children
 from megalite.base.log import unfinished_code
 from megalite.train.recover.held import Held
 from megalite.train.recover.hub import UNFINISHED, Hub
-from megalite.train.recover.messages import EventLoop, Link, Packets, network
-from megalite.train.recover.processes import Member, as_exit_code, exit_as, kill, say
+from megalite.train.recover.messages import EventLoop, Link, network
+from megalite.train.recover.processes import Member, adopt_orphans, as_exit_code, end_children, exit_as, fork, kill, say
 
-_PR_SET_CHILD_SUBREAPER = 36
 # Who lost a connection may be first to say so; the guard of the rank that died names the cause.
 _CAUSE_S = 3.0
 # Ranks that are told of another's failure get this long to end by themselves.
@@ -57,6 +55,8 @@ class Guard:
     def __init__(self, start: Callable[[int], int], launcher: int = 0, waits: bool = False, spares: int = 0) -> None:
         self._start_process, self._launcher, self._loop = start, launcher, EventLoop()
         self._hub: Link | None = None
+        # How it was met.
+        self._meeting: dict[str, Any] = {}
         self._server: Hub | None = None
         self._rank, self._round, self._broken, self._ending = -1, 0, False, False
         self._code: int | None = None
@@ -71,7 +71,7 @@ class Guard:
 
     def serve(self) -> NoReturn:
         """Start the rank, and exit with its code."""
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._relay)
         self._start()
@@ -92,10 +92,7 @@ class Guard:
     # -------------------------------------------------------------------------------------------- its processes
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = self._start_process(theirs.fileno())
-        theirs.close()
-        member = self._spare = Member(pid, os.pidfd_open(pid), Packets(ours.detach()))
+        member = self._spare = Member.started_by(self._start_process)
         self._loop.watch(member.alive, lambda: self._ended(member))
         self._loop.watch(member.packets.socket.fileno(), lambda: self._hear(member))
 
@@ -180,12 +177,7 @@ class Guard:
     def _clear(self) -> None:
         """Nothing of the rank trains any more: end what it has left, and say which copies there are."""
         spared = set() if self._spare is None else {self._spare.pid, *children(self._spare.pid)}
-        if left := set(children(os.getpid())) - spared:
-            for pid in left:
-                kill(pid, signal.SIGKILL)
-                # Its own children have become this process's. One that waits for a disk must not stop this process too.
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+        if end_children(spared):
             self._loop.after(_LOOK_S, self._clear)
             return
         if self._spare is None:
@@ -196,7 +188,7 @@ class Guard:
 
     def _meet(self, message: dict[str, Any]) -> None:
         """Connect to the hub."""
-        self._rank, address = message["meet"], (message["host"], message["port"])
+        self._rank, self._meeting, address = message["meet"], message, (message["host"], message["port"])
         try:
             self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
         except OSError as e:
@@ -247,8 +239,17 @@ class Guard:
             self._go(message)
         elif "buddy" in message:
             self._held.find_buddy(self._rank, message["buddy"])
+        elif "stand_in" in message:
+            self._stand_in()
         else:
             self._end(message)
+
+    def _stand_in(self) -> None:
+        """Start a guard in reserve on this host, beside the ranks that have their place here."""
+        if fork():
+            guard = Guard(self._start_process, os.getppid(), waits=True, spares=self._spares)
+            guard._meet({**self._meeting, "meet": -1})
+            guard.serve()
 
     def _go(self, message: dict[str, Any]) -> None:
         """The next round begins, from these copies."""
@@ -294,6 +295,5 @@ class Guard:
         """Exit with a code, or if that is negative by a signal; what is left of the rank dies with this process."""
         if why:
             say(self._rank, why)
-        for pid in children(os.getpid()):
-            kill(pid, signal.SIGKILL)
+        end_children()
         exit_as(code)

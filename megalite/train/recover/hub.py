@@ -4,7 +4,8 @@ Every guard, also that of rank 0, has one connection to it. Standard library onl
 
 Messages of a guard: {"hello": rank or -1, "token", "network", "port" of its keeper}; {"broken": round, "cause",
 "died"}; {"killed": round, "held": [[number, step], ...], "kept": {rank: the same}}; {"done": round}; {"final": code}.
-Of the hub: {"break": round}; {"go": round, ...}; {"buddy": [host, port] or null}; {"end": code, "kill", "why"}.
+Of the hub: {"break": round}; {"go": round, ...}; {"buddy": [host, port] or null}; {"end": code, "kill", "why"};
+{"stand_in": true}.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Hub:
         # Reserves that have not said hello yet, and ranks that have no guard until one does.
         self._expected, self._vacant = spares, list[int]()
         self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
+        # Whether some ranks are on hosts that have no device for them.
+        self._stood_in = False
         self._broken: dict[str, Any] | None = None
         self._done: set[int] = set()
         # Ranks whose guards have not yet said, since the round is broken, which copies there are.
@@ -133,8 +136,11 @@ class Hub:
             say(0, f"a rank in reserve is gone with its host or its guard, {len(self._reserves)} left")
             return
         cause = f"the guard of rank {peer.rank} is gone, and with it what it kept"
-        if not self._reserves and self._expected <= 0:
-            self._end(1, cause + "; no rank is left in reserve" * self._elsewhere, kill=True)
+        if not self._elsewhere:
+            self._end(1, cause, kill=True)
+            return
+        if self._gave_up:
+            self._end_unfinished(f"{cause}, while the last state was being saved")
             return
         del self._guards[peer.rank]
         self._vacant.append(peer.rank)
@@ -161,21 +167,49 @@ class Hub:
         self._broken = {"rank": rank, "dead": dead, "cause": cause, "died": time.monotonic()}
         self._silent = set(range(self._world))
         if self._gave_up:
-            self._end(unfinished_code() or UNFINISHED, f"{cause} while the last state was being saved", kill=True)
+            self._end_unfinished(f"{cause} while the last state was being saved")
             return
         self._tell({"break": self._round})
+        self._wait()
+
+    def _wait(self) -> None:
         self._loop.after(_GATHER_S, lambda number=self._round: self._give_up_waiting(number))  # type: ignore[misc]
 
     def _give_up_waiting(self, number: int) -> None:
-        if number == self._round and not self._ended:
-            why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
-            if self._vacant:
-                why = f"the guards of ranks {sorted(self._vacant)} are gone, and no rank in reserve has come"
-            self._end(1, f"{why} within {_GATHER_S:.0f} s", kill=True)
+        if number != self._round or self._ended:
+            return
+        if len(self._silent) == len(self._vacant) and not self._gave_up:
+            self._expected = 0
+            self._go_if_all_are_dead()
+            return
+        why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
+        if self._vacant:
+            why = f"the guards of ranks {sorted(self._vacant)} are gone, and no rank in reserve has come"
+        self._end(1, f"{why} within {_GATHER_S:.0f} s", kill=True)
+
+    def _ask_for_stand_ins(self) -> None:
+        """Have those who keep the lost ranks' copies start guards for them, for a last save: nobody is in reserve."""
+        assert self._broken is not None
+        common, keepers = find_copies(self._guards, self._world)
+        lost = sorted(set(self._vacant) - set(keepers))
+        self._gave_up, self._stood_in = "no rank is left in reserve", True
+        if lost or not common:
+            what = f"copies of ranks {lost}" if lost else "a copy of a step that all ranks have"
+            self._end(1, f"{self._broken['cause']}; {self._gave_up}, and nobody has {what}", kill=True)
+            return
+        self._expected = len(self._vacant)
+        for rank in self._vacant:
+            keepers[rank].link.send({"stand_in": True})
+        self._wait()
 
     def _go_if_all_are_dead(self) -> None:
         """Begin the next round with the copies that all ranks have."""
-        if self._broken is None or self._ended or self._silent:
+        # Ranks without a guard are silent.
+        if self._broken is None or self._ended or len(self._silent) > len(self._vacant):
+            return
+        if self._vacant:
+            if self._expected <= 0:
+                self._ask_for_stand_ins()
             return
         common, keepers = find_copies(self._guards, self._world)
         # Where nobody has died, who lost a connection counts.
@@ -190,11 +224,11 @@ class Hub:
         if not self._gave_up and self._recoveries > self._limit:
             self._gave_up = f"there were more than --max-recoveries {self._limit} recoveries"
         if self._gave_up and not common:
-            why = f"{cause}; {self._gave_up}, and there is no state to save"
-            self._end(unfinished_code() or UNFINISHED, why, kill=True)
+            self._end_unfinished(f"{cause}; {self._gave_up}, and there is no state to save")
             return
         said = {"ranks": ranks, "cause": cause, "died": died, "gone": time.monotonic(), "gave_up": self._gave_up}
-        self._go({"numbers": [number for number, _ in common], **said}, keepers if common else {})
+        said |= {"numbers": [number for number, _ in common], "cpu": self._stood_in}
+        self._go(said, keepers if common else {})
 
     def _go(self, said: dict[str, Any], keepers: dict[int, Peer]) -> None:
         self._round, self._broken, self._done = self._round + 1, None, set()
@@ -206,6 +240,9 @@ class Hub:
             reserve.link.send(said)
         for peer in [*self._guards.values(), *self._reserves]:
             peer.held = peer.kept = None
+
+    def _end_unfinished(self, why: str) -> None:
+        self._end(unfinished_code() or UNFINISHED, why, kill=True)
 
     def _end(self, code: int, why: str, kill: bool = False) -> None:
         self._ended = True

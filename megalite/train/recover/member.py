@@ -80,7 +80,8 @@ class GuardedRank:
         turn: what the guard said when this process became the rank: "turn" (number of the round), "copies", and from
             the second round on "rank", which it is to be, "ranks" and "cause" of the death, and when it "died" and
             all were "gone" (seconds of `time.monotonic` on rank 0's host); "gave_up" says why only a save is left to
-            do; when the run "began" on this host, and its "run_id"; "spares", the number of ranks in reserve.
+            do, "cpu" whether it is done there; when the run "began" on this host, and its "run_id"; "spares", the
+            number of ranks in reserve.
         slots: descriptors of the memory that holds the copies.
         met: when all processes had met, as `time.monotonic`.
     """

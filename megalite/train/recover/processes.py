@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
+import socket
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megalite.base.child import children, signal_when_parent_dies
 from megalite.base.console import write_or_drop
 from megalite.train.recover.messages import Packets
 
+_PR_SET_CHILD_SUBREAPER = 36
 # Half of all memory, as the kernel counts.
 _MORE_THAN_THE_GUARD = 500
 
@@ -35,11 +41,51 @@ class Member:
     ready: bool = False
     silent: bool = False
 
+    @classmethod
+    def started_by(cls, start: Callable[[int], int]) -> Member:
+        """Start it with a function that takes the descriptor of its end, and returns its pid."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = start(theirs.fileno())
+        theirs.close()
+        return cls(pid, os.pidfd_open(pid), Packets(ours.detach()))
+
+
+def adopt_orphans() -> None:
+    """Be the parent of all that this process's children have started, once these are gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
 
 def kill(pid: int, number: int) -> None:
     """Send a process a signal, unless it is gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def end_children(spared: Collection[int] = ()) -> bool:
+    """Kill what this process has started, but these; return whether there was anything.
+
+    The children of who is dead have become this process's.
+    """
+    left = set(children(os.getpid())).difference(spared)
+    for pid in left:
+        kill(pid, signal.SIGKILL)
+        # One that waits for a disk must not stop this process too.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return bool(left)
+
+
+def fork() -> bool:
+    """Return False, and True in a new process like this one, which has no files open and is killed with this one."""
+    parent = os.getpid()
+    if os.fork():
+        return False
+    # The other ends are to notice when the parent is gone. Nothing that was opened there is used, or ever freed, here.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    signal_when_parent_dies(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    return True
 
 
 def die_first_without_memory(pid: int) -> None:

@@ -98,6 +98,12 @@ def gave_up() -> bool:
     return rank_guard is not None and bool(rank_guard.turn.get("gave_up"))
 
 
+def device_of(cfg: Config) -> str:
+    """Name this process's device, as `--device`: the CPU where two ranks would share a GPU for a last save."""
+    rank_guard = guard()
+    return "cpu" if rank_guard is not None and rank_guard.turn.get("cpu") else cfg.parallel.device
+
+
 def began() -> float:
     """When the first process of this rank began to train, as `time.monotonic`; now, if this is the first."""
     rank_guard = guard()

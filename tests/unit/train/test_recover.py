@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megalite.base.child import readable
 from megalite.base.errors import UserError
 from megalite.train.recover import guard as guard_module
-from megalite.train.recover import restore
+from megalite.train.recover import processes, restore
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.hub import Hub
 from megalite.train.recover.main import reserve
@@ -118,7 +118,7 @@ class Rank:
             self.hub = socket.create_connection(server.getsockname())
             self.guard._hub = Link(self.guard._loop, server.accept()[0], self.guard._hear_hub)
         # Not those of the tests beside this one.
-        monkeypatch.setattr(guard_module, "children", lambda pid: [])
+        monkeypatch.setattr(processes, "children", lambda pid: [])
         monkeypatch.setattr(self.guard, "_leave", self.leave)
 
     def start(self, descriptor: int) -> int:
@@ -330,11 +330,17 @@ def test_a_rank_that_is_lost_before_the_reserve_has_come_waits_for_it() -> None:
     hub._give_up_waiting(1)
     why = "the guards of ranks [1] are gone, and no rank in reserve has come within 60 s"
     assert links[0].said[-1] == {"end": 1, "why": why, "kill": True}
-    # Once all have come there is nobody to wait for.
-    hub = make_hub([*(links := [Said() for _ in range(3)]), late], elsewhere=True, spares=1)
-    for link in (late, links[2]):
-        link.heard(None)
-    assert links[0].said[-1]["why"].endswith("; no rank is left in reserve")
+    # Once all have come there is nobody to wait for, nor where the last one does not come.
+    for spares in (1, 2):
+        hub = make_hub([*(links := [Said() for _ in range(3)]), late], elsewhere=True, spares=spares)
+        for link in (late, links[2]):
+            link.heard(None)
+        for rank in range(2):
+            links[rank].heard({"killed": 0, "held": copies(7), "kept": {"2": copies(7)} if rank else {}})
+        if spares == 2:
+            assert links[1].said[-1] == {"break": 0}
+            hub._give_up_waiting(0)
+        assert links[1].said[-1] == {"stand_in": True}
 
 
 @pytest.mark.parametrize(("launcher", "spares", "code"), [(0, 1, 1), (7, 0, 1), (7, 1, -signal.SIGKILL)])
@@ -422,7 +428,7 @@ def test_a_rank_whose_guard_is_gone_goes_on_elsewhere() -> None:
     """With what its buddy keeps; the ranks that are left give up what that one has not."""
     links = [Said("10.0.0.1"), Said("127.0.0.1"), Said("10.0.0.2"), Said("10.0.0.2")]
     reserve = Said("10.0.0.3")
-    make_hub([*links, reserve], world=4, elsewhere=True)
+    hub = make_hub([*links, reserve], world=4, elsewhere=True)
     assert [link.said.pop() for link in links] == [
         {"buddy": ["10.0.0.2", 2]},
         {"buddy": ["10.0.0.2", 3]},
@@ -442,12 +448,40 @@ def test_a_rank_whose_guard_is_gone_goes_on_elsewhere() -> None:
     assert [said["fetch"] for said in went] == [None, None, ["10.0.0.1", 0], None]
     assert [said["rank"] for said in went] == [0, 1, 2, 3]
     assert [said["buddy"] for said in went] == [["10.0.0.3", 4], ["10.0.0.3", 4], ["10.0.0.2", 3], ["10.0.0.1", 0]]
-    # Nobody is left in reserve.
+    # Nobody is left in reserve: the keeper's host has to do for a last save.
     links[3].heard(None)
-    assert (
-        links[0].said.pop()["why"]
-        == "the guard of rank 3 is gone, and with it what it kept; no rank is left in reserve"
-    )
+    for link, kept in ((links[0], {"2": copies(7, 8)}), (links[1], {"3": copies(8)}), (reserve, {})):
+        assert link.said.pop() == {"break": 1}
+        link.heard({"killed": 1, "held": copies(7, 8), "kept": kept})
+    assert links[1].said.pop() == {"stand_in": True}
+    assert not links[0].said
+    meet(hub, stand_in := Said("127.0.0.1"), -1, 7)
+    stand_in.heard({"killed": 1, "held": [], "kept": {}})
+    said = stand_in.said.pop()
+    assert [said[name] for name in ("numbers", "fetch", "rank", "cpu")] == [[8], ["", 1], 3, True]
+    assert said["gave_up"] == links[0].said[-1]["gave_up"] == "no rank is left in reserve"
+    links[1].heard(None)
+    why = "the guard of rank 1 is gone, and with it what it kept, while the last state was being saved"
+    assert links[0].said[-1] == {"end": 75, "why": why, "kill": True}
+
+
+@pytest.mark.parametrize(
+    ("kept", "nobody"), [({}, "copies of ranks [1]"), ({"1": [[6, 6]]}, "copies of ranks [1]"), ({"1": [[7, 7]]}, "")]
+)
+def test_without_its_copies_a_lost_rank_ends_the_run(kept: dict[str, Any], nobody: str) -> None:
+    """Nothing stands in for it then."""
+    links = [Said(f"10.0.0.{rank}") for rank in range(3)]
+    hub: Any = make_hub(links, elsewhere=True)
+    links[1].heard(None)
+    links[0].heard({"killed": 0, "held": copies(7, 8), "kept": kept})
+    links[2].heard({"killed": 0, "held": copies(7, 8), "kept": {}})
+    why = "rank 1 is gone with its host or its guard; no rank is left in reserve, and nobody has "
+    if not nobody:
+        assert links[0].said[-1] == {"stand_in": True}
+        # One that does not come.
+        hub._give_up_waiting(0)
+        nobody, why = "", "the guards of ranks [1] are gone, and no rank in reserve has come within 60 s"
+    assert links[2].said[-1] == {"end": 1, "why": why + nobody, "kill": True}
 
 
 def test_a_reserve_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,51 @@
+"""Hosts lost under `--recover host` with nobody left in reserve: the last state is saved all the same. Needs root."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_recover_hosts import Hosts, end, waits_at
+from tests.faults.test_recover_hosts import hosts as hosts
+from tests.faults.test_runtime_faults import RUN, codes, committed, events, outcome
+from tests.faults.zygote import Zygote, members_of
+
+pytestmark = pytest.mark.root
+# Masks of dropout differ between layouts.
+SAME = ["--hidden-dropout", "0"]
+
+
+def run_on(zygote: Zygote, folder: Path, world: int, *flags: str) -> Path:
+    """Let a run go on to its end, on one host."""
+    folder.mkdir(exist_ok=True)
+    assert codes(zygote.start([*RUN, "--run-dir", str(folder / "run"), *flags], world, folder).end()) == [0] * world
+    return folder / "run"
+
+
+def losses(run: Path) -> list[float]:
+    return [line[1] for line in outcome(run)[0]]
+
+
+def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """The run used to end with what was on disk, step 4."""
+    whole, hit = run_on(zygote, tmp_path / "whole", 2, *SAME), tmp_path / "hit"
+    jobs = hosts.begin(hit, [*SAME, "--save-every", "4"], 0, waits_at(7, hit), count=2)
+    jobs[0].wait_for(0, "step 6/")
+    zygote.until(lambda: committed(hit / "run") == {"step_00000004"}, 60)
+    hosts.power_off(1)
+    left = end(jobs)
+    assert codes(left) == [75, -signal.SIGKILL], left
+    lines = [line for line in left[0].err.splitlines() if "rank 1 is gone" in line or "no rank is left" in line]
+    at = events(hit / "run", "recovery")[0]["step"]
+    assert at in (5, 6)
+    assert f"rank 1 is gone with its host or its guard: back to step {at} in " in lines[0]
+    assert lines[1].endswith("no rank is left in reserve: saving, then exiting")
+    assert committed(hit / "run") == {"step_00000004", f"step_{at:08}"}
+    zygote.until(lambda: not members_of(hit), 30)
+    shutil.copytree(hit, tmp_path / "same", symlinks=True)
+    assert losses(run_on(zygote, hit, 1, *SAME)) == pytest.approx(losses(whole), rel=1e-5)
+    assert outcome(run_on(zygote, tmp_path / "same", 2, *SAME)) == outcome(whole)
+    assert [event["step"] for event in events(hit / "run", "resume")] == [at]
