@@ -36,13 +36,18 @@ def check_linear_options(m: Any) -> None:
     freq = f"--linear-attention-freq {m.linear_attention_freq}"
     require(m.linear_attention_freq > 1, freq, "leaves no layer without attention", "drop it, or give 2 or more")
     require(
+        m.mtp_num_layers == 0 or m.num_layers >= m.linear_attention_freq,
+        f"{freq} with --mtp-num-layers {m.mtp_num_layers}",
+        f"modules are like the last layer with attention, and the {m.num_layers} layers have none",
+        "lower --linear-attention-freq, or drop one of the two",
+    )
+    require(
         m.linear_num_value_heads % m.linear_num_key_heads == 0,
         f"--linear-num-value-heads {m.linear_num_value_heads}",
         f"must be a multiple of --linear-num-key-heads {m.linear_num_key_heads}: each serves as many",
         "change one of the two",
     )
     for given, wrong, why in (
-        (f"--mtp-num-layers {m.mtp_num_layers}", m.mtp_num_layers > 0, "its modules have not been compared with them"),
         ("--kv-lora-rank", m.kv_lora_rank is not None, "latent attention has not been compared among delta nets"),
         (f"--mup-base-width {m.mup_base_width}", m.mup_base_width is not None, "muP has no rule for delta nets here"),
     ):

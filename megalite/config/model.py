@@ -256,8 +256,9 @@ class ModelConfig:
         return self.num_experts is not None and self._like(layer) not in self.moe_dense_layers
 
     def _like(self, layer: int) -> int:
-        """Return the layer whose options a block has: those that predict further tokens are like the last."""
-        return min(layer, self.num_layers - 1)
+        """Return the layer whose options a block has: those that predict further tokens are like the last attention."""
+        every = self.linear_attention_freq or 1
+        return layer if layer < self.num_layers else (self.num_layers // every * every or self.num_layers) - 1
 
     def is_delta_net(self, layer: int) -> bool:
         """Whether a layer is a gated delta net instead of attention."""

@@ -63,9 +63,9 @@ def head_work(cfg: ModelConfig) -> int:
 
 def mtp_work(cfg: ModelConfig) -> BlockWork:
     """Count the work of one token in a module that predicts further tokens, without its use of the output layer."""
-    last = cfg.num_layers - 1
-    attention, causal = MIXERS[cfg.block_kind(last).mixer].token_work(cfg, last)
-    return BlockWork(block_work(cfg, cfg.block_kind(last)).weights + 2 * cfg.hidden_size**2, attention, causal)
+    first, kind = cfg.mtp_layers.start, cfg.block_kind(cfg.mtp_layers.start)
+    attention, causal = MIXERS[kind.mixer].token_work(cfg, first)
+    return BlockWork(block_work(cfg, kind).weights + 2 * cfg.hidden_size**2, attention, causal)
 
 
 @lru_cache(maxsize=256)

@@ -14,8 +14,9 @@ import torch
 
 from megalite.base.errors import UserError
 from megalite.families import FAMILIES
+from megalite.model.parameters import param_map
 from megalite.ops import delta_rule
-from tests.parity import jobs, test_documents, test_experts, test_latents
+from tests.parity import jobs, test_documents, test_experts, test_latents, test_multi_token
 from tests.parity.test_experts import Row, Shape, ranks_of
 from tests.parity.test_latents import errors
 from tests.parity.test_oracle import STARTS, train_packed
@@ -104,6 +105,38 @@ def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
 
 test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
 
+# Multi-token prediction. Of 4 layers the third has attention, and so has a module: the last is a delta net.
+TWO_AHEAD = dataclasses.replace(HYBRID, linear_attention_freq=3, mtp_num_layers=2)
+ONE_AHEAD = dataclasses.replace(NEXT, mtp_num_layers=1)
+AHEAD: test_multi_token.Grid = {
+    ranks_of(4, cp=2, ep=2): [(ONE_AHEAD, 3, {}, {"recompute": "selective"}, False)],
+    ranks_of(4, tp=2, pp=2): [(TWO_AHEAD, 1, {"schedule": "zb-h1"}, {}, True)],
+}
+AHEAD_GRID: test_multi_token.Grid = {
+    ranks_of(2): [(TWO_AHEAD, 3, {}, {"recompute": "full"}, True)],
+    ranks_of(2, tp=2): [
+        (TWO_AHEAD, 1, {"sequence_parallel": False}, {"loss_chunk": 5}, True),
+        (ONE_AHEAD, 1, {}, {"recompute": "full"}, False),
+    ],
+    ranks_of(2, pp=2): [
+        (ONE_AHEAD, 1, {"schedule": "zb-v", "vp": 2}, {"recompute": "selective"}, False),
+        (TWO_AHEAD, 1, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}, True),
+    ],
+    ranks_of(2, ep=2): [(ONE_AHEAD, 3, {}, {"recompute": "full"}, False)],
+    ranks_of(4, tp=2, pp=2): [(ONE_AHEAD, 3, {}, {}, False)],
+    ranks_of(4, cp=2, tp=2): [(TWO_AHEAD, 1, {}, {"micro_batch_size": 2}, False)],
+    ranks_of(4, cp=2, pp=2): [(ONE_AHEAD, 1, {"schedule": "zb-h1"}, {}, False)],
+    ranks_of(4, cp=4): [(TWO_AHEAD, 1, {}, {"recompute": "full"}, False)],
+}
+test_same_gradients_with_modules, test_grid_with_modules = layout_tests(test_multi_token.check, AHEAD, AHEAD_GRID)
+
+
+def test_modules_have_attention_whatever_the_last_layer_is() -> None:
+    for cfg in (TWO_AHEAD, ONE_AHEAD):
+        assert [i for i in range(cfg.mtp_layers.stop) if cfg.is_delta_net(i)] == [0, 1, 3]
+        names = {name for name in param_map(cfg) if name.startswith("layers.4.self_attn.")}
+        assert names == {name.replace("2", "4") for name in param_map(cfg) if name.startswith("layers.2.self_attn.")}
+
 
 @pytest.mark.full
 def test_bf16_rounds_no_worse_under_cp(pool: WorkerPool) -> None:
@@ -175,7 +208,11 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"linear_attention_freq": 1}, {}, "leaves no layer without attention"),
     ({"linear_num_value_heads": 6}, {}, "must be a multiple of"),
     ({"mup_base_width": 16}, {}, "muP has no rule"),
-    ({"mtp_num_layers": 1}, {}, "have not been compared"),
+    (
+        {"linear_attention_freq": 5, "mtp_num_layers": 1},
+        {},
+        "the last layer with attention, and the 4 layers have none",
+    ),
     ({"linear_num_key_heads": 2}, {"tp": 4}, "must be divisible by --tp 4"),
     ({"linear_conv_kernel_dim": 4}, {"cp": 4}, "leaves pieces of 2 tokens"),
     ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),

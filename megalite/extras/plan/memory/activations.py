@@ -21,7 +21,7 @@ def mtp_bytes(cfg: Config) -> int:
     Its projection reads two hidden sizes, its norms the hidden states that the output layer keeps, embeddings, and what
     the block puts out. Recomputed, it keeps its two inputs; either way its output is kept.
     """
-    m, kind = cfg.model, cfg.model.block_kind(cfg.model.num_layers - 1)
+    m, kind = cfg.model, cfg.model.block_kind(cfg.model.mtp_layers.start)
     kept = block_activations(cfg, kind)
     if cfg.train.recompute == "full":
         return kept + residual_bytes(cfg)

@@ -213,16 +213,14 @@ class _StageBytes:
 
 
 def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
-    """Compute what every stage takes.
-
-    Args:
-        layers: blocks of every stage.
-    """
+    """Compute what every stage takes, from the blocks of each."""
     m, end, offloads = cfg.model, len(layers) - 1, cfg.train.offload == "activations"
     last = 2 * residual_bytes(cfg) + m.mtp_num_layers * mtp_bytes(cfg)  # the final norm keeps its input and output
     blocks, out = {kind: _BlockBytes.of(cfg, kind) for kind in blocks_by_kind(m)}, []
     for stage, counts in enumerate(count_kinds(m, layers)):
-        held = [(n, blocks[kind]) for kind, n in counts.items()]
+        # What modules that predict further tokens keep is in `last`.
+        further = {m.block_kind(i): 0 for i in m.mtp_layers if stage == end}
+        held = [(n, blocks[kind]) for kind, n in {**further, **counts}.items()]
         # Blocks whose input is offloaded keep nothing else.
         away = sent_blocks(stage, layers[stage]) * residual_bytes(cfg) * offloads
         # The first stage also keeps the mask of the embedding's dropout.
@@ -233,7 +231,7 @@ def _stages_bytes(cfg: Config, layers: tuple[range, ...]) -> list[_StageBytes]:
                 kept=sum(n * block.kept for n, block in held) + ends - away,
                 recomputed=max((block.recomputed for _, block in held), default=0),
                 deferred=deferred,
-                deferred_before=max(0, deferred - min((block.deferred for _, block in held), default=0)),
+                deferred_before=max(0, deferred - min((block.deferred for n, block in held if n), default=0)),
             )
         )
     return out

@@ -171,8 +171,8 @@ def pass_times(cfg: Config, cluster: Cluster, schedule: str, engine: Engine | No
     times |= {k: block + experts_time(cfg, load) for k, block in times.items() if k.feed_forward == "moe"}
     head, embedding, counts = head_time(load, vocab_rows(cfg)), embedding_time(load), count_kinds(cfg.model, layers)
     offloads = cfg.train.offload == "activations"
-    # A module that predicts further tokens: a block like the last one, and the embedding and the output layer again.
-    further = times[cfg.model.block_kind(cfg.model.num_layers - 1)] + mtp_time(load) + head
+    # A module that predicts further tokens: a block, and the embedding and the output layer again.
+    further = times[cfg.model.block_kind(cfg.model.mtp_layers.start)] + mtp_time(load) + head
     for _ in cfg.model.mtp_layers:
         head += further
 

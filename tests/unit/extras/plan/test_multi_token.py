@@ -16,6 +16,7 @@ from megalite.dist.grid import Grid
 from megalite.extras.estimate.rank import run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
+from megalite.extras.plan.memory.activations import mtp_bytes, recomputed_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank
 from megalite.extras.plan.time import replicas
@@ -66,10 +67,15 @@ def test_bytes_of_states_counted_on_tensors(optimizer: str) -> None:
         assert planned.weights + planned.main_grad + planned.optimizer == pytest.approx(real, rel=0.01)
 
 
+# Of 6 layers the fourth has attention, and so has a module.
+HYBRID = {"linear_attention_freq": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_whole_stage_keeps_what_is_planned(precision: str, recompute: str) -> None:
-    options: dict[str, Any] = {"seq_len": 256, "vocab_size": 2000, "mtp_num_layers": 2}
+@pytest.mark.parametrize("more", [{}, HYBRID], ids=["attention", "delta nets"])
+def test_a_whole_stage_keeps_what_is_planned(more: dict[str, int], precision: str, recompute: str) -> None:
+    options: dict[str, Any] = {"seq_len": 256, "vocab_size": 2000, "mtp_num_layers": 2, **more}
     cfg = config("llama", options, precision=precision, global_batch_size=1, recompute=recompute)
     stage = stages_of(cfg, Grid.of(1), 0, Placement(1, 1))[0]
     jobs.init_parameters(stage, 1)
@@ -88,9 +94,19 @@ def test_a_whole_stage_keeps_what_is_planned(precision: str, recompute: str) -> 
 
 
 def recomputed_at_once(cfg: Any) -> int:
-    from megalite.extras.plan.memory.activations import recomputed_bytes
+    return max(recomputed_bytes(cfg, cfg.model.block_kind(i)) for i in range(cfg.model.num_layers))
 
-    return recomputed_bytes(cfg, cfg.model.block_kind(0))
+
+def test_backward_of_a_module_that_is_unlike_its_stage() -> None:
+    """The last stage has dense delta nets, and a module with experts, which takes more to recompute."""
+    experts: dict[str, Any] = {"num_experts": 8, "moe_topk": 4, "moe_ffn_size": 512, "moe_dense_layers": (4, 5)}
+    experts |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    parallel, train = {"pp": 2, "pipeline_layout": "4,2"}, {"recompute": "full", "global_batch_size": 4}
+    plain, one = (config("llama", {**HYBRID, **experts, "mtp_num_layers": n}, parallel, **train) for n in (0, 1))
+    more = recomputed_bytes(one, one.model.block_kind(6)) - recomputed_bytes(one, one.model.block_kind(5))
+    assert more > 0
+    kept = [memory_per_rank(cfg, Grid.of(2, pp=2))[1].activations for cfg in (plain, one)]
+    assert kept[1] - kept[0] == mtp_bytes(one) + more
 
 
 def test_work_by_hand() -> None:
