@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [{"ep": 2}],
     4: [{"ep": 2, "tp": 2}, {"ep": 4}, {"ep": 4, "tp": 2, "etp": "1", "zero": 3}],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def damped() -> Iterator[None]:
+    """An epsilon of AdamW above roundings: a gradient near zero would otherwise be divided by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "OPTIM", dataclasses.replace(jobs.OPTIM, eps=1e-6))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +140,7 @@ def check(ranks: list[Any], expected: Any, saved: Path, what: str) -> None:
     ours = read_all(saved / "hf")
     assert ours.keys() == weights.keys()
     for name, theirs in weights.items():
-        # Roundings come to 0.9e-5: AdamW divides elements whose gradients are near zero by themselves.
-        assert (ours[name] - theirs).abs().max() <= 2e-5 * theirs.abs().max(), f"{what}: {name}"
+        assert (ours[name] - theirs).abs().max() <= 1e-5 * theirs.abs().max(), f"{what}: {name}"
 
 
 def config(folder: Path, parallel: dict[str, Any]) -> Config:
