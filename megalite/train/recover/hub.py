@@ -15,9 +15,10 @@ import secrets
 import socket
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
-from megalite.base.log import unfinished_code
+from megalite.base.log import env_int, unfinished_code
 from megalite.train.recover.messages import EventLoop, Link
 from megalite.train.recover.peers import Peer, buddies, find_copies
 from megalite.train.recover.processes import say
@@ -38,13 +39,15 @@ MET = "all ranks have met"
 class Hub:
     """Hears all guards, and tells all of them the same.
 
+    Reserves may come at any time, also from hosts that were lost: Kubernetes starts lost pods again.
+
     Args:
         loop: where it is read.
         world: number of ranks.
         limit: recoveries before the run is given up.
         alone: whether all guards are on this host.
         elsewhere: whether guards keep each other's copies, and reserves take the place of those that are gone.
-        spares: how many of these there are.
+        spares: how many of these the launcher starts.
     """
 
     def __init__(
@@ -60,13 +63,16 @@ class Hub:
         self._reserves: list[Peer] = []
         # Reserves that have not said hello yet, and ranks that have no guard until one does.
         self._expected, self._vacant = spares, list[int]()
+        # How many seconds these are waited for where the launcher replaces what is lost.
+        self._patience = env_int("MEGALITE_RESERVE_WAIT", 0)
         self._round, self._recoveries, self._gave_up, self._ended = 0, 0, "", False
         # Whether some ranks are on hosts that have no device for them.
         self._stood_in = False
         self._broken: dict[str, Any] | None = None
         self._done: set[int] = set()
-        # Ranks whose guards have not yet said, since the round is broken, which copies there are.
-        self._silent: set[int] = set()
+        # Ranks whose guards have not yet said, since the round is broken, which copies there are; and those that have
+        # lost their guards since.
+        self._silent, self._lost = set[int](), set[int]()
         self._deaths: Counter[tuple[int, int]] = Counter()
         loop.watch(self._server.fileno(), self._accept)
 
@@ -85,7 +91,7 @@ class Hub:
         link.heard = lambda message: self._hear(peer, message)
         if peer.rank < 0:
             self._reserves.append(peer)
-            self._expected -= 1
+            self._expected = max(0, self._expected - 1)
         else:
             self._guards[peer.rank] = peer
         if self._broken is not None:
@@ -146,6 +152,9 @@ class Hub:
         self._vacant.append(peer.rank)
         self._break(peer.rank, {"cause": f"rank {peer.rank} is gone with its host or its guard", "died": True})
         self._silent.add(peer.rank)
+        self._lost.add(peer.rank)
+        if self._patience and not self._reserves:
+            say(0, f"no rank is left in reserve: waiting up to {self._patience} s for a host to come back")
         self._fill_vacancies()
 
     def _fill_vacancies(self) -> None:
@@ -165,21 +174,21 @@ class Hub:
             return
         cause = message["cause"]
         self._broken = {"rank": rank, "dead": dead, "cause": cause, "died": time.monotonic()}
-        self._silent = set(range(self._world))
+        self._silent, self._lost = set(range(self._world)), set()
         if self._gave_up:
             self._end_unfinished(f"{cause} while the last state was being saved")
             return
         self._tell({"break": self._round})
-        self._wait()
+        longest = max(_GATHER_S, self._patience)
+        for seconds in {_GATHER_S, longest}:
+            self._loop.after(seconds, partial(self._give_up_waiting, self._round, seconds == longest))
 
-    def _wait(self) -> None:
-        self._loop.after(_GATHER_S, lambda number=self._round: self._give_up_waiting(number))  # type: ignore[misc]
-
-    def _give_up_waiting(self, number: int) -> None:
-        if number != self._round or self._ended:
+    def _give_up_waiting(self, number: int, last: bool = True) -> None:
+        """Go on without a round's missing ranks, or end; not `last`: those that are lost may still be replaced."""
+        if number != self._round or self._ended or not (last or self._silent - self._lost):
             return
         if len(self._silent) == len(self._vacant) and not self._gave_up:
-            self._expected = 0
+            self._expected = self._patience = 0
             self._go_if_all_are_dead()
             return
         why = f"ranks {sorted(self._silent)} could not be ended, or have never been met,"
@@ -200,7 +209,7 @@ class Hub:
         self._expected = len(self._vacant)
         for rank in self._vacant:
             keepers[rank].link.send({"stand_in": True})
-        self._wait()
+        self._loop.after(_GATHER_S, partial(self._give_up_waiting, self._round))
 
     def _go_if_all_are_dead(self) -> None:
         """Begin the next round with the copies that all ranks have."""
@@ -208,7 +217,7 @@ class Hub:
         if self._broken is None or self._ended or len(self._silent) > len(self._vacant):
             return
         if self._vacant:
-            if self._expected <= 0:
+            if not (self._expected or self._patience):
                 self._ask_for_stand_ins()
             return
         common, keepers = find_copies(self._guards, self._world)
@@ -246,4 +255,7 @@ class Hub:
 
     def _end(self, code: int, why: str, kill: bool = False) -> None:
         self._ended = True
+        # Nobody takes this hub for that of the next attempt.
+        self._loop.forget(self._server.fileno())
+        self._server.close()
         self._tell({"end": code, "why": why, "kill": kill})

@@ -484,6 +484,40 @@ def test_without_its_copies_a_lost_rank_ends_the_run(kept: dict[str, Any], nobod
     assert links[2].said[-1] == {"end": 1, "why": why + nobody, "kill": True}
 
 
+def test_lost_hosts_that_come_back_are_in_reserve_for_the_next_loss(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Kubernetes starts lost pods again; the run used to end as soon as no other was in reserve."""
+    monkeypatch.setenv("MEGALITE_RESERVE_WAIT", "600")
+    links = [Said(f"10.0.0.{rank}") for rank in range(3)]
+    hub: Any = make_hub(links, elsewhere=True)
+    for number in range(3):
+        links[1].heard(None)
+        assert "no rank is left in reserve: waiting up to 600 s for a host to come back\n" in capfd.readouterr().err
+        for rank in (0, 2):
+            links[rank].heard({"killed": number, "held": copies(number), "kept": {"1": copies(number)}})
+        # Who could have answered at once has: it is the lost one that is missing.
+        hub._give_up_waiting(number, last=False)
+        assert links[0].said[-1] == {"break": number}
+        links[1] = Said("10.0.0.1")
+        meet(hub, links[1], -1, 9)
+        assert links[1].said == [{"break": number}]
+        links[1].heard({"killed": number, "held": [], "kept": {}})
+        assert [link.said[-1]["rank"] for link in links] == [0, 1, 2]
+    # That of another comes before it is missed.
+    early = Said("10.0.0.4")
+    meet(hub, early, -1, 9)
+    links[2].heard(None)
+    assert early.said == [{"break": 3}]
+    assert "no rank is left" not in capfd.readouterr().err
+    for link in (links[0], early):
+        link.heard({"killed": 3, "held": copies(3), "kept": {"1": copies(3)}})
+    links[1].heard(None)
+    assert not [said for said in links[0].said if "stand_in" in said]
+    hub._give_up_waiting(3)
+    assert early.said[-1] == {"stand_in": True}
+
+
 def test_a_reserve_that_is_gone_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     """Nobody would have known until one was missing."""
     links = [Said() for _ in range(5)]
