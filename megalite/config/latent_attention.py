@@ -62,7 +62,6 @@ def check_latent_attention(m: Any, p: Any, t: Any) -> None:
     if m.kv_lora_rank is None:
         return
     for given, refused, why in (
-        ("--compile", t.compile, "its shared keys are gathered inside the block"),
         (f"--fp8 {t.fp8}", t.fp8 != "off", "the projections to latents have no FP8 form"),
         (f"--cp-comm {p.cp_comm}", p.cp > 1 and p.cp_comm not in ("auto", "gather"), "latents are gathered"),
         (

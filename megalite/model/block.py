@@ -12,6 +12,7 @@ from megalite.batch import Documents, ForwardPass
 from megalite.model.attention import QKNorm
 from megalite.model.delta_net import DeltaNetLayer
 from megalite.model.ffn import FEED_FORWARDS
+from megalite.model.latent_attention import LatentAttentionLayer
 from megalite.model.layers import Layers, NoNorm, Rope
 from megalite.model.mixers import MIXERS
 from megalite.model.moe import MoELayer
@@ -92,12 +93,14 @@ def compile_block(block: nn.Module) -> None:
     """Compile what lies between the layers that communicate.
 
     Those layers run as they are: they add to `main_grad` and to the queue of weight gradients, which a traced graph
-    cannot see. So do experts, whose numbers of rows change with every micro-batch, and gated delta nets, whose chunks
-    would be unrolled. Hooks on the block run outside the compiled code too.
+    cannot see. So do experts, whose numbers of rows change with every micro-batch, gated delta nets, whose chunks would
+    be unrolled, and the gathering of latents. Hooks on the block run outside the compiled code too.
     """
     prepare_to_compile()
     apart = ParallelLinear, MoELayer, DeltaNetLayer
     for part in block.modules():
         if isinstance(part, apart) or (isinstance(part, QKNorm) and not part.per_head):
             part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
+        elif isinstance(part, LatentAttentionLayer):
+            part.enter = torch.compiler.disable(part.enter)
     block.forward = torch.compile(block.forward)

@@ -42,7 +42,9 @@ class LatentAttentionLayer(nn.Module):
         self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
         self.attention, self.rope = layers.ops.attention, layers.ops.rope
         self.dropout = layers.dropout("attention", index)
-        self.tp, self.sequence_parallel = layers.tp, layers.sequence_parallel
+        self.tp = layers.tp
+        # The heads of all ranks read the latents: their gradient is partial.
+        self.enter = exchange.gather_sequence if layers.sequence_parallel else collectives.copy_to
 
         def norm(leaf: str) -> Norm:
             functions = layers.ops.rmsnorm, layers.ops.add_rmsnorm
@@ -68,9 +70,7 @@ class LatentAttentionLayer(nn.Module):
             q = self.q_proj(x_SBH)
         latents, shared_key = self.kv_a_proj_with_mqa(x_SBH).split(self.latent_parts, dim=-1)
         latents = torch.cat((self.kv_a_layernorm(latents), shared_key), dim=-1)
-        # The heads of all ranks read them: their gradient is partial.
-        enter = exchange.gather_sequence if self.sequence_parallel else collectives.copy_to
-        args = q, enter(latents, self.tp), rope, documents, fwd
+        args = q, self.enter(latents, self.tp), rope, documents, fwd
         if self.recompute_core and fwd.training:
             out = checkpoint(self._core, *args, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megalite.base.errors import UserError
+from megalite.config.model import ModelConfig
 from megalite.config.rope import RopeScaling
 from megalite.config.run import Config
 from tests.parity import jobs, test_documents
-from tests.parity.test_experts import Row, Shape, ranks_of
+from tests.parity.test_experts import Row, Shape, compiled, ranks_of
 from tests.parity.test_zero import assert_same, config, one_process, put_together, scaled, trained
 from tests.rows import always_run, layout_tests
 from tests.workers import WorkerPool
@@ -167,6 +168,25 @@ def test_muon_takes_whole_matrices(pool: WorkerPool) -> None:
             np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
+COMPILED: list[Any] = [
+    (2, LATENT, {"tp": 2}, {"micro_batch_size": 2}),
+    (4, LATENT, {"cp": 2, "tp": 2}, {"recompute": "selective"}),
+    (2, LATENT, {"tp": 2, "sequence_parallel": False}, {"recompute": "full"}),
+    (4, replace(LITE, moe_dense_layers=()), {"tp": 2, "zero": 3}, {"recompute": "selective"}),
+    (4, LATENT, {"tp": 2, "pp": 2, "schedule": "zb-h1"}, {}),
+]
+
+
+@pytest.mark.parametrize("row", always_run(COMPILED, COMPILED[0]), ids=lambda row: str(row[2:]))
+def test_compiled_blocks(pool: WorkerPool, row: tuple[int, ModelConfig, dict[str, Any], dict[str, Any]]) -> None:
+    """Each block is traced once; latents are gathered outside of the compiled code."""
+    world, model, layout, train = row
+    model = replace(model, num_layers=layout.get("pp", 1))
+    ranks = pool.run(world, compiled, [config(model, 1, layout, compile=True, ops="torch", **train)], world)
+    single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+    assert_same([rank[0] for rank in ranks], single, f"compiled {row}")
+
+
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kv_lora_rank": None}, {}, "applies to latent attention"),
     ({"num_kv_heads": 4}, {}, "every head has keys of its own"),
@@ -176,7 +196,6 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"qk_norm": "head"}, {}, "its latents are normalized instead"),
     ({"rope_fraction": 0.5}, {}, "says what is rotated"),
     ({"mup_base_width": 16}, {}, "muP has no rule"),
-    ({}, {"compile": True}, "gathered inside the block"),
     ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),
     ({}, {"cp": 2, "cp_comm": "ring"}, "latents are gathered"),
     ({"attention_dropout": 0.1}, {"cp": 2}, "blocks of keys have no dropout"),
