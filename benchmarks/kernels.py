@@ -264,9 +264,31 @@ def wgrad(device: torch.device, dtype: torch.dtype, size: Sizes, compiled: bool)
     yield Bench("wgrad", (dy.numel() + x.numel()) * dtype.itemsize + 8 * main_grad.numel(), None, variants)
 
 
+def delta_nets(device: torch.device, dtype: torch.dtype, size: Sizes, compiled: bool) -> Iterator[Bench]:
+    """Heads of 128, two of values for each of keys. The rule is compute-bound: no goal as a share of the copy rate."""
+    values = max(2, size.hidden // 128)
+    q, k = (torch.randn(size.tokens, 1, values // 2, 128, device=device, dtype=dtype) for _ in range(2))
+    v, dout = (torch.randn(size.tokens, 1, values, 128, device=device, dtype=dtype) for _ in range(2))
+    decay, beta = (torch.rand(size.tokens, 1, values, device=device) for _ in range(2))
+    functions: dict[str, Callable[..., Any]] = {
+        name: ops.gated_delta_rule for name, ops in backends(device, dtype, "delta_rule").items()
+    }
+    given = [q, k, v, -decay, beta.to(dtype)]
+    moved = sum(x.nbytes for x in (*given, dout))
+    forward, backward = both_ways(functions, given, [dout])
+    yield Bench("gated_delta_rule", moved, None, forward)
+    yield Bench("gated_delta_rule backward", 2 * moved - dout.nbytes, None, backward)
+    x = torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1)
+    weight = torch.randn(x.shape[-1], 4, device=device, dtype=dtype)
+    functions = {name: ops.causal_conv for name, ops in backends(device, dtype, "causal_conv").items()}
+    forward, backward = both_ways(functions, [x, weight], [torch.randn_like(x)])
+    yield Bench("causal_conv", 2 * x.nbytes, None, forward)
+    yield Bench("causal_conv backward", 3 * x.nbytes, None, backward)
+
+
 GROUPS = {
     "norms": norms, "rope": rope, "activations": activations, "cross_entropy": cross_entropy, "flat": flat,
-    "wgrad": wgrad,
+    "wgrad": wgrad, "delta_nets": delta_nets,
 }  # fmt: skip
 
 

@@ -482,6 +482,95 @@ def _attend_cases() -> Iterator[Case]:
                 )
 
 
+def _delta_oracle(
+    starts: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor]:
+    """Token by token: decay the state, correct what it holds for the key towards the value, read it with the query."""
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2).unsqueeze(-2) for x in (q, k))
+    out = []
+    for t in range(len(v)):
+        state = state * decay[t].exp()[..., None, None]
+        if starts is not None:
+            state = state * (starts[t] != t)[:, None, None, None]
+        change = (v[t].unsqueeze(-2) - k[t] @ state) * beta[t][..., None, None]
+        state = state + k[t].mT * change
+        out.append((q[t] @ state).squeeze(-2) / q.shape[-1] ** 0.5)
+    return (torch.stack(out),)
+
+
+def _delta_rule(o: Ops, starts: Tensor | None, *given: Tensor) -> tuple[Tensor]:
+    *tokens, state = given
+    return (o.gated_delta_rule(*tokens, starts, state.float()),)
+
+
+def _delta_in_two(o: Ops, starts: Tensor | None, *given: Tensor) -> tuple[Tensor]:
+    """The rule over some tokens, and over the others from what those make of the state before them."""
+    *tokens, state = given
+    cut, state = len(tokens[0]) // 2, state.float()
+    ahead, behind = [x[:cut] for x in tokens], [x[cut:] for x in tokens]
+    starts_ahead, starts_behind = (None, None) if starts is None else (starts[:cut], starts[cut:] - cut)
+    passed, added = o.gated_delta_transition(*ahead[1:], starts_ahead).split((state.shape[-2], state.shape[-1]), -1)
+    first = o.gated_delta_rule(*ahead, starts_ahead, state)
+    return (torch.cat((first, o.gated_delta_rule(*behind, starts_behind, passed @ state + added))),)
+
+
+def _delta_cases() -> Iterator[Case]:
+    # Less than a chunk of 64 tokens, and several; strong decays among mild ones.
+    for lengths, keys, values, documents in (((5,), 2, 4, False), ((150,), 1, 3, False), ((30, 1, 33, 86), 2, 2, True)):
+        shape = sum(lengths), keys, values
+
+        def inputs(g: torch.Generator, sizes: Any = shape) -> list[Tensor]:
+            tokens, keys, values = sizes
+            decay = -_randn(g, tokens, 2, values).square()
+            decay[4::9] *= 100
+            q, k, v = (_randn(g, tokens, 2, heads, width) for heads, width in ((keys, 16), (keys, 16), (values, 8)))
+            return [q, k, v, decay, _randn(g, tokens, 2, values).sigmoid(), _randn(g, 2, values, 16, 8)]
+
+        def starts(x: Tensor, lengths: tuple[int, ...] = lengths, documents: bool = documents) -> Tensor | None:
+            if not documents:
+                return None
+            at = _documents(*lengths, device=x.device).starts_SB
+            return at.where(at > 0, -3)  # the first goes on from before
+
+        label = f"[{shape[0]}, 2, {keys}/{values}, 16 x 8]{' documents' if documents else ''}"
+        for name, run in (("gated_delta_rule", _delta_rule), ("gated_delta_transition", _delta_in_two)):
+            yield Case(
+                f"{name} {label}",
+                inputs,
+                lambda o, *given, run=run, starts=starts: run(o, starts(given[0]), *given),
+                lambda *given, starts=starts: _delta_oracle(starts(given[0]), *given),
+            )
+
+
+def _conv_oracle(x: Tensor, weight: Tensor, starts: Tensor | None) -> tuple[Tensor]:
+    tokens, width = len(x), weight.shape[1]
+    total = torch.zeros_like(x)
+    for t in range(tokens):
+        for j in range(min(width, t + 1)):
+            seen = x[t - j] if starts is None else x[t - j] * (starts[t] <= t - j)[:, None]
+            total[t] = total[t] + weight[:, width - 1 - j] * seen
+    return (total * total.sigmoid(),)
+
+
+def _conv_cases() -> Iterator[Case]:
+    for lengths, width, documents in (((1,), 4, False), ((17,), 3, False), ((2, 1, 9), 4, True)):
+        tokens = sum(lengths)
+
+        def inputs(g: torch.Generator, tokens: int = tokens, width: int = width) -> list[Tensor]:
+            return [_randn(g, tokens, 2, 10), _randn(g, 10, width)]
+
+        def starts(x: Tensor, lengths: tuple[int, ...] = lengths, documents: bool = documents) -> Tensor | None:
+            return _documents(*lengths, device=x.device).starts_SB if documents else None
+
+        yield Case(
+            f"causal_conv [{tokens}, 2, 10] of {width} tokens{' documents' if documents else ''}",
+            inputs,
+            lambda o, x, w, starts=starts: (o.causal_conv(x, w, starts(x)),),
+            lambda x, w, starts=starts: _conv_oracle(x, w, starts(x)),
+        )
+
+
 def cases() -> list[Case]:
     """Every case of every op."""
     return [
@@ -494,6 +583,8 @@ def cases() -> list[Case]:
         *_grouped_cases(),
         *_attention_cases(),
         *_attend_cases(),
+        *_delta_cases(),
+        *_conv_cases(),
     ]
 
 
