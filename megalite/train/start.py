@@ -39,7 +39,6 @@ from megalite.dist.context import ParallelContext
 from megalite.model.parameters import describe_parameters
 from megalite.ops.attention import why_masked
 from megalite.pipeline.record import Recorder
-from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.gpu_readings import GpuReadings
 from megalite.train.inputs import open_data, resolve_vocabulary
@@ -80,7 +79,7 @@ def open_run(
         heartbeat.beat("set-up: data", patience=OWN)
         datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
         heartbeat.beat("set-up: model", patience=OWN)
-        engine = agree(ctx, lambda: build_engine(cfg, ctx))
+        engine = agree(ctx, lambda: restore.build(cfg, ctx))
         run_dir = cfg.run.folder
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))

@@ -119,23 +119,6 @@ def test_a_host_is_killed(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     zygote.until(lambda: not members_of(tmp_path), 30)
 
 
-def test_the_last_reserve_is_used_up(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
-    """The run ends in a line, and the same command resumes from the disk."""
-    run = tmp_path / "run"
-    jobs = hosts.begin(tmp_path, [], 1, waits_at(6, tmp_path))
-    jobs[0].wait_for(0, "step 5/")
-    hosts.power_off(1)
-    jobs[0].wait_for(0, "rank 1 is gone with its host or its guard: back to step ")
-    hosts.power_off(2)
-    left = end(jobs, 30)
-    assert codes(left) == [1, -signal.SIGKILL, -signal.SIGKILL], left
-    assert left[0].err.count("the guard of rank 1 is gone, and with it what it kept; no rank is left in reserve") == 1
-    assert "Traceback" not in left[0].err
-    assert committed(run)
-    assert codes(end(hosts.begin(tmp_path, [], 1))) == [0, 0, 0]
-    assert outcome(run) == outcome(whole)
-
-
 def test_a_guard_is_killed(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
     """As its host; and after it the process that took over, which its new guard recovers."""
     run = tmp_path / "run"

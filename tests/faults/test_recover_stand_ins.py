@@ -49,3 +49,43 @@ def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path
     assert losses(run_on(zygote, hit, 1, *SAME)) == pytest.approx(losses(whole), rel=1e-5)
     assert outcome(run_on(zygote, tmp_path / "same", 2, *SAME)) == outcome(whole)
     assert [event["step"] for event in events(hit / "run", "resume")] == [at]
+
+
+@pytest.mark.full
+def test_the_last_reserve_is_used_up(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
+    """Two ranks each: those in reserve take over, and then nobody is left but the first host."""
+    flags, hit = [*SAME, "--tp", "2"], tmp_path / "hit"
+    whole = run_on(zygote, tmp_path / "whole", 4, *flags)
+    jobs = hosts.begin(hit, [*flags, "--save-every", "0"], 2, waits_at(6, hit), each=2)
+    jobs[0].wait_for(0, "step 5/")
+    hosts.power_off(1)
+    jobs[0].wait_for(0, "back to step ")
+    hosts.power_off(2)
+    left = end(jobs)
+    assert codes(left) == [75, 75, *[-signal.SIGKILL] * 4], left
+    at = events(hit / "run", "recovery")[-1]["step"]
+    assert committed(hit / "run") == {f"step_{at:08}"}
+    shutil.copytree(hit, tmp_path / "same", symlinks=True)
+    other = run_on(zygote, hit, 2, *SAME, "--pp", "2")
+    assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
+    assert outcome(run_on(zygote, tmp_path / "same", 4, *flags)) == outcome(whole)
+    assert [event["step"] for event in events(other, "resume")] == [at]
+
+
+@pytest.mark.full
+def test_a_host_and_the_one_that_keeps_its_copies_without_a_reserve(
+    hosts: Hosts, zygote: Zygote, tmp_path: Path
+) -> None:
+    """The next start resumes from the disk."""
+    flags = ["--global-batch-size", "6"]
+    whole, hit = run_on(zygote, tmp_path / "whole", 3, *flags), tmp_path / "hit"
+    jobs = hosts.begin(hit, flags, 0, waits_at(6, hit))
+    jobs[0].wait_for(0, "step 5/")
+    zygote.until(lambda: "step_00000004" in committed(hit / "run"), 60)
+    for host in (1, 2):
+        hosts.power_off(host)
+    left = end(jobs)
+    assert codes(left) == [1, -signal.SIGKILL, -signal.SIGKILL], left
+    assert "no rank is left in reserve, and nobody has copies of ranks [1]" in left[0].err
+    assert "Traceback" not in left[0].err
+    assert outcome(run_on(zygote, hit, 3, *flags)) == outcome(whole)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import require
-from megalite.train.recover.member import spare_ranks
+from megalite.train.recover.member import survives_hosts
 
 # Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
 NOTICE_S = 120
@@ -77,7 +77,7 @@ class BatchJob:
     @property
     def reserves(self) -> bool:
         """Whether the run goes on without a lost host."""
-        return spare_ranks(self.script) > 0
+        return survives_hosts(self.script)
 
     def gpus(self) -> list[int]:
         """Return the number of GPUs per node; an empty list on CPU."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megalite.base.errors import UserError, require
 from megalite.extras.launch.probe import VARIABLES
-from megalite.train.recover.member import spare_ranks
+from megalite.train.recover.member import survives_hosts
 
 # ssh's exit code when the connection fails or is lost; every other one is the remote command's.
 SSH_FAILED = 255
@@ -203,7 +203,7 @@ def torchrun_command(python: str, flags: Mapping[str, object], script: Sequence[
     # them for its own: else "--n" of a script would be an abbreviation, and a "--" of its own would be gone.
     module, words_of_script = (["-m"], script[1:]) if script[0] == "-m" else ([], script)
     escaped = [word.replace("$", "$$") for word in words_of_script]
-    torchrun = "megalite.extras.launch.elastic" if spare_ranks(script) else "torch.distributed.run"
+    torchrun = "megalite.extras.launch.elastic" if survives_hosts(script) else "torch.distributed.run"
     return [python, "-m", torchrun, *words, *module, "--", *escaped]
 
 
@@ -224,7 +224,7 @@ def host_command(spec: LaunchSpec, hosts: Sequence[Host], node_rank: int) -> lis
         "--tee": 3,
     }
     torchrun = torchrun_command(spec.python, flags, spec.script)
-    agent = [spec.python, spec.agent, *(["--kill"] if spare_ranks(spec.script) else [])]
+    agent = [spec.python, spec.agent, *(["--kill"] if survives_hosts(spec.script) else [])]
     run = ["exec", "env", *(f"{k}={v}" for k, v in env.items()), *agent, *torchrun]
     return [*ssh_prefix(spec.ssh_config), host.name, f"{shlex.join(['cd', spec.workdir])} && {shlex.join(run)}"]
 

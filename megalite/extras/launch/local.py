@@ -29,7 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from megalite.base.errors import UserError
 from megalite.base.log import logger, unfinished_code
 from megalite.extras.launch.elastic import ReserveAgent, silence
-from megalite.train.recover.member import spare_ranks
+from megalite.train.recover.member import survives_hosts
 
 USER_ERROR_CODE = 2
 # In Kubernetes the first pod's name resolves only once it runs, and pulling its image may take long.
@@ -76,7 +76,7 @@ class LocalRanks:
         self.asked = 0
         self.patience_s = patience_s
         self.master = place.master_addr
-        self.reserves = spare_ranks(script) > 0
+        self.reserves = survives_hosts(script)
         self.config = LaunchConfig(
             min_nodes=place.nnodes,
             max_nodes=place.nnodes,

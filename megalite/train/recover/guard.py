@@ -22,7 +22,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
-from megalite.base.child import children
+from megalite.base.child import children, signal_when_parent_dies
 from megalite.base.log import unfinished_code
 from megalite.train.recover.held import Held
 from megalite.train.recover.hub import UNFINISHED, Hub
@@ -55,8 +55,7 @@ class Guard:
     def __init__(self, start: Callable[[int], int], launcher: int = 0, waits: bool = False, spares: int = 0) -> None:
         self._start_process, self._launcher, self._loop = start, launcher, EventLoop()
         self._hub: Link | None = None
-        # How it was met.
-        self._meeting: dict[str, Any] = {}
+        self._meeting: dict[str, Any] = {}  # how it was met
         self._server: Hub | None = None
         self._rank, self._round, self._broken, self._ending = -1, 0, False, False
         self._code: int | None = None
@@ -195,6 +194,8 @@ class Guard:
             self._leave(1, f"the guard of rank 0 at {address[0]}:{address[1]} cannot be reached ({e})")
         hello = {"hello": self._rank, "token": message["token"], "network": network()}
         if message["elsewhere"]:
+            if self._launcher:
+                signal_when_parent_dies(signal.SIGKILL)  # a lost host, and no reason for the others to stop
             hello["port"] = self._held.open(address[0], message["token"])
         self._hub.send(hello)
 
@@ -223,8 +224,8 @@ class Guard:
     def _hear_hub(self, message: dict[str, Any] | None) -> None:
         if message is None:
             if not self._ending:
-                # A launcher takes a signal for a loss, which a reserve makes good, and a code for an error of the run.
-                code = -signal.SIGKILL if self._spares and self._launcher else 1
+                # A launcher takes a signal for a loss, which the others survive, and a code for an error of the run.
+                code = -signal.SIGKILL if self._meeting["elsewhere"] and self._launcher else 1
                 self._leave(code, "the guard of rank 0 is gone: ending this rank")
         elif "break" in message:
             self._leave_if_orphaned()

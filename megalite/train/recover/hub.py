@@ -100,7 +100,7 @@ class Hub:
         elif self._elsewhere and peer.rank >= 0 and len(self._guards) == self._world:
             for rank, address in enumerate(self._addresses_of_buddies()):
                 self._guards[rank].link.send({"buddy": address})
-            say(0, f"{MET}: those in reserve replace what is lost from here on")
+            say(0, f"{MET}: the loss of a host does not end the run at once from here on")
 
     def _addresses_of_buddies(self) -> list[list[Any] | None]:
         found = buddies([self._guards[rank].network for rank in range(self._world)]) if self._elsewhere else []

@@ -63,6 +63,11 @@ def spare_ranks(argv: Sequence[str]) -> int:
     return int(given) if given.isascii() and given.isdecimal() else 0
 
 
+def survives_hosts(argv: Sequence[str]) -> bool:
+    """Whether a command line's run goes on without a lost host, or at least saves its last state."""
+    return spare_ranks(argv) > 0 or _value_of("--recover", argv) == "host"
+
+
 def _value_of(flag: str, argv: Sequence[str]) -> str:
     """Return the last value of a flag of a command line; "" where it has none."""
     value = ""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megalite.config.run import Config
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
 from megalite.dist.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host
+from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import Copies
 from megalite.train.recover.hub import LOOPBACK
@@ -98,10 +100,22 @@ def gave_up() -> bool:
     return rank_guard is not None and bool(rank_guard.turn.get("gave_up"))
 
 
+def _saves_on_cpu() -> bool:
+    rank_guard = guard()
+    return rank_guard is not None and bool(rank_guard.turn.get("cpu"))
+
+
 def device_of(cfg: Config) -> str:
     """Name this process's device, as `--device`: the CPU where two ranks would share a GPU for a last save."""
-    rank_guard = guard()
-    return "cpu" if rank_guard is not None and rank_guard.turn.get("cpu") else cfg.parallel.device
+    return "cpu" if _saves_on_cpu() else cfg.parallel.device
+
+
+def build(cfg: Config, ctx: ParallelContext) -> Engine:
+    """As `build_engine`; on a CPU that computes nothing, without the kernels that only a GPU has."""
+    if not _saves_on_cpu():
+        return build_engine(cfg, ctx)
+    train = replace(cfg.train, ops="auto", attention="auto", compile=False, fp8_emulate=cfg.train.fp8 != "off")
+    return replace(build_engine(replace(cfg, train=train), ctx), cfg=cfg)
 
 
 def began() -> float:

@@ -16,16 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megalite.api import configure
 from megalite.base.child import readable
 from megalite.base.errors import UserError
+from megalite.dist.context import ParallelContext
+from megalite.dist.grid import Grid
 from megalite.train.recover import guard as guard_module
 from megalite.train.recover import processes, restore
 from megalite.train.recover.guard import Guard
 from megalite.train.recover.hub import Hub
 from megalite.train.recover.main import reserve
-from megalite.train.recover.member import spare_ranks
+from megalite.train.recover.member import spare_ranks, survives_hosts
 from megalite.train.recover.messages import EventLoop, Link, Packets
 from megalite.train.recover.peers import buddies
 from megalite.train.recover.restore import check_unchanged
@@ -343,13 +347,13 @@ def test_a_rank_that_is_lost_before_the_reserve_has_come_waits_for_it() -> None:
         assert links[1].said[-1] == {"stand_in": True}
 
 
-@pytest.mark.parametrize(("launcher", "spares", "code"), [(0, 1, 1), (7, 0, 1), (7, 1, -signal.SIGKILL)])
+@pytest.mark.parametrize(("launcher", "elsewhere", "code"), [(0, True, 1), (7, False, 1), (7, True, -signal.SIGKILL)])
 def test_a_guard_without_a_hub_is_a_lost_one_to_a_launcher(
-    make: Callable[..., Rank], launcher: int, spares: int, code: int
+    make: Callable[..., Rank], launcher: int, elsewhere: bool, code: int
 ) -> None:
     """Its code ended the run, which a reserve could have gone on with."""
     rank = make()
-    rank.guard._launcher, rank.guard._spares = launcher, spares
+    rank.guard._launcher, rank.guard._meeting = launcher, {"elsewhere": elsewhere}
     with pytest.raises(Left, match=f"^{code}$"):
         rank.guard._hear_hub(None)
 
@@ -360,6 +364,26 @@ def test_a_guard_without_a_hub_is_a_lost_one_to_a_launcher(
 )
 def test_the_last_of_several_values_counts(words: str, spares: int) -> None:
     assert spare_ranks(words.split()) == spares
+
+
+@pytest.mark.parametrize(
+    ("words", "survives"), [("--recover process", False), ("--recover=host", True), ("--spare-ranks 1", True)]
+)
+def test_a_launcher_knows_from_the_command_line_that_a_run_survives_hosts(words: str, survives: bool) -> None:
+    """Without ranks in reserve it saves at least."""
+    assert survives_hosts(words.split()) == survives
+
+
+def test_a_last_save_needs_no_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"num_layers": 1, "hidden_size": 32, "num_heads": 2, "vocab_size": 64, "seq_len": 16, "mock_data": True}
+    cfg = configure(**shape, ops="triton", attention="cudnn", precision="bf16", fp8="rowwise", compile=True)
+    ctx = ParallelContext.create(Grid.of(1), torch.device("cpu"))
+    with pytest.raises(UserError):
+        restore.build(cfg, ctx)
+    assert restore.device_of(cfg) == cfg.parallel.device == "auto"
+    monkeypatch.setattr(restore, "guard", lambda: SimpleNamespace(turn={"cpu": True}))
+    assert restore.build(cfg, ctx).cfg == cfg
+    assert restore.device_of(cfg) == "cpu"
 
 
 def copies(*steps: int) -> list[list[int]]:
