@@ -67,10 +67,9 @@ class RunConfig:
     recover_every: int = 1
     """With --recover: steps between copies."""
     max_recoveries: int = 100
-    """With --recover: after so many the last state is saved, and the run ends with exit code 75."""
+    """With --recover: after so many (or without a spare rank) the last state is saved, and the exit code is 75."""
     spare_ranks: int = 0
-    """With --recover host: the launcher's last so many ranks do not train, but wait to take a lost host's place.
-    Where none is left, the last state is saved, and the run ends with exit code 75."""
+    """With --recover host: the launcher's last so many ranks do not train, but wait to take a lost host's place."""
     on_spike: Literal["ignore", "skip", "rewind"] = "ignore"
     """On a loss spike: ignore it, skip its update, or rewind to the last checkpoint and skip the samples since then."""
     spike_threshold: float = 1.5
