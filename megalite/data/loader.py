@@ -88,6 +88,14 @@ class BatchLoader:
                 raise
             return self._zeros(self._ahead[0][0] // self._dp_size), e
 
+    def read_share(self, dp_rank: int, rows: int) -> tuple[Rows, Exception | None]:
+        """Read the `rows` rows of the last batch that another rank has; like `next`, return zeros if that fails."""
+        first = self.consumed_samples - (self._dp_size - dp_rank) * rows
+        try:
+            return self._reader.submit(self._read_rows, first, rows).result(), None
+        except Exception as e:
+            return self._zeros(rows), e
+
     def _zeros(self, rows: int) -> Rows:
         return Rows.of(np.zeros((rows, self.dataset.seq_len + 1), np.int64))
 
@@ -113,9 +121,11 @@ class BatchLoader:
 
     def _read(self, start: int, size: int) -> Rows:
         rows = size // self._dp_size
+        return self._read_rows(start + self._dp_rank * rows, rows)
+
+    def _read_rows(self, first: int, rows: int) -> Rows:
         if not self.reads:
             return self._zeros(rows)
-        first = start + self._dp_rank * rows
         return Rows.stack([self._sample(position) for position in range(first, first + rows)])
 
     def _sample(self, position: int) -> Rows:

@@ -15,9 +15,10 @@ from megalite.checkpoint.save import SaveError
 from megalite.train.evaluate import evaluate
 from megalite.train.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.train.fp8_amax import Fp8Amax
+from megalite.train.local_gradients import LocalGradients
 from megalite.train.recover.hub import UNFINISHED
 from megalite.train.recover.restore import began
-from megalite.train.replay import LocalGradients, is_bad, replay
+from megalite.train.replay import is_bad, replay
 from megalite.train.rewind import rewind
 from megalite.train.routing_figures import ExpertWatch
 from megalite.train.run import Run, keep_copy, save
@@ -180,7 +181,7 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
         raise _nothing_to_learn(run)
     if progress.gradients is not None and is_bad(run, result):
         run.heartbeat.beat("training again", step, patience)
-        result = replay(run, result, progress.gradients, scalars, once)
+        result = replay(run, result, batch, progress.gradients, scalars, once)
     seconds = time.perf_counter() - started
     run.step = step
     progress.stop = result.stop
@@ -209,8 +210,7 @@ def go_back(run: Run, result: StepResult, progress: Progress) -> bool:
     """Rewind after a spike; return False if there is no checkpoint to go back to."""
     spiked_at, limit, skips_from = run.step, run.spikes.limit, run.consumed_samples
     run.heartbeat.beat("rewind", run.step, CHILDREN)
-    source = rewind(run)
-    if source is None:
+    if (source := rewind(run)) is None:
         return False
     progress.saved_at, progress.bad_steps = run.step, 0
     reason = f"loss {result.loss:.4f} after step {spiked_at} is a spike (above {limit:.4f})"

@@ -6,36 +6,16 @@ A recomputed step also cures a passing fault (silent data corruption in training
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-
-import torch
+from dataclasses import asdict
 
 from megalite.base.log import logger
+from megalite.data.rows import Rows
 from megalite.dist.collectives import gather_texts
-from megalite.train.engine import Engine
-from megalite.train.recover.copies import sums_of_bits
+from megalite.train.exchange import Exchange, exchange
+from megalite.train.local_gradients import LocalGradients
 from megalite.train.run import Run
 from megalite.train.step import StepResult
-
-
-class LocalGradients:
-    """Sums the bits of a rank's own gradients in each step, before they are reduced with those of other ranks.
-
-    Args:
-        engine: what this rank trains with.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._sums: list[torch.Tensor] = []
-        for bucket in engine.optimizer.buckets:
-            bucket.before_reduce = lambda grad: self._sums.append(sums_of_bits([grad]))
-
-    def start(self) -> None:
-        """Forget the step before."""
-        self._sums.clear()
-
-    def read(self) -> list[int]:
-        """Return the sums of this step, in the order in which gradients were complete."""
-        return torch.cat(self._sums).tolist() if self._sums else []
+from megalite.train.watch.watchdog import OWN
 
 
 def is_bad(run: Run, result: StepResult) -> bool:
@@ -48,15 +28,19 @@ def is_bad(run: Run, result: StepResult) -> bool:
 def replay(
     run: Run,
     first: StepResult,
+    batch: Rows,
     gradients: LocalGradients,
     scalars: Mapping[str, int | float],
     again: Callable[[], StepResult],
 ) -> StepResult:
-    """Repeat a step that did not update the weights, and say whether it came to the same bits; every rank calls it.
+    """Repeat a step that did not update the weights, and say what came of it; every rank calls it.
+
+    If it is the same bits, replicas also compute each other's samples.
 
     Args:
         run: the run, whose copies are kept.
         first: what the step came to.
+        batch: this rank's samples.
         gradients: what this rank's gradients were.
         scalars: state of optimizer and loss scale before the step.
         again: runs the step.
@@ -67,28 +51,47 @@ def replay(
     engine, ctx, number = run.engine, run.engine.ctx, run.step + 1
     own = gradients.read()
     changed, damaged = _load_again(run, scalars)
-    gradients.start()
+    gradients.start(closely=True)
     second = again()
     told = {"memory": bool(changed), "gradients": gradients.read() != own}
     found = {
         kind: [rank for rank, text in enumerate(gather_texts("x" * differs, ctx.world, ctx.device)) if text]
         for kind, differs in told.items()
     }
-    same = not any(found.values()) and _bits(first) == _bits(second)
-    run.metrics.event("replay", step=number, same=same, copy=changed is not None, damaged=list(damaged), **found)
-    source, blamed = "the copy in memory", "the data or the model"
-    if changed is None:
-        source, blamed = "the state at hand", "the data, the model or what memory holds"
-    head = f"step {number} again, from {source}: "
-    if damaged and ctx.rank == 0:
-        logger.warning("; ".join(damaged.values()))
-    if same:
-        logger.info(f"{head}the same bits, so {blamed} did it, or a fault that comes back")
-    elif ctx.rank == 0:
+    elsewhere = None
+    if not any(found.values()) and _bits(first) == _bits(second):
+        run.heartbeat.beat("training on samples of another rank", number, OWN)
+        elsewhere = exchange(engine, run.loader, batch, number, second.loss_scale, gradients)
+    more = {} if elsewhere is None else {"exchange": asdict(elsewhere)}
+    same, copy = elsewhere is not None, changed is not None
+    run.metrics.event("replay", step=number, same=same, copy=copy, damaged=list(damaged), **found, **more)
+    if ctx.rank == 0:
+        if damaged:
+            logger.warning("; ".join(damaged.values()))
         varies = ctx.device.type == "cuda" and not engine.cfg.train.deterministic
-        cause = "hardware, or kernels that vary (--deterministic)" if varies else "hardware"
-        logger.warning(f"{head}other bits: {cause}; {_culprits(**found)}")
+        kernels = ", or kernels that vary (--deterministic)" if varies else ""
+        if elsewhere is None:
+            report, level = f"other bits: hardware{kernels}; {_culprits(**found)}", logger.warning
+        elif elsewhere.suspects:
+            report, level = f"{_hardware(elsewhere.suspects)}{kernels}", logger.warning
+        else:
+            report, level = _blame(elsewhere, copy), logger.info
+        level(f"step {number} again, from the {'copy in memory' if copy else 'state at hand'}: {report}")
     return second
+
+
+def _hardware(suspects: list[list[int]]) -> str:
+    """Say whose hardware is at fault, or one of whose."""
+    ranks = " or ".join(", ".join(map(str, replica)) for replica in suspects)
+    return f"the same bits, but others where another replica computes it: hardware or weights of rank {ranks}"
+
+
+def _blame(elsewhere: Exchange, copy: bool) -> str:
+    """Say what the same bits mean."""
+    blamed = "the data or the model" if copy else "the data, the model or what memory holds"
+    if elsewhere.obstacle:
+        return f"the same bits, so {blamed} did it, or a fault that comes back (no exchange: {elsewhere.obstacle})"
+    return f"the same bits, on other hardware too, so {blamed} did it"
 
 
 def _load_again(run: Run, scalars: Mapping[str, int | float]) -> tuple[bool | None, dict[int, str]]:

@@ -111,9 +111,16 @@ def train_step(
     )
 
 
-def forward_backward(engine: Engine, rows: Rows, step: int, loss_weight: float) -> torch.Tensor:
-    """Run all micro-batches forward and backward, and start reducing their gradients; return this rank's loss sum."""
+def forward_backward(
+    engine: Engine, rows: Rows, step: int, loss_weight: float, replica: int | None = None
+) -> torch.Tensor:
+    """Run all micro-batches forward and backward, and start reducing their gradients; return this rank's loss sum.
+
+    Args:
+        replica: the rank of the batch axes whose samples and dropout masks these are; None: this one.
+    """
     ctx = engine.ctx
+    replica = ctx.batch.rank if replica is None else replica
     size, further = engine.cfg.train.micro_batch_size, targets_ahead(engine, rows)
     microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"), further)
     engine.optimizer.start_step(len(microbatches), engine.scaler.scale)
@@ -121,7 +128,7 @@ def forward_backward(engine: Engine, rows: Rows, step: int, loss_weight: float) 
     engine.unit_weights.start_pass()
     for stage in engine.stages.values():
         stage.start_step()
-    loss_sum = engine.executor.run(program, microbatches, step, ctx.batch.rank, loss_weight)
+    loss_sum = engine.executor.run(program, microbatches, step, replica, loss_weight)
     engine.unit_weights.end_pass()
     return loss_sum
 

@@ -422,6 +422,62 @@ def test_a_wrong_sum_of_gradients_reaches_no_other_rank(zygote: Zygote, tmp_path
     assert replays(tmp_path / "run") == [(4, False, [], [1])]
 
 
+# Ranks, flags, where the fault is, and the suspects of each replica.
+STUCK = [
+    (2, "", 1, [[1]]),
+    (3, "--zero 3 --global-batch-size 6", 2, [[2]]),
+    (4, "--ep 2 --num-experts 4 --moe-topk 2", 2, [[2]]),
+    (4, "--tp 2 --precision bf16", 3, [[3]]),
+    (4, "--pp 2 --compress powersgd:2 --recover-every 3", 1, [[1]]),
+]
+
+
+@pytest.mark.parametrize("row", always_run(STUCK, STUCK[0]), ids=str)
+def test_a_fault_that_comes_back_is_named_by_an_exchange(zygote: Zygote, tmp_path: Path, row: tuple[Any, ...]) -> None:
+    """A rank that spoils whatever it computes in a step: the step is skipped, and not a bit is changed."""
+    world, flags, rank, suspects = row
+    fault = {"rank": rank, "kind": "", "place": "nan", "at": 5}
+    words = flags.split()
+    plain = words[: words.index("--recover-every")] if "--recover-every" in words else words
+    left = begin(zygote, tmp_path / "plain", world, plain, fault).end()
+    assert codes(left) == [0] * world, left
+    left = begin(zygote, tmp_path / "guarded", world, [*words, *RECOVER], fault).end()
+    assert codes(left) == [0] * world, left
+    guarded = tmp_path / "guarded" / "run"
+    assert outcome(guarded) == outcome(tmp_path / "plain" / "run")
+    (event,) = events(guarded, "replay")
+    assert (event["step"], event["same"], event["exchange"]["suspects"]) == (5, True, suspects)
+    assert f"where another replica computes it: hardware or weights of rank {rank}\n" in left[0].err
+
+
+# Ranks, flags, and why replicas could not exchange samples.
+NOT_HARDWARE = [
+    (2, "", ""),
+    (3, "--zero 3 --global-batch-size 6", ""),
+    (4, "--pp 2", ""),
+    (2, "--tp 2", "dp 1"),
+    (2, "--ep 2 --num-experts 4 --moe-topk 2", "all replicas share experts"),
+]
+
+
+@pytest.mark.parametrize("row", always_run(NOT_HARDWARE, NOT_HARDWARE[0]), ids=str)
+def test_bad_data_are_not_blamed_on_hardware(zygote: Zygote, tmp_path: Path, row: tuple[Any, ...]) -> None:
+    """A sample whose gradients are NaN wherever they are computed."""
+    world, flags, obstacle = row
+    size = 6 if world == 3 else 8
+    bad = {"rank": "all", "kind": "", "place": "sample", "at": 4 * size + 1}
+    for name, more in (("plain", []), ("guarded", RECOVER)):
+        left = begin(zygote, tmp_path / name, world, [*flags.split(), *more], bad).end()
+        assert codes(left) == [0] * world, left
+    guarded = tmp_path / "guarded" / "run"
+    assert outcome(guarded) == outcome(tmp_path / "plain" / "run")
+    assert replays(guarded) == [(5, True, [], [])]
+    assert [event["exchange"] for event in events(guarded, "replay")] == [{"suspects": [], "obstacle": obstacle}]
+    said = ("the same bits, so the data or the model did it, or a fault that comes back (no exchange: {})", obstacle)
+    said = said if obstacle else ("the same bits, on other hardware too, so the data or the model did it",)
+    assert said[0].format(*said[1:]) in left[0].err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("faults", "flags", "copies", "repeated"),
@@ -457,6 +513,9 @@ def test_what_comes_back_is_handled_as_without_copies(
     assert outcome(guarded) == outcome(plain)
     assert [e["step"] for e in events(guarded, "rewind")] == [e["step"] for e in events(plain, "rewind")]
     assert replays(guarded, copy=copies == 1) == repeated
+    named = [[fault["rank"]] for fault in faults if fault["place"] == "nan"]
+    found = [event["exchange"] for event in events(guarded, "replay") if event["same"]]
+    assert all(exchange == {"suspects": named, "obstacle": ""} for exchange in found), found
     assert not events(plain, "replay")
 
 
@@ -472,9 +531,11 @@ def test_a_damaged_copy_is_reported_and_no_other_rank_blamed(zygote: Zygote, tmp
     assert replays(tmp_path / "run", copy=False) == [(step, True, [], []) for step in (4, 5, 6)]
     assert [event["damaged"] for event in events(tmp_path / "run", "replay")] == [[0]] * 3
     assert "the copy of step 3 in the memory of rank 0 is damaged" in left[0].err
+    # Its own weights are spoiled, and others compute its samples with theirs.
+    assert [event["exchange"]["suspects"] for event in events(tmp_path / "run", "replay")] == [[[1]]] * 3
     assert (
-        "step 4 again, from the state at hand: the same bits, so the data, the model or what memory holds did it"
-        in left[0].err
+        "step 4 again, from the state at hand: the same bits, but others where another replica computes it: "
+        "hardware or weights of rank 1\n" in left[0].err
     )
 
 

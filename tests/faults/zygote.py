@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import json
@@ -238,15 +239,18 @@ def before(owner: Any, name: str, action: Callable[..., None]) -> None:
 def install(fault: dict[str, Any]) -> None:
     """Make a fault happen: in step `at` ("step", "nan", "every_step"; "master": before it), in the evaluation or the
     save after it ("eval", "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy"
-    flips a bit of it), reading the batch that ends at sample `at` ("data"), or in its step ("spike", "overflow").
+    flips a bit of it), reading the batch that ends at sample `at` ("data"), or in its step ("spike", "overflow");
+    "sample" makes the weight of the sample at position `at` NaN, whoever reads it.
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
     "once": a file that marks that it has happened, for ranks that are started again.
     """
+    import numpy as np
     import torch
 
     from megalite.checkpoint.snapshot import Snapshot
     from megalite.data import BatchLoader
+    from megalite.data.rows import Rows
     from megalite.pipeline import executor
     from megalite.sharding.parameter import ShardedParameter
     from megalite.train import loop, step
@@ -341,6 +345,15 @@ def install(fault: dict[str, Any]) -> None:
         before(GuardedRank, "commit", damage)
     elif place == "data":
         before(BatchLoader, "_read", lambda self, start, size: act() if start + size == at else None)
+    elif place == "sample":
+        real_sample = BatchLoader._sample
+
+        def sample(self: Any, position: int) -> Rows:
+            rows = real_sample(self, position)
+            weight = torch.nan if position == at else 1.0
+            return dataclasses.replace(rows, weights=np.full(rows.inputs.shape, weight, np.float32))
+
+        BatchLoader._sample = sample
     elif place in ("spike", "overflow"):
         real_sum = step.sum_over_world
         factors = (10.0, 1.0) if place == "spike" else (1.0, float("nan"))

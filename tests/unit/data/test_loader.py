@@ -127,6 +127,26 @@ def test_an_error_while_reading_ahead_surfaces_and_no_sample_is_skipped_after_it
     loader.close()
 
 
+def test_a_share_of_another_rank_is_read_from_the_last_batch(data: GPTDataset) -> None:
+    with BatchLoader(data, iter([4, 8, 16, 16, 16]), 1, 4, consumed_samples=24) as loader:
+        loader.next_batch()
+        loader.next_batch()
+        for rank in range(4):
+            rows, failure = loader.read_share(rank, 2)
+            assert failure is None
+            assert tokens_of(rows) == [data.sample(p).tolist() for p in range(28 + 2 * rank, 30 + 2 * rank)]
+        assert loader.consumed_samples == 36
+        np.testing.assert_array_equal(tokens_of(loader.next_batch()), [data.sample(p) for p in range(40, 44)])
+
+
+def test_a_share_of_another_rank_that_cannot_be_read_is_zeros(make_dataset: Make) -> None:
+    data = GPTDataset(make_dataset([100]), 10, shuffle=False, vocab_size=50)
+    with BatchLoader(data, 6, 0, 2, prefetch=1) as loader:
+        loader.next_batch()
+        rows, failure = loader.read_share(1, 3)
+        assert (tokens_of(rows), type(failure)) == ([[0] * 11] * 3, UserError)
+
+
 def test_prefetch_bounds_what_is_read_ahead() -> None:
     class Counting(MockDataset):
         reads = 0

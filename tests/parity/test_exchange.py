@@ -1,0 +1,104 @@
+"""Replicas that compute each other's samples come to each other's gradients, bit for bit, in every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megalite.config.run import Config
+from tests.parity.jobs import BATCH, SEQ, VOCAB, batches, llama, make_config, start
+from tests.rows import layout_tests
+from tests.workers import WorkerPool
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+EXPERTS = {**DROPOUT, "num_experts": 4, "moe_topk": 2, "moe_aux_loss_coeff": 0.1}
+SPLIT = {"zero": 3, "zero_whole_below": 0}
+
+
+class Documents:
+    """Fixed samples; every third one has two documents, targets that do not count, and weights."""
+
+    def __init__(self) -> None:
+        self.samples = batches(2).reshape(-1, SEQ + 1)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def sample(self, i: int) -> Any:
+        from megalite.data import Rows
+
+        if i % 3:
+            return self.samples[i]
+        at = np.arange(SEQ)
+        targets = np.where(at < 3, -1, self.samples[i][1:])
+        return Rows(
+            self.samples[i][:-1], targets, np.where(at < 5, 0, 5), np.where(at < 9, 1.0, 0.5).astype(np.float32)
+        )
+
+
+def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None) -> Any:
+    """The suspects and the obstacle of an exchange after an update; `fault`: whose hardware adds what is wrong."""
+    import torch
+
+    from megalite.data import OwnDataset
+    from megalite.train.exchange import exchange
+    from megalite.train.local_gradients import LocalGradients
+    from megalite.train.recover.copies import sums_of_bits
+    from megalite.train.step import train_step
+
+    def state() -> list[int]:
+        return sums_of_bits([state.flat for state in engine.optimizer.states()]).tolist()
+
+    engine = start(rank, cfg, world)
+    gradients, dataset = LocalGradients(engine), OwnDataset(Documents(), SEQ, VOCAB, shuffle=False)
+    with engine.loader(dataset, BATCH) as loader:
+        assert not train_step(engine, loader.next_batch(), 1).skipped
+        if fault is not None and fault[0] == rank:
+            module = next(iter(next(iter(engine.stages.values())).layers.values()))
+            if fault[1] == "activation":
+                module.register_forward_hook(lambda module, inputs, out: out * 1.5)
+            else:
+                param = next(module.parameters())
+
+                def wrong(after: Any = param.after_grad) -> None:
+                    param.main_grad.view(-1)[:1].add_(torch.nan if fault[1] == "nan" else 1.0)
+                    after()
+
+                param.after_grad = wrong
+        batch = loader.next_batch()
+        gradients.start(closely=True)
+        second = train_step(engine, batch, 2, loss_limit=0.0)
+        before = state(), engine.scaler.scalars(), engine.optimizer.scalars()
+        found = exchange(engine, loader, batch, 2, second.loss_scale, gradients)
+        assert (state(), engine.scaler.scalars(), engine.optimizer.scalars()) == before
+        assert loader.consumed_samples == 2 * BATCH
+    return found.suspects, found.obstacle
+
+
+def check(pool: WorkerPool, world: int, rows: list[Any]) -> None:
+    for parallel, model, train, faults in rows:
+        cfg = make_config(llama(**model), parallel, **train)
+        for fault, suspects in [(None, []), *faults]:
+            for found in pool.run(world, exchanged, cfg, world, fault):
+                assert found == (suspects, ""), (parallel, model, train, fault)
+
+
+# Ranks: layout, model, training options, faults and suspects. A fault in an activation reaches a whole replica.
+STRONG = {4: [({"pp": 2, "schedule": "interleaved", "vp": 2}, DROPOUT, {}, [((1, "wrong"), [[0], [1]])])]}
+TWO_REPLICAS = [
+    ({"tp": 2}, DROPOUT, {}, [((3, "nan"), [[3]]), ((0, "activation"), [[0, 1], [2, 3]])]),
+    ({"zero": 2, "cp": 2}, DROPOUT, {}, [((3, "nan"), [[3]])]),
+    ({"ep": 2, "zero": 1}, EXPERTS, {}, [((1, "nan"), [[1]]), ((2, "activation"), [[0, 1], [2, 3]])]),
+    ({"ep": 2, "tp": 2, "etp": "1", "zero": 2}, EXPERTS, {}, [((2, "nan"), [[2]])]),
+    ({"pp": 2, "schedule": "zb-h1"}, {**DROPOUT, "mtp_num_layers": 1}, {}, []),
+    ({"cp": 2, "zero": 2}, {}, {"fp8": "rowwise", "fp8_emulate": True, "precision": "bf16"}, []),
+]
+FOUR_REPLICAS = [
+    ({**SPLIT}, DROPOUT, {}, [((0, "wrong"), [[0]]), ((3, "activation"), [[3]])]),
+    ({**SPLIT, "zero_group": "2"}, {}, {"precision": "bf16", "offload": "optimizer"}, [((1, "wrong"), [[1]])]),
+    ({"zero": 1, "compress": "powersgd:2"}, DROPOUT, {"micro_batch_size": 2}, [((2, "wrong"), [[2]])]),
+]
+GRID = {4: TWO_REPLICAS + FOUR_REPLICAS}
+
+test_replicas_agree_and_faults_are_named, test_more_layouts = layout_tests(check, STRONG, GRID)
