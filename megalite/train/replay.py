@@ -58,40 +58,40 @@ def replay(
         kind: [rank for rank, text in enumerate(gather_texts("x" * differs, ctx.world, ctx.device)) if text]
         for kind, differs in told.items()
     }
-    elsewhere = None
-    if not any(found.values()) and _bits(first) == _bits(second):
-        run.heartbeat.beat("training on samples of another rank", number, OWN)
-        elsewhere = exchange(engine, run.loader, batch, number, second.loss_scale, gradients)
+    same, copy = not any(found.values()) and _bits(first) == _bits(second), changed is not None
+    elsewhere = _exchange(run, batch, second, gradients) if same else None
     more = {} if elsewhere is None else {"exchange": asdict(elsewhere)}
-    same, copy = elsewhere is not None, changed is not None
     run.metrics.event("replay", step=number, same=same, copy=copy, damaged=list(damaged), **found, **more)
+    if damaged and ctx.rank == 0:
+        logger.warning("; ".join(damaged.values()))
     if ctx.rank == 0:
-        if damaged:
-            logger.warning("; ".join(damaged.values()))
         varies = ctx.device.type == "cuda" and not engine.cfg.train.deterministic
         kernels = ", or kernels that vary (--deterministic)" if varies else ""
+        head = f"step {number} again, from the {'copy in memory' if copy else 'state at hand'}: "
         if elsewhere is None:
-            report, level = f"other bits: hardware{kernels}; {_culprits(**found)}", logger.warning
-        elif elsewhere.suspects:
-            report, level = f"{_hardware(elsewhere.suspects)}{kernels}", logger.warning
+            logger.warning(f"{head}other bits: hardware{kernels}; {_culprits(**found)}")
         else:
-            report, level = _blame(elsewhere, copy), logger.info
-        level(f"step {number} again, from the {'copy in memory' if copy else 'state at hand'}: {report}")
+            _report(elsewhere, f"{head}the same bits", copy, kernels)
     return second
 
 
-def _hardware(suspects: list[list[int]]) -> str:
-    """Say whose hardware is at fault, or one of whose."""
-    ranks = " or ".join(", ".join(map(str, replica)) for replica in suspects)
-    return f"the same bits, but others where another replica computes it: hardware or weights of rank {ranks}"
+def _exchange(run: Run, batch: Rows, second: StepResult, gradients: LocalGradients) -> Exchange:
+    """Let replicas compute each other's samples of the step."""
+    run.heartbeat.beat("training on samples of another rank", run.step + 1, OWN)
+    return exchange(run.engine, run.loader, batch, run.step + 1, second.loss_scale, gradients)
 
 
-def _blame(elsewhere: Exchange, copy: bool) -> str:
-    """Say what the same bits mean."""
+def _report(elsewhere: Exchange, head: str, copy: bool, kernels: str) -> None:
+    """Log what the same bits mean, after an exchange."""
     blamed = "the data or the model" if copy else "the data, the model or what memory holds"
-    if elsewhere.obstacle:
-        return f"the same bits, so {blamed} did it, or a fault that comes back (no exchange: {elsewhere.obstacle})"
-    return f"the same bits, on other hardware too, so {blamed} did it"
+    if elsewhere.suspects:
+        ranks = " or ".join(", ".join(map(str, replica)) for replica in elsewhere.suspects)
+        where = "where another replica computes it"
+        logger.warning(f"{head}, but others {where}: hardware or weights of rank {ranks}{kernels}")
+    elif elsewhere.obstacle:
+        logger.info(f"{head}, so {blamed} did it, or a fault that comes back (no exchange: {elsewhere.obstacle})")
+    else:
+        logger.info(f"{head}, on other hardware too, so {blamed} did it")
 
 
 def _load_again(run: Run, scalars: Mapping[str, int | float]) -> tuple[bool | None, dict[int, str]]:

@@ -92,12 +92,12 @@ TWO_REPLICAS = [
     ({"ep": 2, "zero": 1}, EXPERTS, {}, [((1, "nan"), [[1]]), ((2, "activation"), [[0, 1], [2, 3]])]),
     ({"ep": 2, "tp": 2, "etp": "1", "zero": 2}, EXPERTS, {}, [((2, "nan"), [[2]])]),
     ({"pp": 2, "schedule": "zb-h1"}, {**DROPOUT, "mtp_num_layers": 1}, {}, []),
-    ({"cp": 2, "zero": 2}, {}, {"fp8": "rowwise", "fp8_emulate": True, "precision": "bf16"}, []),
 ]
 FOUR_REPLICAS = [
+    ({"zero": 2}, {}, {"fp8": "rowwise", "fp8_emulate": True, "precision": "bf16"}, []),
     ({**SPLIT}, DROPOUT, {}, [((0, "wrong"), [[0]]), ((3, "activation"), [[3]])]),
     ({**SPLIT, "zero_group": "2"}, {}, {"precision": "bf16", "offload": "optimizer"}, [((1, "wrong"), [[1]])]),
-    ({"zero": 1, "compress": "powersgd:2"}, DROPOUT, {"micro_batch_size": 2}, [((2, "wrong"), [[2]])]),
+    ({"zero": 1}, DROPOUT, {"micro_batch_size": 2, "compress": "powersgd:2"}, [((2, "wrong"), [[2]])]),
 ]
 GRID = {4: TWO_REPLICAS + FOUR_REPLICAS}
 
