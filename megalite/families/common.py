@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from megalite.families.parts import BlockKind, block_of
 
+_LAYER = "model.layers.{}."
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -83,6 +85,8 @@ class Family:
         tensors: megalite name, with {} for the layer -> tensors of the file. A model uses those it has.
         copies: names of the copies of shared tensors that files hold for each module that predicts further tokens, with
             {} for its layer -> megalite name.
+        module: prefix of the names of the block of such a module, for families whose files hold one beside the layers,
+            {} for its number from 0; "": modules are further layers. config.json need not name it.
         fields: (key of config.json, `ModelConfig` field) pairs. A field may have several keys: all are written, and one
             suffices.
         defaults: values of keys that config.json may omit, as in transformers.
@@ -93,7 +97,6 @@ class Family:
         local_theta: old key of the rotary base of sliding-window layers, for families that have one.
         text_of: model types with this family in `text_config`, beside images -> values that the text_config may omit.
         skip: patterns of tensors that files of this family may hold and that are not weights.
-        left_out: pattern of weights that no model here has; their number is logged.
         prefix: prefix of the names of all tensors but the head; files may lack it (GPT-2 on the hub).
         presets: published models, by name (`--preset`).
         block_kind: (`ModelConfig`, layer) -> the kind of that block.
@@ -108,6 +111,7 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Packing]
     copies: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""
     fields: tuple[tuple[str, str], ...]
     defaults: Mapping[str, Any]
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +121,6 @@ class Family:
     local_theta: str | None = None
     text_of: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-    left_out: str | None = None
     prefix: str = ""
     presets: Mapping[str, Preset] = field(default_factory=dict)
     block_kind: Callable[[Any, int], BlockKind] = block_of
@@ -130,12 +133,18 @@ class Family:
         """Map the names of copies that files hold in modules of these numbers to names of megalite."""
         return {name.format(layer): ours for layer in layers for name, ours in self.copies.items()}
 
-    def place(self, name: str) -> Packing:
-        """Return the packing of a tensor of megalite in the family's files, with the layer filled in."""
+    def holds(self, modules: int) -> bool:
+        """Whether files can hold as many modules that predict further tokens."""
+        return modules == 1 if self.module else bool(self.copies)
+
+    def place(self, name: str, num_layers: int) -> Packing:
+        """Return the packing of a tensor in files of a model of `num_layers`, with the layer filled in."""
         match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
         entry = self.tensors[f"layers.{{}}.{match[2]}" if match else name]
-        layer = match[1] if match else ""
-        return dataclasses.replace(entry, names=tuple(n.format(layer) for n in entry.names))
+        layer, names = int(match[1]) if match else 0, entry.names
+        if self.module and layer >= num_layers:
+            layer, names = layer - num_layers, tuple(n.replace(_LAYER, self.module) for n in names)
+        return dataclasses.replace(entry, names=tuple(n.format(layer) for n in names))
 
 
 # Keys that all families but GPT-2 share.

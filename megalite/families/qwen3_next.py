@@ -1,12 +1,12 @@
 """Qwen3-Next: three gated delta nets to one layer of attention with a gate, experts beside a shared one.
 
-The layers of multi-token prediction of its files (mtp.*) are left out, as transformers does.
+Its files hold a module that predicts a further token, a layer of attention (mtp.*), as vLLM's Qwen3NextMTP reads it.
 """
 
 from typing import Any
 
 from megalite.families.common import Family, preset, rows
-from megalite.families.experts import EXPERT_TENSORS, SPARSE_DEFAULTS, SPARSE_FIELDS, read_sparse
+from megalite.families.experts import EXPERT_TENSORS, MTP_FIELDS, SPARSE_DEFAULTS, SPARSE_FIELDS, read_sparse
 from megalite.families.llama import LLAMA_TENSORS
 
 _DELTA, _FULL = "linear_attention", "full_attention"
@@ -58,9 +58,14 @@ FAMILY = Family(
         ),
         "layers.{}.mlp.shared_expert.down_proj.weight": rows(f"{_SHARED}.down_proj.weight"),
         "layers.{}.mlp.shared_expert_gate.weight": rows(f"{_SHARED}_gate.weight"),
+        "layers.{}.enorm.weight": rows("mtp.pre_fc_norm_embedding.weight"),
+        "layers.{}.hnorm.weight": rows("mtp.pre_fc_norm_hidden.weight"),
+        "layers.{}.eh_proj.weight": rows("mtp.fc.weight"),
+        "layers.{}.norm.weight": rows("mtp.norm.weight"),
     },
     fields=(
         *SPARSE_FIELDS,
+        *MTP_FIELDS,
         ("shared_expert_intermediate_size", "moe_shared_ffn_size"),
         ("attention_bias", "qkv_bias"),
         ("attention_bias", "o_bias"),
@@ -69,6 +74,7 @@ FAMILY = Family(
     defaults={
         **{key: value for key, value in SPARSE_DEFAULTS.items() if key != "use_sliding_window"},
         "max_position_embeddings": 32768,
+        "num_nextn_predict_layers": 0,
         "num_key_value_heads": 2,
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
@@ -84,11 +90,12 @@ FAMILY = Family(
     },
     derived={"decoder_sparse_step": int, "layer_types": list, "full_attention_interval": int},
     partial_rotary="partial_rotary_factor",
-    left_out=r"mtp\..*",
+    module="mtp.layers.{}.",
     read=_read,
     write=_write,
     presets={
-        # Qwen/Qwen3-Next-80B-A3B-*; 4,096 tokens are those of most of Qwen3's training (arXiv:2505.09388, section 3.2)
+        # Qwen/Qwen3-Next-80B-A3B-*, without the module; 4,096 tokens are those of most of Qwen3's training
+        # (arXiv:2505.09388, section 3.2)
         "qwen3-next-80b-a3b": preset(
             *(48, 2048, 16, 151936, 4096, 79_674_391_296),
             3_874_929_408,

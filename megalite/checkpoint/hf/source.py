@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megalite.base.dtypes import DTYPES, STORED, torch_name
-from megalite.base.log import logger, warn_on_rank_0
+from megalite.base.log import logger
 from megalite.base.slices import Slice, box_index
 from megalite.base.untrusted import BadFile, read_json
 from megalite.checkpoint.hf.config import family_of, read_config, special_ids
@@ -63,13 +63,11 @@ class HFSource:
             )
         found = unpacked(found) if method else found
         self._tensors = self._rename(found if raw is content else text_tensors(found, str(self.folder)))
-        # transformers writes their number, and not the modules that predict further tokens.
         self._modules_named = self.config.mtp_num_layers
-        if not any(f".layers.{self.config.num_layers}." in name for name in self._tensors):
-            self.config = replace(self.config, mtp_num_layers=0)
+        self.config = replace(self.config, mtp_num_layers=self._count_modules(raw, where))
         self.specs: Mapping[str, ParamSpec] = {**param_map(self.config), **buffer_map(self.config)}
         self._check()
-        apart = {name for buffer in buffer_map(self.config) for name in self.family.place(buffer).names}
+        apart = {name for buffer in buffer_map(self.config) for name in self._place(buffer).names}
         types = {STORED[t.dtype] for name, t in self._tensors.items() if name not in apart}
         self.dtype = torch_name(next((dtype for dtype in DTYPES.values() if types == {dtype}), torch.float32))
 
@@ -77,7 +75,7 @@ class HFSource:
         """Yield the tensors of megalite that the folder holds, without tied copies."""
         for spec in self.specs.values():
             if spec.tied_to is None:
-                place = self.family.place(spec.name)
+                place = self._place(spec.name)
                 # Rows of MXFP4 are those of megalite.
                 packed = isinstance(self._tensors.get(place.names[0]), PackedTensor)
                 yield spec, replace(place, transposed=False) if packed else place
@@ -124,6 +122,21 @@ class HFSource:
             what = f"modules that predict further tokens left out: {left_out}"
             logger.info(f"{what} (--mtp-num-layers {held} trains all of {self.folder})")
 
+    def _place(self, name: str) -> Packing:
+        return self.family.place(name, self.config.num_layers)
+
+    def _count_modules(self, raw: dict[str, Any], where: str) -> int:
+        """Count the modules that predict further tokens: transformers writes their number, and not the modules."""
+        apart, named = self.family.module.format(0), self.config.mtp_num_layers
+        first = apart or f".layers.{self.config.num_layers}."
+        if not any(first in name for name in self._tensors):
+            return 0
+        number = 1 if apart and "num_nextn_predict_layers" not in raw else named
+        if number and not self.family.holds(number):
+            rule = "megalite reads one module of this family: they would share a projection"
+            raise BadCheckpoint(f"{where}: num_nextn_predict_layers {number}", rule, "convert another model")
+        return number
+
     def _find_tensors(self) -> dict[str, FolderTensor]:
         """List the tensors of the file, or of the files of the index, which must list exactly these."""
         if not (self.folder / _INDEX).exists():
@@ -166,12 +179,6 @@ class HFSource:
     def _rename(self, tensors: dict[str, FolderTensor]) -> dict[str, FolderTensor]:
         """Drop tensors that the model does not have, and add the prefix that hub files of GPT-2 lack."""
         prefix, skip = self.family.prefix, [re.compile(p) for p in self.family.skip]
-        if pattern := self.family.left_out:
-            kept = {name: tensor for name, tensor in tensors.items() if not re.fullmatch(pattern, name)}
-            if left_out := len(tensors) - len(kept):
-                what = f"{left_out} weights named {pattern} are left out: no model here has them"
-                warn_on_rank_0(f"{self.folder}: {what}")
-            tensors = kept
         out = {}
         for name, tensor in tensors.items():
             if prefix and not name.startswith(prefix) and name != "lm_head.weight":
@@ -191,7 +198,7 @@ class HFSource:
             expected.update({part.name: part.shape for part in self.parts(spec, place)})
         copies = self.family.copies_in(self.config.mtp_layers)
         shapes = expected | {name: expected[self._original(of)] for name, of in copies.items()}
-        head = {self.family.place("lm_head.weight").names[0]} if self.specs["lm_head.weight"].tied_to else set()
+        head = {self._place("lm_head.weight").names[0]} if self.specs["lm_head.weight"].tied_to else set()
         extra = sorted(self._tensors.keys() - shapes.keys() - head)
         missing = sorted(expected.keys() - self._tensors.keys())
         remedy = "use the config.json and the weights of the same model"
@@ -214,7 +221,7 @@ class HFSource:
 
     def _original(self, of: str) -> str:
         """Return the folder's name of a tensor, given by its name in megalite, or of what it is tied to."""
-        return self.family.place(self.specs[of].tied_to or of).names[0]
+        return self._place(self.specs[of].tied_to or of).names[0]
 
     def _is_copy(self, copy: str, of: str) -> bool:
         """Whether a tensor is a copy of another, given by its name in megalite; both are read."""

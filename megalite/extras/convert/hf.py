@@ -129,9 +129,9 @@ def export_hf(
 
 def _exported_model(cfg: ModelConfig) -> ModelConfig:
     """Return the model as config.json names it: without modules that its family's files do not hold."""
-    if cfg.mtp_layers and not FAMILIES[cfg.arch].copies:
+    if cfg.mtp_layers and not (family := FAMILIES[cfg.arch]).holds(cfg.mtp_num_layers):
         what = f"modules that predict further tokens left out: {cfg.mtp_num_layers}"
-        logger.warning(f"{what} (files of --arch {cfg.arch} do not hold them)")
+        logger.warning(f"{what} (files of --arch {cfg.arch} do not hold {'as many' if family.module else 'them'})")
         cfg = dataclasses.replace(cfg, mtp_num_layers=0)
     return dataclasses.replace(cfg, max_position_embeddings=_exported_positions(cfg))
 
@@ -193,11 +193,13 @@ def _write_weights(reader: ShardReader, cfg: ModelConfig, dtype: torch.dtype, fo
         return TensorGroup(((part.name, stored_name(own), part.shape),), make)
 
     parts = [
-        (spec, part) for spec in specs.values() for part in file_tensors(family.place(spec.name), spec, cfg.num_heads)
+        (spec, part)
+        for spec in specs.values()
+        for part in file_tensors(family.place(spec.name, cfg.num_layers), spec, cfg.num_heads)
     ]
     for copy, of in family.copies_in(cfg.mtp_layers).items():
         spec = specs[of if of in specs else "embed_tokens.weight"]
-        (part,) = file_tensors(family.place(spec.name), spec, cfg.num_heads)
+        (part,) = file_tensors(family.place(spec.name, cfg.num_layers), spec, cfg.num_heads)
         parts.append((spec, dataclasses.replace(part, name=copy)))
     groups = [group(spec, part) for spec, part in parts]
     shards = split_shards(groups, shard_bytes)

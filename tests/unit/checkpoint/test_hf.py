@@ -32,7 +32,7 @@ from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.families import FAMILIES
 from megalite.model.parameters import param_map
-from megalite.train.step import to_microbatches
+from megalite.train.step import targets_ahead, to_microbatches
 from tests.parity.jobs import make_config, start
 from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, tokens
 from tests.unit.checkpoint.jobs import bytes_of_tensors, hf_job
@@ -119,7 +119,7 @@ def test_loss_and_gradients_are_those_of_transformers(models: Any, tmp_path: Pat
     ours = {p.shard.spec.name: p.main_grad for p in engine.stages[0].parameters()}
     for spec in param_map(model).values():
         if spec.tied_to is None:
-            where = FAMILIES[model.arch].place(spec.name)
+            where = FAMILIES[model.arch].place(spec.name, model.num_layers)
             mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
             for part in file_tensors(where, spec, model.num_heads):
                 reference = theirs[part.name]
@@ -185,17 +185,6 @@ def test_sequences_longer_than_the_models_positions(models: Any, tmp_path: Path)
         hf_model_config(tmp_path / "nowhere")
 
 
-def test_weights_that_are_left_out_are_counted(models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, _ = models("qwen3_next")
-    weights = {**read_all(folder), "mtp.norm.weight": torch.ones(4), "mtp.layers.0.fc.weight": torch.ones(4, 4)}
-    save_file(weights, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    HFSource(folder)
-    assert "left out" not in caplog.text
-    HFSource(tmp_path)
-    assert r"2 weights named mtp\..* are left out" in caplog.text
-
-
 Weights = dict[str, torch.Tensor]
 
 
@@ -229,6 +218,36 @@ def with_module(folder: Path, out: Path, number: int = 1, odd: str = "", **keys:
 
 
 FURTHER = pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.full)])
+
+
+def with_qwen_module(folder: Path, out: Path, **keys: Any) -> tuple[Weights, Weights]:
+    """Write a folder of Qwen3-Next in bf16 with a module, as published: a layer like the second, which has attention.
+    config.json need not name it.
+
+    Returns:
+        The weights of the model, and of the module.
+    """
+    out.mkdir(exist_ok=True)
+    config, g = json.loads((folder / "config.json").read_text()), torch.Generator().manual_seed(0)
+    weights = {name: x.bfloat16() for name, x in read_all(folder).items()}
+    layer, hidden = "model.layers.1.", config["hidden_size"]
+    module = {
+        **{
+            name.replace(layer, "mtp.layers.0."): x + torch.randn(x.shape, generator=g).bfloat16() / 10
+            for name, x in weights.items()
+            if name.startswith(layer)
+        },
+        "mtp.fc.weight": torch.randn(hidden, 2 * hidden, generator=g).bfloat16(),
+        **{
+            f"mtp.{name}.weight": torch.randn(hidden, generator=g).bfloat16()
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        },
+    }
+    save_file(weights | module, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps({**config, **keys}))
+    return weights, module
+
+
 NO_MODULES = "config.json names 1 modules that predict further tokens, and its files hold none"
 
 
@@ -267,11 +286,50 @@ def test_modules_that_predict_further_tokens(
     assert not any("eh_proj" in name for model in inference for name, _ in model.stage.named_parameters())
 
 
+@pytest.mark.parametrize("layers", [4, 3], ids=["attention last", "delta net last"])
+def test_the_module_of_qwen3_next(
+    pool: WorkerPool, models: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, layers: int
+) -> None:
+    """To a checkpoint and back bit for bit, whether config.json names it or not, and as saved in any layout."""
+    folder, _ = models("qwen3_next")
+    last = {} if layers == 4 else {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"] * 2}
+    keys = {**last, "layer_types": last["layer_types"][:3]} if last else {}
+    weights, module = with_qwen_module(folder, tmp_path / "hf", **keys)
+    held = {k: x for k, x in (weights | module).items() if not k.startswith(f"model.layers.{layers}.")}
+    save_file(held, tmp_path / "hf" / "model.safetensors")
+    import_hf(tmp_path / "hf", tmp_path / "one")
+    model = dataclasses.replace(hf_model_config(tmp_path / "hf"), seq_len=16)
+    assert model.mtp_num_layers == 1
+    for layout in ({"tp": 2}, {"pp": 2}):
+        name = "".join(layout)
+        pool.run(2, hf_job, make_config(model, layout), 2, str(tmp_path / "hf"), str(tmp_path / name))
+    for name in ("one", "tp", "pp"):
+        written = export_hf(tmp_path / name, tmp_path / f"{name}-hf", dtype="bf16")
+        assert written["num_nextn_predict_layers"] == 1
+        out = read_all(tmp_path / f"{name}-hf")
+        assert out.keys() == held.keys()
+        assert all(torch.equal(out[k], x) for k, x in held.items())
+    assert hf_model_config(tmp_path / "one-hf") == hf_model_config(tmp_path / "hf")
+    # Without the module, config.json need not say so; with a part of it, or other modules, the folder is none.
+    assert "further tokens" not in caplog.text
+    assert hf_model_config(folder).mtp_num_layers == 0
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**written, "num_nextn_predict_layers": 2}))
+    with pytest.raises(UserError, match="num_nextn_predict_layers 2: megalite reads one module of this family"):
+        hf_model_config(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(written))
+    del held["mtp.fc.weight"]
+    save_file(held, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UserError, match="tensor mtp.fc.weight is missing"):
+        hf_model_config(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.full)])
 def test_a_run_trains_the_modules_of_a_folder_if_it_is_told_to(
-    models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
 ) -> None:
     """Without the option it is what it was before the folder's modules could be read, and the log names the option."""
-    weights, module = with_module(models("deepseek_v3")[0], tmp_path / "hf")
+    written = with_qwen_module if family == "qwen3_next" else with_module
+    weights, module = written(models(family)[0], tmp_path / "hf")
 
     def start(run: str, **more: Any) -> Any:
         options = {
@@ -308,7 +366,8 @@ def test_a_run_trains_the_modules_of_a_folder_if_it_is_told_to(
     save_file(weights, tmp_path / "hf" / "model.safetensors")
     with pytest.raises(UserError, match=r"--mtp-num-layers 1: .*/hf holds 0 such modules; lower it, or drop it"):
         start("none", mtp_num_layers=1)
-    assert capsys.readouterr().err.count(NO_MODULES) == 1
+    # Qwen3-Next's config.json names no number.
+    assert capsys.readouterr().err.count(NO_MODULES) == (family == "deepseek_v3")
 
 
 COPIES = {"embed_tokens": "embed_tokens.weight", "shared_head.head": "lm_head.weight"}
@@ -355,7 +414,48 @@ def test_modules_that_a_family_has_no_files_for_are_left_out_of_an_export(
     assert torch.equal(ours, theirs)
 
 
-@FURTHER
+def assert_same_gradients(hf: Any, module: Any, engine: Any, model: Any, ids: torch.Tensor, tmp_path: Path) -> None:
+    """Of the loss and of the module's, in Qwen3-Next, each divided by the number of its own targets."""
+    ids = ids % 88 + 2  # without the padding token: transformers gives its embedding no gradient
+    seen = hf(ids[:, :-1], output_hidden_states=True)
+    positions = torch.arange(1, ids.shape[1] - 1)[None]
+    hidden = module.forward_layer(0, seen.hidden_states[-1][:, :-1], positions, None, input_ids=ids[:, 1:-1])
+    losses = [
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        for logits, targets in ((seen.logits, ids[:, 1:]), (module.shared_head(hidden), ids[:, 2:]))
+    ]
+    (losses[0] + engine.cfg.train.mtp_loss_scaling_factor * losses[1]).backward()
+    block, extras = module.layers[0].mtp_block, module.layers[0]
+    theirs = gradients(hf, tmp_path / "main")
+    # Its block takes the place of one of the model, whose names transformers writes.
+    hf.model.layers[1] = block
+    of_block = gradients(hf, tmp_path / "block")
+    theirs |= {
+        name.replace("model.layers.1.", "mtp.layers.0."): x for name, x in of_block.items() if "layers.1." in name
+    }
+    theirs |= {"mtp.fc.weight": extras.eh_proj.weight.grad, "mtp.norm.weight": extras.post_norm.weight.grad}
+    theirs["mtp.pre_fc_norm_embedding.weight"] = extras.enorm.weight.grad
+    theirs["mtp.pre_fc_norm_hidden.weight"] = extras.hnorm.weight.grad
+
+    rows = Rows.of(ids.numpy())
+    batches = to_microbatches(rows, 2, engine.ctx.device, further=targets_ahead(engine, rows))
+    engine.optimizer.start_step(1)
+    loss = engine.executor.run(engine.train_program(1), batches, 1, 0, 1 / 30)
+    assert loss.item() / 30 == pytest.approx(losses[0].item(), rel=1e-6)
+    ours = {p.shard.spec.name: p.main_grad for p in engine.stages[0].parameters()}
+    for spec in param_map(model).values():
+        if spec.tied_to is None:
+            mine = ours[spec.name][tuple(slice(n) for n in spec.shape)]
+            for part in file_tensors(FAMILIES["qwen3_next"].place(spec.name, model.num_layers), spec, model.num_heads):
+                reference = theirs.pop(part.name)
+                for box, rows in part.views(reference):
+                    assert (mine[box.index] - rows).norm() <= 1e-5 * reference.norm(), part.name
+    assert not theirs
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", *(pytest.param(name, marks=pytest.mark.full) for name in ("deepseek_v3", "glm4_moe"))]
+)
 def test_transformers_computes_the_logits_of_a_module_too(
     models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -365,12 +465,15 @@ def test_transformers_computes_the_logits_of_a_module_too(
     transformers, layers = pytest.importorskip("transformers"), pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip("this transformers has no modules that predict further tokens")
-    with_module(models(family)[0], tmp_path / "hf")
+    (with_qwen_module if family == "qwen3_next" else with_module)(models(family)[0], tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "ckpt")
     last = export_hf(tmp_path / "ckpt", tmp_path / "out", dtype="fp32")["num_hidden_layers"]
     known = "_keys_to_ignore_on_load_unexpected"
-    monkeypatch.setattr(getattr(transformers, FAMILIES[family].architecture), known, [rf"model\.layers\.{last}.*"])
+    names = [rf"model\.layers\.{last}.*", r"^mtp.*"]
+    monkeypatch.setattr(getattr(transformers, FAMILIES[family].architecture), known, names)
     hf, ids = load_model(tmp_path / "out"), tokens()
+    if family == "qwen3_next":
+        hf.config.num_mtp_layers, hf.config.mtp_layer_types = 1, ["full_attention"]
     module = layers.MtpModel.from_pretrained(hf).eval()
     with torch.no_grad():
         seen = hf(ids[:, :-1], output_hidden_states=True)
@@ -391,6 +494,9 @@ def test_transformers_computes_the_logits_of_a_module_too(
         )
     for ours, theirs in zip(logits, (seen.logits.numpy(), expected), strict=True):
         np.testing.assert_allclose(ours[..., : model.vocab].transpose(0, 1), theirs, atol=1e-5, rtol=0)
+    if family == "qwen3_next":
+        assert_same_gradients(hf, module, engine, model, ids, tmp_path)
+        return
     # Drafts are right or corrected.
     prompt, more = ids[:1, :5], {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(hf.generate(prompt, use_mtp=True, **more), hf.generate(prompt, **more))
@@ -551,7 +657,7 @@ root = Path(sys.argv[1])
 cfg = ModelConfig(num_layers=2, hidden_size=1024, num_heads=8, ffn_hidden_size=4096, vocab_size=4096, seq_len=64)
 (root / "hf").mkdir()
 for spec in param_map(cfg).values():
-    where = FAMILIES["llama"].place(spec.name)
+    where = FAMILIES["llama"].place(spec.name, 2)
     for part in file_tensors(where, spec, cfg.num_heads):
         save_file({part.name: torch.ones(part.shape)}, root / "hf" / f"{part.name}.safetensors")
 index = {p.stem: p.name for p in (root / "hf").glob("*.safetensors")}

@@ -160,3 +160,11 @@ def test_a_module_of_deepseek_v3() -> None:
     specs = param_map(parse(words).config.model).values()
     last, own = (sum(spec.numel for spec in specs if spec.name.startswith(f"layers.{i}.")) for i in (60, 61))
     assert own == last + 2 * 7168**2 + 3 * 7168 == 11_610_067_968
+
+
+def test_a_module_of_qwen3_next() -> None:
+    """It has a layer like the last one, of attention with experts."""
+    model = parse(["--preset", "qwen3-next-80b-a3b", "--mtp-num-layers", "1", "--mock-data", "--dry-run"]).config.model
+    specs = param_map(model).values()
+    last, own = (sum(spec.numel for spec in specs if spec.name.startswith(f"layers.{i}.")) for i in (47, 48))
+    assert own == last + 2 * 2048**2 + 3 * 2048 == 1_650_471_424
