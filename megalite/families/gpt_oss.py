@@ -71,7 +71,7 @@ FAMILY = Family(
         "sliding_window": 128,
         "rope_parameters": _YARN,
     },
-    constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "attention_dropout": 0.0},
     presets={
         # openai/gpt-oss-20b and gpt-oss-120b
         "gpt-oss-20b": preset(*(24, 2880, 64, 201088, 4096, 20_914_757_184), 4_187_440_704, num_experts=32, **_SIZES),

@@ -573,6 +573,7 @@ LAYER_TYPES = ["linear_attention", "full_attention", "full_attention", "linear_a
         ("deepseek_v3", "topk_method", "greedy", "megalite computes 'noaux_tc'"),
         ("deepseek_v3", "scoring_func", "softmax", "megalite computes 'sigmoid'"),
         ("gpt_oss", "swiglu_limit", 6.0, "megalite computes 7.0"),
+        ("gpt_oss", "attention_dropout", 0.1, "megalite computes 0.0"),
         ("qwen3_next", "layer_types", LAYER_TYPES, "megalite computes"),
     ],
 )
