@@ -159,7 +159,8 @@ def test_who_is_left_with_a_killed_rank_is_killed_too(tmp_path: Path, launcher: 
         for name in ("0", "1", "told"):
             (tmp_path / name).unlink(missing_ok=True)
         ran = subprocess.run([sys.executable, "-m", *launcher, str(script), *flags], cwd=ROOT, stderr=subprocess.PIPE)
-        assert ran.returncode == 1, ran.stderr
+        # A scheduler that starts lost hosts again is to tell them from an error.
+        assert ran.returncode == (137 if "train" in launcher and not told else 1), ran.stderr
         assert (tmp_path / "told").exists() == told
 
 

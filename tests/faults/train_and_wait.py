@@ -1,4 +1,4 @@
-"""pretrain_gpt.py, whose ranks wait after a step, or fail there: `WAIT=STEP:FILE` waits until the file exists."""
+"""pretrain_gpt.py, whose ranks wait after steps, or fail there: `WAIT=STEP:FILE;...` waits until the file exists."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.faults.zygote import wait_for_file
 
 
 def wait(run: Run, _: dict[str, Any]) -> None:
-    step, path = os.environ["WAIT"].split(":", 1)
-    if run.step == int(step):
-        wait_for_file(path)
+    for word in os.environ["WAIT"].split(";"):
+        step, path = word.split(":", 1)
+        if run.step == int(step):
+            wait_for_file(path)
 
 
 if __name__ == "__main__":

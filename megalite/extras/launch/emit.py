@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.base.errors import require
-from megalite.train.recover.member import survives_hosts
+from megalite.train.recover.member import spare_ranks, survives_hosts
 
 # Slurm: between the signal and the end of the allocation. Kubernetes: until ranks that still save are killed.
 NOTICE_S = 120
@@ -19,6 +19,8 @@ NOTICE_S = 120
 _MARGIN_S = 30
 # sysexits.h: a temporary failure, try again.
 _UNFINISHED = 75
+# Kubernetes: a container that was killed, or lost its run; seconds that the others then wait for it to come back.
+_LOST, _RESERVE_WAIT_S = 137, 900
 # Of a Slurm job with ranks in reserve, which may lose nodes, and tasks on them.
 _OUTCOME = (
     "# The first node's exit code is that of the run: others may be lost before its end.",
@@ -224,6 +226,8 @@ def _pyxis(job: BatchJob, mounts: Sequence[str]) -> list[str]:
 def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None) -> str:
     """Write a headless Service and an Indexed Job as YAML: pod i is node i, pod 0 the master.
 
+    With ranks in reserve, a lost pod that is started again joins these, and the Job is done when pod 0 is.
+
     Raises:
         UserError: a name that Kubernetes does not allow.
     """
@@ -235,6 +239,8 @@ def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None)
     limits: dict[str, object] = dict.fromkeys([] if job.cpu else ["nvidia.com/gpu"], job.slots)
     limits |= {k: v for k, v in (("cpu", job.cpus), ("memory", job.memory)) if v is not None}
     claims = _line_if_set(options.claim)
+    replaced = spare_ranks(job.script) > 0
+    variables = ({"MEGALITE_RESERVE_WAIT": str(_RESERVE_WAIT_S)} if replaced else {}) | job.variables()
     values = {
         "name": _yaml(job.name),
         "port": port,
@@ -244,8 +250,9 @@ def kubernetes_manifest(job: BatchJob, options: KubernetesOptions | None = None)
         "image": _yaml(job.image),
         "workdir": _yaml(job.workdir),
         "command": _yaml(_unexpanded(command)),
-        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in job.variables().items()],
-        "unfinished": _UNFINISHED,
+        "env": [_yaml({"name": k, "value": _unexpanded(v)}) for k, v in variables.items()],
+        "first": [_yaml("0")] if replaced else [],
+        "repeated": f"{_UNFINISHED}, {_LOST}" if replaced else _UNFINISHED,
         "secret": [_yaml(name) for name in _line_if_set(options.secret)],
         "limits": [_yaml(every)] if (every := {**limits, **options.resources}) else [],
         "ipc_lock": ["IPC_LOCK"] if options.ipc_lock else [],

@@ -107,9 +107,6 @@ def _kubernetes(args: argparse.Namespace, job: BatchJob) -> str:
     refuse(args, _SLURM, "goes with --emit slurm only")
     remedy = "name an image that holds Python, torch and this checkout"
     require(args.image is not None, "--emit k8s", "needs --image", remedy)
-    # It would wait for ranks that have long met, and its failure end the Job.
-    rule = "does not go with --emit k8s: a pod that is started again there cannot join the run"
-    require(not job.reserves, "--spare-ranks", rule, "remove it: --recover process survives all but the loss of a pod")
     options = KubernetesOptions(
         claim=args.claim,
         resources=_resources(args.resource or ()),

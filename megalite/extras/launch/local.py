@@ -29,9 +29,11 @@ from torch.distributed.launcher.api import LaunchConfig
 from megalite.base.errors import UserError
 from megalite.base.log import logger, unfinished_code
 from megalite.extras.launch.elastic import ReserveAgent, silence
-from megalite.train.recover.member import survives_hosts
+from megalite.train.recover.member import spare_ranks, survives_hosts
 
 USER_ERROR_CODE = 2
+# As a shell says of what SIGKILL has ended.
+LOST_CODE = 128 + signal.SIGKILL
 # In Kubernetes the first pod's name resolves only once it runs, and pulling its image may take long.
 _NAME_PATIENCE_S = 900.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -77,6 +79,8 @@ class LocalRanks:
         self.patience_s = patience_s
         self.master = place.master_addr
         self.reserves = survives_hosts(script)
+        # Whether others take the place of a lost host, which the first is not.
+        self.spares, self.first = spare_ranks(script) > 0, place.node_rank == 0
         self.config = LaunchConfig(
             min_nodes=place.nnodes,
             max_nodes=place.nnodes,
@@ -156,8 +160,15 @@ class LocalRanks:
                 signal.signal(signum, handler)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        """Ask the ranks to save and exit; a second Ctrl-C is forwarded and ends them at once."""
+        """Ask the ranks to save and exit; a second Ctrl-C is forwarded and ends them at once.
+
+        Where others replace this host, as one that is drained, its ranks work on until their time is over. If the whole
+        run is to stop, the first host is told too.
+        """
         first, self.asked = not self.asked, signum
+        if first and self.patience_s and self.spares and not self.first and self.agent and signum == signal.SIGTERM:
+            signal.alarm(self.patience_s)
+            return
         if not self._send(signal.SIGTERM if first else signal.Signals(signum)):
             raise _EarlySignal
         if first and signum != signal.SIGTERM:
@@ -200,7 +211,8 @@ class LocalRanks:
         else:
             cause = f"ended with exit code {code}: see its message above"
         print(f"error: rank {rank} {cause}", file=sys.stderr)
-        return 1
+        # Where others replace this host, a scheduler is to tell its loss from an error of the run.
+        return LOST_CODE if self.spares and code == -signal.SIGKILL else 1
 
 
 def wait_for_name(host: str, patience_s: float) -> None:

@@ -64,9 +64,7 @@ class Guard:
         self._held = Held(self._loop, self._kept, self._cannot_send)
         self._trainer: Member | None = None
         self._spare: Member | None = None
-        self._failures, self._asked = 0, 0
-        self._began = 0.0
-        self._outcome = 1
+        self._failures, self._asked, self._outcome, self._began = 0, 0, 1, 0.0
 
     def serve(self) -> NoReturn:
         """Start the rank, and exit with its code."""
@@ -186,8 +184,10 @@ class Guard:
     # ------------------------------------------------------------------------------------------ the other ranks
 
     def _meet(self, message: dict[str, Any]) -> None:
-        """Connect to the hub."""
+        """Connect to the hub; rank -1 is in reserve, also if the launcher has started it again in a place now taken."""
         self._rank, self._meeting, address = message["meet"], message, (message["host"], message["port"])
+        if self._rank < 0 and self._trainer:
+            self._waits, self._trainer, self._spare = True, None, self._trainer
         try:
             self._hub = Link(self._loop, socket.create_connection(address, timeout=_CONNECT_S), self._hear_hub)
         except OSError as e:

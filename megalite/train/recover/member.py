@@ -106,17 +106,20 @@ class GuardedRank:
         """Number of recoveries before this process."""
         return int(self.turn.get("turn", 0))
 
-    def wait_for_turn(self, find_hub: Callable[[], str], rehearse: Callable[[], None]) -> None:
+    def wait_for_turn(self, find_hub: Callable[[bool], str], rehearse: Callable[[], None]) -> None:
         """Return when this process is to be the rank.
 
         Args:
-            find_hub: called if the guard of this rank, one in reserve, knows no other; returns what `meet` takes.
+            find_hub: called if the guard of this rank knows no other, with whether it is in reserve: if not, the run
+                may have begun, and its place be taken. Returns what `meet` takes, "" if the run has not begun.
             rehearse: called if the turn does not come at once.
         """
         self._packets.send({"here": True})
         message, self.slots = self._receive("wait", "turn")
-        if message.get("alone"):
-            self.meet(-1, find_hub(), elsewhere=True)
+        first = message.get("turn") == 0 and message["spares"] > 0
+        if (first or message.get("alone")) and (hub := find_hub(not first)):
+            self.meet(-1, hub, elsewhere=True)
+            message = {"wait": True}
         if "wait" in message:
             rehearse()
             message, self.slots = self._receive("turn")

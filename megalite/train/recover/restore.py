@@ -19,7 +19,7 @@ from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
 from megalite.dist.collectives import gather_texts
 from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host
+from megalite.dist.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host, under_torchrun
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import Copies
@@ -64,22 +64,30 @@ def meet_guards(cfg: Config, ctx: ParallelContext) -> None:
     rank_guard.met = time.monotonic()
 
 
-def find_hub() -> str:
-    """Wait for rank 0 to tell the ranks in reserve where the guards meet; return what `GuardedRank.meet` takes.
+def find_hub(waits: bool) -> str:
+    """Ask the launcher's store where the guards meet; return what `GuardedRank.meet` takes.
 
     What nobody listens at is from an earlier attempt: torchrun keeps one store across restarts.
+
+    Args:
+        waits: whether to wait until rank 0 has told; otherwise "" if it has not, or the launcher has no store then.
     """
+    if not (waits or under_torchrun()):
+        return ""
     store, deadline = join_store()[0], time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
-    while True:
+    while waits or store.check([_HUB]):
         offer = store.get(_HUB).decode()
         try:
             socket.create_connection((store_host(), int(offer.split()[0])), timeout=30).close()
         except OSError:
+            if not waits:
+                break
             if time.monotonic() > deadline:
                 raise
             time.sleep(1.0)
         else:
             return f"{store_host()} {offer}"
+    return ""
 
 
 def guard_round() -> int:

@@ -133,7 +133,6 @@ def test_print_only_prints_what_would_run(
         (["--emit", "k8s", *SLURM[2:], "--image", "i", "--resource", "x", "--", "t.py"], "--resource x: is not NAME=N"),
         (["--emit", "k8s", *SLURM[2:], "--image", "i", "--mount", "a:b", "--", "t.py"], "--mount: goes with --emit sl"),
         (["--emit", "k8s", "--nodes", "1", "--slots", "1", "--", "t.py"], "needs --image"),
-        (["--emit", "k8s", *SLURM[2:], "--image", "i", "--", "t.py", "--spare-ranks", "1"], "cannot join the run"),
         ([*SLURM, "--", "pretrain_gpt.py", "--spare-ranks", "2"], "--spare-ranks 2: leaves none of 2 ranks to train"),
         ([*SLURM, "--", "pretrain_gpt.py", "--tp", "2", *RESERVES, "1"], "--tp 2 --pp 1 on 1 rank: "),
         (["--hostfile", "HOSTS", "--dir", "here", "--", "t.py"], "--dir here: must be absolute"),

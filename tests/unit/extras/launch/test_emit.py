@@ -74,6 +74,20 @@ def test_the_manifest_is_valid_and_complete() -> None:
     assert {"name": "NCCL_DEBUG", "value": "WARN"} in container["env"]
 
 
+def test_a_job_with_ranks_in_reserve_outlives_its_pods() -> None:
+    """Fields of batch/v1 that are stable since Kubernetes 1.33."""
+    flags = ("pretrain_gpt.py", "--recover", "host", "--spare-ranks", "8")
+    _, indexed = validate(kubernetes_manifest(job(script=flags, image="i", env={"MEGALITE_RESERVE_WAIT": "60"})))
+    spec = indexed["spec"]
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    rules = spec["podFailurePolicy"]["rules"]
+    assert [rule["onExitCodes"]["values"] for rule in rules[:2]] == [[2], [75, 137]]
+    assert rules[2] == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    assert {"name": "MEGALITE_RESERVE_WAIT", "value": "60"} in spec["template"]["spec"]["containers"][0]["env"]
+    _, plain = validate(kubernetes_manifest(job(image="i")))
+    assert "successPolicy" not in plain["spec"]
+
+
 def test_a_plain_manifest_asks_for_nothing_special() -> None:
     _, indexed = validate(kubernetes_manifest(job(image="i")))
     assert not {"hostNetwork", "dnsPolicy"} & set(indexed["spec"]["template"]["spec"])

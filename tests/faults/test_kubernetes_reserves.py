@@ -1,0 +1,181 @@
+"""The pods of an emitted Job with ranks in reserve, killed and started again one after the other. Needs root.
+
+Network namespaces stand for pods, and the test for Kubernetes: it starts the Job's command with each pod's index, and
+again as the Job's podFailurePolicy says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megalite.extras.launch.emit import BatchJob, KubernetesOptions, kubernetes_manifest
+from tests.faults.networks import networks
+from tests.faults.test_runtime_faults import RUN, events, outcome
+from tests.ranks import ROOT, reserve_port
+
+pytestmark = [pytest.mark.root, pytest.mark.full]
+PODS = 3
+
+
+class Pods:
+    """A Job, played."""
+
+    def __init__(self, folder: Path, address: str, names: list[str]) -> None:
+        self.folder, self.address, self.names = folder, address.replace(".254", ".1"), names
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def create(self, env: dict[str, str]) -> None:
+        flags = [*RUN, "--run-dir", str(self.folder / "run"), "--recover", "host", "--spare-ranks", "1"]
+        env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT), **env}
+        script = ("tests/faults/train_and_wait.py", *flags)
+        job = BatchJob(script, PODS, 1, "train", str(ROOT), sys.executable, cpu=True, env=env, image="i")
+        _, indexed = yaml.safe_load_all(kubernetes_manifest(job, KubernetesOptions(port=reserve_port())))
+        self.spec: dict[str, Any] = indexed["spec"]
+        for name in self.names:
+            # `ip netns exec` mounts it over /etc/hosts.
+            hosts = Path("/etc/netns") / name / "hosts"
+            hosts.parent.mkdir(parents=True, exist_ok=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{self.address} train-0.train\n")
+        self.processes = [self._start(pod) for pod in range(PODS)]
+
+    def _start(self, pod: int) -> subprocess.Popen[bytes]:
+        (container,) = self.spec["template"]["spec"]["containers"]
+        env = {e["name"]: e["value"].replace("$$", "$") for e in container["env"]} | {"JOB_COMPLETION_INDEX": str(pod)}
+        command = [word.replace("$$", "$") for word in container["command"]]
+        with (self.folder / f"pod_{pod}").open("a") as said:
+            words = ["ip", "netns", "exec", self.names[pod], *command]
+            return subprocess.Popen(
+                words,
+                cwd=container["workingDir"],
+                env=os.environ | env,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+
+    def pids(self, pod: int) -> list[int]:
+        listed = subprocess.run(["ip", "netns", "pids", self.names[pod]], capture_output=True, text=True, check=True)
+        return list(map(int, listed.stdout.split()))
+
+    def kill(self, pod: int) -> int:
+        """Lose a pod with all that runs in it; return its exit code."""
+        while pids := self.pids(pod):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.processes[pod].poll()
+        return self.end(pod)
+
+    def end(self, pod: int) -> int:
+        code = self.processes[pod].wait(120)
+        return code if code >= 0 else 128 - code
+
+    def again(self, pod: int) -> None:
+        """Start a pod's index again, if the policy lets it."""
+        assert self.action(self.end(pod)) == "Ignore", self.said(pod)
+        self.processes[pod] = self._start(pod)
+
+    def action(self, code: int) -> str:
+        """What the Job does about an exit code; "Count" against backoffLimitPerIndex where no rule says."""
+        if code == 0:
+            return "Succeed"
+        for rule in self.spec["podFailurePolicy"]["rules"]:
+            if code in rule.get("onExitCodes", {}).get("values", []):
+                return str(rule["action"])
+        return "Count"
+
+    def said(self, pod: int = 0) -> str:
+        return (self.folder / f"pod_{pod}").read_text()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 150
+        while not holds():
+            assert self.processes[0].poll() is None, self.said()
+            assert time.monotonic() < deadline, "\n".join(self.said(pod) for pod in range(PODS))
+            time.sleep(0.1)
+
+    def waits(self, pod: int) -> bool:
+        """Whether the pod's guard is with the others: it has a thread for what it keeps."""
+        for pid in self.pids(pod):
+            with contextlib.suppress(OSError):
+                if b"-I\0-S\0-c\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return len(os.listdir(f"/proc/{pid}/task")) > 1
+        return False
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    with networks(PODS) as (address, names):
+        made = Pods(tmp_path, address, names)
+        try:
+            yield made
+        finally:
+            for pod in range(len(made.processes)):
+                made.kill(pod)
+            for name in names:
+                Path(f"/etc/netns/{name}/hosts").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    Path(f"/etc/netns/{name}").rmdir()
+
+
+def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(pods: Pods, tmp_path: Path) -> None:
+    """A pod that was started again waited for ranks that had long met, and its failure ended the Job."""
+    run = tmp_path / "run"
+    pods.create({"WAIT": ";".join(f"{step}:{tmp_path / f'go on {step}'}" for step in range(2, 8))})
+
+    def lose(pod: int, step: int, back: bool = True) -> None:
+        pods.until(lambda: f"step {step}/" in pods.said())
+        before = len(events(run, "recovery"))
+        assert pods.kill(pod) == 137
+        if not back:
+            pods.until(lambda: "no rank is left in reserve: waiting up to 900 s for a host to come back" in pods.said())
+            pods.again(pod)
+        pods.until(lambda: len(events(run, "recovery")) > before)
+        # If it went back further, it comes here again.
+        (tmp_path / f"go on {step}").touch()
+
+    def come_back(pod: int) -> None:
+        pods.again(pod)
+        pods.until(lambda: pods.waits(pod))
+
+    pods.until(lambda: pods.waits(2))
+    for step, pod in ((2, 1), (3, 2)):
+        lose(pod, step)
+        come_back(pod)
+    # The first has nobody to replace it: all are started again, and resume from disk.
+    pods.until(lambda: "step 4/" in pods.said())
+    assert [pods.kill(0), pods.end(1), pods.end(2)] == [137] * 3
+    (tmp_path / "go on 4").touch()
+    for pod in range(PODS):
+        pods.again(pod)
+    pods.until(lambda: pods.waits(2))
+    lose(1, 5)
+    lose(2, 6, back=False)
+    come_back(1)
+    (tmp_path / "go on 7").touch()
+    assert [pods.end(pod) for pod in range(PODS)] == [0] * PODS, pods.said()
+    assert [event["ranks"] for event in events(run, "recovery")] == [[1]] * 4
+    whole = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*whole, *RUN, "--run-dir", str(tmp_path / "whole")], cwd=ROOT, env=env, check=True)
+    assert outcome(run) == outcome(tmp_path / "whole")
+
+
+def test_an_error_of_the_run_ends_all_pods_and_counts(pods: Pods) -> None:
+    pods.create({"WAIT": "no step"})
+    codes = [pods.end(pod) for pod in range(PODS)]
+    assert codes == [1] * PODS, pods.said()
+    assert "ValueError" in pods.said()
+    assert [pods.action(code) for code in codes] == ["Count"] * PODS
+    assert (pods.spec["backoffLimitPerIndex"], pods.spec["maxFailedIndexes"]) == (0, 0)
