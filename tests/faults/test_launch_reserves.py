@@ -85,21 +85,22 @@ HARM = {
 }
 
 
-def launch(hosts: Hosts, folder: Path, slots: int = 1) -> Launch:
+def launch(hosts: Hosts, folder: Path, *more: str, slots: int = 1, spares: bool = True) -> Launch:
     """A run of so many ranks on each of two hosts, which waits after step 4, and as many in reserve on the third."""
-    hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"{node} slots={slots}\n" for node in NODES))
-    flags = [*RUN, "--run-dir", str(folder / "run"), "--recover", "host", "--spare-ranks", str(slots)]
+    hostfile, nodes = folder / "hostfile", NODES if spares else NODES[:2]
+    hostfile.write_text("".join(f"{node} slots={slots}\n" for node in nodes))
+    flags = [*RUN, "--run-dir", str(folder / "run"), "--save-every", "3", "--recover", "host"]
+    flags += ["--spare-ranks", str(slots)] if spares else []
     own = ["--hostfile", str(hostfile), "--no-preflight", "--env", f"WAIT=4:{folder / 'go on'}"]
-    own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={ROOT}"]
-    run = Launch(hosts, folder, ["tests/faults/train_and_wait.py", *flags], *own, nodes="@".join(NODES))
+    own += ["--env", "GLOO_SOCKET_IFNAME=eth0", "--env", f"PYTHONPATH={ROOT}", *more]
+    run = Launch(hosts, folder, ["tests/faults/train_and_wait.py", *flags], *own, nodes="@".join(nodes))
 
     def waits() -> bool:
         assert run.process.poll() is None, run.text()
-        guards = guards_of(hosts, NODES[2])
+        guards = [guard for node in nodes[2:] for guard in guards_of(hosts, node)]
         # The reserve is with the others: its guard has a thread for what it keeps.
         together = [len(os.listdir(f"/proc/{guard}/task")) > 1 for guard in guards]
-        return "step 4/" in run.text() and together == [True] * slots
+        return "step 4/" in run.text() and together == [True] * slots * len(nodes[2:])
 
     wait_for(waits, STARTUP_S, "step 4, and a rank in reserve")
     return run
@@ -120,6 +121,20 @@ def test_a_lost_host_is_replaced(hosts: Hosts, tmp_path: Path, whole: Path, harm
     assert "exit barrier" not in run.text()
     assert outcome(tmp_path / "run") == outcome(whole)
     assert [event["ranks"] for event in events(tmp_path / "run", "recovery")] == [[1]]
+
+
+def test_a_host_is_lost_without_a_reserve(hosts: Hosts, tmp_path: Path, whole: Path) -> None:
+    """All used to be stopped at once. The lost one is back for the restart, which continues from the last step."""
+    run = launch(hosts, tmp_path, "--max-restarts", "1", spares=False)
+    power_off(hosts, NODES[1])
+    (tmp_path / "go on").touch()
+    assert run.end() == 0, run.text()
+    assert "no rank is left in reserve: saving, then exiting" in run.text()
+    assert "rank 0 on mlnode1, exit code 75" in run.text()
+    recovered, resumed = (events(tmp_path / "run", kind)[0]["step"] for kind in ("recovery", "resume"))
+    # The last copy may not have arrived.
+    assert resumed == recovered >= 3
+    assert outcome(tmp_path / "run") == outcome(whole)
 
 
 def test_a_host_of_several_ranks_one_of_whose_guards_is_killed_is_replaced(hosts: Hosts, tmp_path: Path) -> None:
