@@ -25,7 +25,7 @@ from tests.faults.test_runtime_faults import RUN, events, outcome
 from tests.ranks import ROOT, reserve_port
 
 pytestmark = [pytest.mark.root, pytest.mark.full]
-PODS = 3
+PODS, STEPS = 3, ["--train-steps", "9"]
 
 
 class Pods:
@@ -36,7 +36,7 @@ class Pods:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def create(self, env: dict[str, str]) -> None:
-        flags = [*RUN, "--run-dir", str(self.folder / "run"), "--recover", "host", "--spare-ranks", "1"]
+        flags = [*RUN, *STEPS, "--run-dir", str(self.folder / "run"), "--recover", "host", "--spare-ranks", "1"]
         env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT), **env}
         script = ("tests/faults/train_and_wait.py", *flags)
         job = BatchJob(script, PODS, 1, "train", str(ROOT), sys.executable, cpu=True, env=env, image="i")
@@ -132,7 +132,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(pods: Pods, tmp_path: Path) -> None:
     """A pod that was started again waited for ranks that had long met, and its failure ended the Job."""
     run = tmp_path / "run"
-    pods.create({"WAIT": ";".join(f"{step}:{tmp_path / f'go on {step}'}" for step in range(2, 8))})
+    pods.create({"WAIT": ";".join(f"{step}:{tmp_path / f'go on {step}'}" for step in range(2, 9))})
 
     def lose(pod: int, step: int, back: bool = True) -> None:
         pods.until(lambda: f"step {step}/" in pods.said())
@@ -160,15 +160,19 @@ def test_pods_that_come_back_are_in_reserve_for_those_that_are_lost_next(pods: P
     for pod in range(PODS):
         pods.again(pod)
     pods.until(lambda: pods.waits(2))
-    lose(1, 5)
-    lose(2, 6, back=False)
+    # A pod that is drained works on until it is killed: its ranks would have had the whole run save and end.
+    pods.until(lambda: "step 5/" in pods.said())
+    pods.processes[1].terminate()
+    (tmp_path / "go on 5").touch()
+    lose(1, 6)
+    lose(2, 7, back=False)
     come_back(1)
-    (tmp_path / "go on 7").touch()
+    (tmp_path / "go on 8").touch()
     assert [pods.end(pod) for pod in range(PODS)] == [0] * PODS, pods.said()
     assert [event["ranks"] for event in events(run, "recovery")] == [[1]] * 4
     whole = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*whole, *RUN, "--run-dir", str(tmp_path / "whole")], cwd=ROOT, env=env, check=True)
+    subprocess.run([*whole, *RUN, *STEPS, "--run-dir", str(tmp_path / "whole")], cwd=ROOT, env=env, check=True)
     assert outcome(run) == outcome(tmp_path / "whole")
 
 
