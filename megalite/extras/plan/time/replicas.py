@@ -24,8 +24,8 @@ class Replicas(NamedTuple):
         inner: ranks between one of these and the next.
         group: number of ranks that ZeRO shards over.
         coded: number of elements that ZeRO-3 gathers as FP8 codes.
-        again: numbers of elements of embedding and output layer that it gathers once more in the forward and in the
-            backward pass, for modules that predict further tokens.
+        again: numbers of elements of embedding and output layer that it gathers more than once in the forward and in
+            the backward pass; below 0: that it does not gather.
     """
 
     elements: int
@@ -43,14 +43,10 @@ class Replicas(NamedTuple):
         """Compute the seconds of gathering or reducing them within a group."""
         return rates.ring(per_element * self.elements, self.group, self.inner, messages)
 
-    def gathered(self, rates: Rates, messages: int) -> float:
-        """Compute the seconds of gathering the weights within a group, codes with one byte per element."""
-        size = rates.element * self.elements - (rates.element - 1) * self.coded
+    def gathered(self, rates: Rates, messages: int, again: int = 0) -> float:
+        """Compute the seconds of gathering weights, and `again` elements, within a group; codes have one byte each."""
+        size = rates.element * (self.elements + again) - (rates.element - 1) * self.coded
         return rates.ring(size, self.group, self.inner, messages)
-
-    def gathered_again(self, rates: Rates, backward: bool) -> float:
-        """Compute the seconds of gathering embedding and output layer for modules that predict further tokens."""
-        return rates.ring(rates.element * self.again[backward], self.group, self.inner)
 
     def across(self, rates: Rates, per_element: float) -> float:
         """Compute the seconds of the sum over the groups of hybrid sharding, once per step."""
@@ -71,19 +67,24 @@ def replicas_of(
             group = group_among(asked, ranks, grid.batch_ranks) if asked else ranks
             held = placement.stages_of(rank)
             coded = sum(map(sum, coded_units(cfg, p.tp, layers, held, group, experts)))
-            again = (0, 0) if experts or len(layers) - 1 not in held else _again(cfg, is_copy=0 not in held)
+            again = (0, 0) if experts else _again(cfg, 0 in held, len(layers) - 1 in held)
             out.append(Replicas(elements, ranks, inner, group, coded, again))
     return out
 
 
-def _again(cfg: Config, is_copy: bool) -> tuple[int, int]:
-    """Count what modules gather of embedding and output layer in each pass, beyond each parameter once.
+def _again(cfg: Config, first: bool, last: bool) -> tuple[int, int]:
+    """Count what a rank with the `first` or `last` stage gathers of embedding and output layer in each pass, beyond
+    each parameter once.
 
-    An embedding is gathered in the forward pass alone; a copy of it has no other use.
+    An embedding is gathered in the forward pass alone, for the model and for each module that predicts further tokens.
+    Where weights stay until backward, these find a tied one as the output layer left it.
     """
-    modules, table = cfg.model.mtp_num_layers, vocab_rows(cfg) * cfg.model.hidden_size
-    spare = table if is_copy and modules else 0
-    return 2 * modules * table - spare, modules * table - spare
+    modules, tied = cfg.model.mtp_num_layers * last, cfg.model.tie_embeddings
+    heads = last + modules
+    embeddings = first + modules * (not tied or cfg.parallel.zero_keep == "none")
+    own = max(embeddings > 0, heads > 0) if tied else (embeddings > 0) + (heads > 0)
+    table = vocab_rows(cfg) * cfg.model.hidden_size
+    return (embeddings + heads - own) * table, (heads - own) * table
 
 
 def over_dp(
@@ -102,15 +103,13 @@ def over_dp(
         return 0.0, 0.0
     across = sum(r.across(rates, engine.grad_bytes) for r in replicas)
     if p.zero == 3:
-        gather = sum(r.gathered(rates, units) for r in replicas)
+        if p.zero_keep == "step":
+            passes = [sum(r.gathered(rates, units) for r in replicas) / m, 0.0]
+        else:
+            passes = [sum(r.gathered(rates, units, r.again[i]) for r in replicas) for i in range(2)]
+        first, second = passes[0], passes[1] * (p.zero_keep == "none")
         reduce = sum(r.near(rates, engine.grad_bytes, units) for r in replicas)
-        passes = {"none": 2, "backward": 1, "step": 1 / m}[p.zero_keep]
         times = m if p.zero_reduce == "microbatch" else 1
-        first, second = gather * min(passes, 1), gather * max(passes - 1, 0)
-        if p.zero_keep != "step":
-            first += sum(r.gathered_again(rates, backward=False) for r in replicas)
-        if p.zero_keep == "none":
-            second += sum(r.gathered_again(rates, backward=True) for r in replicas)
         if not engine.overlap_gather:
             forward = backward = 0.0
         exposed_gather = m * (_hidden(first, forward) + _hidden(second, backward))
