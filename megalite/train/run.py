@@ -20,6 +20,7 @@ from megalite.train.gpu_readings import GpuReadings
 from megalite.train.metrics import MetricsLogger
 from megalite.train.profile import StepProfiler
 from megalite.train.recover.copies import Copies
+from megalite.train.recover.member import guard
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import CHILDREN, OWN
@@ -111,7 +112,10 @@ class Run:
         self.closed = True
         # Called from the last to the first, all of them even if one fails.
         exit_stack = self.exit_stack.pop_all()
-        for part in (self.heartbeat, self.checkpointer, self.metrics, self.loader, self.profiler, self.gpu):
+        exit_stack.callback(self.heartbeat.close)
+        if kind is None and (rank_guard := guard()):
+            exit_stack.callback(rank_guard.leaving)
+        for part in (self.checkpointer, self.metrics, self.loader, self.profiler, self.gpu):
             exit_stack.callback(part.close)
         exit_stack.callback(self.heartbeat.beat, "closing", self.step, OWN)
         if kind is None:

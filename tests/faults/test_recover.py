@@ -242,9 +242,13 @@ def test_killed_in_everything_that_a_step_does(zygote: Zygote, tmp_path: Path) -
 
 @pytest.mark.full
 def test_stopped_in_a_loop_and_with_the_interpreter_held(zygote: Zygote, tmp_path: Path) -> None:
-    """The watchdogs name the culprit alone; nobody else is killed for it before the guards do."""
+    """The watchdogs name the culprit alone; nobody else is killed for it before the guards do.
+
+    One that stops where all is done, and its watchdog gone, is killed by its guard.
+    """
     kinds = [(1, 3, "stop"), (0, 5, "loop"), (1, 7, "gil")]
     faults = [kill(rank, at, tmp_path, kind=kind) for rank, at, kind in kinds]
+    faults.append(kill(1, 0, tmp_path, "end", "stop"))
     job = recovers(zygote, tmp_path, 2, ["--watchdog-timeout", "5"], faults)
     said = job.text(0) + job.text(1)
     verdicts = [line.partition("; killing")[0] for line in said.splitlines() if "all ranks are waiting for " in line]

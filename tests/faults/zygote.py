@@ -240,7 +240,7 @@ def install(fault: dict[str, Any]) -> None:
     """Make a fault happen: in step `at` ("step", "nan", "every_step"; "master": before it), in the evaluation or the
     save after it ("eval", "save", "writer", "flip", "moment"), before a copy of step `at` counts ("commit"; "copy"
     flips a bit of it), reading the batch that ends at sample `at` ("data"), or in its step ("spike", "overflow");
-    "sample" makes the weight of the sample at position `at` NaN, whoever reads it.
+    "sample" makes the weight of the sample at position `at` NaN, whoever reads it; "end": where all is done.
 
     "after": so many seconds later, while the rank goes on. The kind "await" waits there until the file "path" exists.
     "once": a file that marks that it has happened, for ranks that are started again.
@@ -255,6 +255,7 @@ def install(fault: dict[str, Any]) -> None:
     from megalite.sharding.parameter import ShardedParameter
     from megalite.train import loop, step
     from megalite.train.recover.member import GuardedRank
+    from megalite.train.watch.heartbeat import Heartbeat
 
     place, at, armed = fault["place"], fault.get("at"), []
     act = FAULTS.get(fault["kind"], lambda: None)
@@ -333,6 +334,8 @@ def install(fault: dict[str, Any]) -> None:
                 moments[0][0] = torch.nan
 
         before(loop, "save", spoil)
+    elif place == "end":
+        before(Heartbeat, "_close_pipe", lambda _: act())
     elif place == "commit":
         before(GuardedRank, "commit", lambda _, copy: act() if copy["step"] == at else None)
     elif place == "copy":

@@ -7,8 +7,8 @@ rank whose own is gone. Where none is left, who keeps the rank's copies starts o
 Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
 
 Messages of a process: {"here"}, {"listen": world, "limit", "alone", "elsewhere"}, {"meet": rank, ...}, {"ready"},
-{"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}. Of the guard:
-{"wait"}, {"turn": round, ...} with the slots' descriptors, {"port", "token"}, {"kept": number}, {"end"}.
+{"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}, {"leaving"}. Of
+the guard: {"wait"}, {"turn": round, ...} with the slots' descriptors, {"port", "token"}, {"kept": number}, {"end"}.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _LEAVE_S = 25.0
 # Before that they get this long to tell what they know.
 _TELL_S = 2.0
 _CONNECT_S = 30.0
-# A killed process is gone in milliseconds.
-_LOOK_S = 0.01
+_LOOK_S = 0.01  # a killed process is gone in milliseconds
 # A host on which processes die before they can wait has no memory for another.
 _MAX_FAILURES = 3
 
@@ -56,7 +55,6 @@ class Guard:
         self._start_process, self._launcher, self._loop = start, launcher, EventLoop()
         self._hub: Link | None = None
         self._meeting: dict[str, Any] = {}  # how it was met
-        self._server: Hub | None = None
         self._rank, self._round, self._broken, self._ending = -1, 0, False, False
         self._code: int | None = None
         self._waits, self._spares = waits, spares
@@ -112,14 +110,16 @@ class Guard:
                 self._start()  # not earlier: its imports would compete with a first step
         elif "listen" in message:
             limits = message["limit"], message["alone"], message["elsewhere"]
-            self._server = Hub(self._loop, message["listen"], *limits, self._spares)
-            member.packets.send({"port": self._server.port, "token": self._server.token})
+            hub = Hub(self._loop, message["listen"], *limits, self._spares)
+            member.packets.send({"port": hub.port, "token": hub.token})
         elif "meet" in message:
             self._meet(message)
         elif "ready" in message:
             member.ready, self._began = True, self._began or time.monotonic()
             if self._asked and self._round:
                 kill(member.pid, self._asked)
+        elif "leaving" in message:
+            self._loop.after(_LEAVE_S, lambda: kill(member.pid, signal.SIGKILL) if self._trainer is member else None)
         elif "lost" in message:
             self._lost(member)
         return True
@@ -204,7 +204,9 @@ class Guard:
             self._trainer.packets.send({"kept": number})
 
     def _cannot_send(self, why: str) -> None:
-        cause = f"the copies of rank {self._rank} do not reach the host that keeps them ({why})"
+        self._blame(f"the copies of rank {self._rank} do not reach the host that keeps them ({why})")
+
+    def _blame(self, cause: str) -> None:
         told = {"broken": self._round, "cause": cause, "died": False}
         self._loop.after(_CAUSE_S, lambda: self._tell(told))
 
@@ -217,9 +219,7 @@ class Guard:
         if self._hub is None or self._ending:
             member.packets.send({"end": True})
             return
-        cause = f"rank {self._rank} lost the connection to another rank"
-        told = {"broken": self._round, "cause": cause, "died": False}
-        self._loop.after(_CAUSE_S, lambda: self._tell(told))
+        self._blame(f"rank {self._rank} lost the connection to another rank")
 
     def _hear_hub(self, message: dict[str, Any] | None) -> None:
         if message is None:

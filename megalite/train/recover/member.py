@@ -152,6 +152,10 @@ class GuardedRank:
         """Say that SIGTERM is a request to save and stop from here on."""
         self._packets.send({"ready": True})
 
+    def leaving(self) -> None:
+        """Say that all is done and nobody watches this process any more: if it does not end by itself, kill it."""
+        self._packets.send({"leaving": True})
+
     def keep(self, slots: list[int]) -> None:
         """Give the guard memory for copies."""
         self.slots = slots
