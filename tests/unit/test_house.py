@@ -37,7 +37,7 @@ def test_what_a_reader_has_to_read() -> None:
     """The trainer is small and its rooms know few others; long files and functions are rare; nothing imports itself."""
     house = House(ROOT / "megalite")
     trainer = [text for name, text in house.texts.items() if name.split(".")[0] != "extras"]
-    assert sum(map(code_lines, trainer)) <= 23_300
+    assert sum(map(code_lines, trainer)) <= 22_600
     assert len(house.arrows()) <= 80, sorted(house.arrows())
     assert house.in_circles() == set()
     long_files = [name for name, text in house.texts.items() if len(text.splitlines()) > 300]

@@ -22,7 +22,7 @@ def step():
 for _ in range(3):
     step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+for _ in range(40):
     step()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
@@ -39,7 +39,8 @@ def _faults(mode: str) -> int:
 def test_no_page_faults_after_warm_up() -> None:
     if not keep_freed_memory():
         pytest.skip("this C library has no mallopt")
-    # A 4 MB temporary is 1024 pages; ten steps of a few of them fault ten thousand times and more.
-    assert _faults("leave") > 10_000
-    # One buffer may still be new.
-    assert _faults("keep") <= 2048
+    # A 4 MB temporary is 1024 pages: forty steps with four of them fault 160 thousand times.
+    left = _faults("leave")
+    assert left > 40_000
+    # In one run of a hundred a small block that outlives a step lands between them, and three move once.
+    assert _faults("keep") < left / 10
