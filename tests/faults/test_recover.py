@@ -112,7 +112,21 @@ def test_rank_0_is_killed(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("--zero 1", (0, 3)), ("--zero 3", (1, 2)), ("--pp 2 --zero 2", (2, 0)), ("--pp 4 --num-layers 4", (1, 3))],
+    [
+        ("--zero 1", (0, 3)),
+        ("--zero 3", (1, 2)),
+        ("--pp 2 --zero 2", (2, 0)),
+        ("--pp 4 --num-layers 4", (1, 3)),
+        # State besides masters and moments: biases of routers, residuals and factors of compression.
+        (
+            "--cp 2 --ep 2 --num-experts 4 --moe-topk 2 --moe-router-score-function sigmoid"
+            " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01"
+            " --moe-router-load-balancing-type none --mtp-num-layers 1 --recompute full",
+            (3, 1),
+        ),
+        ("--compress powersgd:2", (2, 1)),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_killed_in_other_layouts(zygote: Zygote, tmp_path: Path, layout: str, ranks: tuple[int, int]) -> None:
     """Every rank of every layout: `python -m tests.soak.recover --layout`."""
