@@ -182,10 +182,11 @@ def _experts(world: int, sizes: Mapping[str, int], ep: int, etp: str) -> Grid | 
     if ranks % ep:
         over = "dp x cp" if cut else "tp x cp x dp"
         fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        whole = "give --etp 1, " if cut and ranks * sizes["tp"] % ep == 0 else ""
         raise UserError(
             f"--ep {ep} --etp {etp} on {world} rank{'s' * (world != 1)}",
             f"must divide the {ranks} ranks of {over} that share a layer's experts",
-            f"use one of {', '.join(map(str, fits))}, or start more ranks",
+            f"use one of {', '.join(map(str, fits))}, {whole}or start more ranks",
         )
     axes = (("pp", sizes["pp"]), ("edp", ranks // ep), ("ep", ep), ("tp", tp))
     return Grid(axes if cut else axes[:-1], ("edp",))
