@@ -32,6 +32,8 @@ def networks(count: int) -> Iterator[tuple[str, list[str]]]:
             ip("netns", "add", name)
             undo.callback(ip, "netns", "del", name)
             ip("link", "add", f"{name}c", "type", "veth", "peer", "name", "eth0", "netns", name)
+            # The kernel takes its time to end the namespace; the next networks of this process have the same names.
+            undo.callback(ip, "link", "del", f"{name}c")
             ip("link", "set", f"{name}c", "master", bridge, "up")
             ip("-n", name, "addr", "add", f"{net}.{i + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "lo", "up")
