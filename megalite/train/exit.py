@@ -110,8 +110,7 @@ def leaving_together() -> Iterator[None]:
             print("interrupted: exiting immediately, nothing more was saved", file=sys.stderr, flush=True)
         _exit(130)
     except SystemExit:
-        watch.close()
-        shutdown()
+        _end_threads(watch)
         raise
     except (SaveError, DivergenceError) as e:
         # Every rank raises these, and a traceback would add nothing.
@@ -121,6 +120,12 @@ def leaving_together() -> Iterator[None]:
     except BaseException as e:
         _report_failure(e, watch)
         _exit(1)
+    _end_threads(watch)
+
+
+def _end_threads(watch: FailureWatch) -> None:
+    if (rank_guard := guard()) is not None:
+        rank_guard.leaving()
     watch.close()
     shutdown()
 

@@ -111,9 +111,12 @@ class Run:
             return
         self.closed = True
         # Called from the last to the first, all of them even if one fails.
-        exit_stack = self.exit_stack.pop_all()
+        exit_stack, rank_guard = contextlib.ExitStack(), guard() if kind is None else None
+        if rank_guard:
+            exit_stack.callback(rank_guard.leaving, False)
+        exit_stack.push(self.exit_stack.pop_all())
         exit_stack.callback(self.heartbeat.close)
-        if kind is None and (rank_guard := guard()):
+        if rank_guard:
             exit_stack.callback(rank_guard.leaving)
         for part in (self.checkpointer, self.metrics, self.loader, self.profiler, self.gpu):
             exit_stack.callback(part.close)

@@ -7,8 +7,8 @@ rank whose own is gone. Where none is left, who keeps the rank's copies starts o
 Standard library only, and Linux: pidfd, memfd, PR_SET_CHILD_SUBREAPER.
 
 Messages of a process: {"here"}, {"listen": world, "limit", "alone", "elsewhere"}, {"meet": rank, ...}, {"ready"},
-{"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}, {"leaving"}. Of
-the guard: {"wait"}, {"turn": round, ...} with the slots' descriptors, {"port", "token"}, {"kept": number}, {"end"}.
+{"slots"} with descriptors, {"void": number}, {"commit": number, ...}, {"loaded": number}, {"lost"}, {"leaving": when,
+or 0}. Of the guard: {"wait"}, {"turn": round, ...} with the slots, {"port", "token"}, {"kept": number}, {"end"}.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from megalite.train.recover.processes import Member, adopt_orphans, as_exit_code
 _CAUSE_S = 3.0
 # Ranks that are told of another's failure get this long to end by themselves.
 _LEAVE_S = 25.0
-# Before that they get this long to tell what they know.
-_TELL_S = 2.0
+_TELL_S = 2.0  # before that, to tell what they know
 _CONNECT_S = 30.0
 _LOOK_S = 0.01  # a killed process is gone in milliseconds
 # A host on which processes die before they can wait has no memory for another.
@@ -119,7 +118,8 @@ class Guard:
             if self._asked and self._round:
                 kill(member.pid, self._asked)
         elif "leaving" in message:
-            self._loop.after(_LEAVE_S, lambda: kill(member.pid, signal.SIGKILL) if self._trainer is member else None)
+            member.leaving = message["leaving"]
+            self._loop.after(_LEAVE_S, partial(member.end_if_leaving, member.leaving))
         elif "lost" in message:
             self._lost(member)
         return True

@@ -152,9 +152,12 @@ class GuardedRank:
         """Say that SIGTERM is a request to save and stop from here on."""
         self._packets.send({"ready": True})
 
-    def leaving(self) -> None:
-        """Say that all is done and nobody watches this process any more: if it does not end by itself, kill it."""
-        self._packets.send({"leaving": True})
+    def leaving(self, done: bool = True) -> None:
+        """Say that all is done and nobody watches this process any more: if it does not end by itself, kill it.
+
+        Not `done`: what this process does next is the user's, and takes as long as it does.
+        """
+        self._packets.send({"leaving": time.monotonic() if done else 0.0})
 
     def keep(self, slots: list[int]) -> None:
         """Give the guard memory for copies."""

@@ -32,6 +32,7 @@ class Member:
         here: whether it waits for its turn.
         ready: whether it takes SIGTERM as a request to save and stop.
         silent: whether it has closed its end.
+        leaving: since when all is done; 0: there is more to do.
     """
 
     pid: int
@@ -40,6 +41,7 @@ class Member:
     here: bool = False
     ready: bool = False
     silent: bool = False
+    leaving: float = 0.0
 
     @classmethod
     def started_by(cls, start: Callable[[int], int]) -> Member:
@@ -48,6 +50,11 @@ class Member:
         pid = start(theirs.fileno())
         theirs.close()
         return cls(pid, os.pidfd_open(pid), Packets(ours.detach()))
+
+    def end_if_leaving(self, since: float) -> None:
+        """Kill it if it still is what it was by then, leaving."""
+        if since and self.leaving == since and self.packets.socket.fileno() >= 0:
+            kill(self.pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:

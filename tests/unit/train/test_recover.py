@@ -244,6 +244,24 @@ def test_a_turn_says_when_the_run_began_and_which_it_is(make: Callable[..., Rank
     assert (rank.turn["began"], rank.turn["run_id"]) == (began, "some")
 
 
+@pytest.mark.parametrize(
+    ("times", "cause"), [((1.0,), "SIGKILL"), ((1.0, 0.0), "SIGTERM"), ((1.0, 0.0, 2.0), "SIGKILL")]
+)
+def test_what_a_script_does_after_its_run_takes_as_long_as_it_likes(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Rank], times: tuple[float, ...], cause: str
+) -> None:
+    """It was killed after 25 s, begun anew by the next process, and killed again: an upload never came to its end."""
+    monkeypatch.setattr(guard_module, "_LEAVE_S", 0.0)
+    rank = make()
+    for time_ in times:
+        rank.ends[0].send({"leaving": time_})
+        rank.guard._hear(rank.guard._trainer)
+    rank.guard._loop.turn()
+    # Too late for one that has been killed.
+    rank.sleepers[0].terminate()
+    assert rank.hears()["cause"] == f"rank -1 died ({cause})"
+
+
 def test_a_reserve_that_is_told_to_stop_before_it_has_met_anybody_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that waits took the signal, and the guard started another."""
     rank = Rank(monkeypatch, launcher=0)
