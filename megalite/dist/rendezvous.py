@@ -86,10 +86,6 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
     _check_rendezvous(world_size())
     try:
         store, rank, world = join_store()
-        store = fresh_store(store, rank, world, RENDEZVOUS_TIMEOUT)
-        # No `device_id`: with it all messages of a group would share one NCCL communicator, and one posted early would
-        # delay those to the other neighbor.
-        dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout)
     except dist.DistNetworkError as e:
         port = os.environ.get("MASTER_PORT", "")
         raise LocalUserError(
@@ -97,6 +93,11 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
             f"rank 0 must be able to listen on it ({str(e).splitlines()[0][:160]})",
             "choose a free port (torchrun --master-port)",
         ) from None
+    # What is lost from here on was there: no mistake of the user.
+    store = fresh_store(store, rank, world, RENDEZVOUS_TIMEOUT)
+    # No `device_id`: with it all messages of a group would share one NCCL communicator, and one posted early would
+    # delay those to the other neighbor.
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def join_store() -> tuple[dist.Store, int, int]:

@@ -196,6 +196,7 @@ def _lost_peer(e: BaseException) -> bool:
     text = str(e)
     phrases = (
         "Connection closed by peer",
+        "Connection was likely closed",
         "Connection reset by peer",
         "Broken pipe",
         "Software caused connection abort",

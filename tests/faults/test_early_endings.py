@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import ROOT, reserve_port
 
@@ -50,6 +53,21 @@ with leaving_together():
 def environment(rank: int, port: int) -> dict[str, str]:
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
     return {**os.environ, **launched, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.full
+def test_a_lost_store_is_no_mistake_of_the_user() -> None:
+    """It was said to be a port in use, with exit code 2: what no launcher tries again, and what ends a whole Job."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # Of an earlier attempt: whoever takes it says so.
+    store.set("megalite/rendezvous/offer", "early")
+    env = {**environment(1, store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    with subprocess.Popen([sys.executable, "-c", MEETS], env=env, stderr=subprocess.PIPE, text=True) as rank:
+        store.wait(["early/here/1"], timedelta(seconds=20))
+        del store
+        assert rank.stderr is not None
+        assert rank.stderr.read() == "[rank 1] exiting: another rank failed first, or the network between them\n"
+    assert rank.returncode == 1
 
 
 def test_a_rank_whose_launcher_was_killed_while_it_imported_ends() -> None:
