@@ -561,8 +561,8 @@ def test_a_damaged_copy_is_reported_and_no_other_rank_blamed(zygote: Zygote, tmp
 
 @pytest.mark.full
 def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: Path) -> None:
-    """The run recovers, saves after its next step, and exits as if nothing had happened."""
-    # The step after the recovery does not end before all have been told, however quick the recovery is.
+    """The run recovers, saves within two steps, and exits as if nothing had happened."""
+    # The step after the recovery does not end before all guards have been told, however quick the recovery is.
     waits = {"rank": 0, "kind": "await", "place": "step", "at": 4, "path": str(tmp_path / "go on")}
     job, run = begin(zygote, tmp_path / "hit", 2, RECOVER, kill(1, 4, tmp_path), waits), tmp_path / "hit" / "run"
     job.wait_for(0, "step 3/")
@@ -572,7 +572,8 @@ def test_told_to_stop_during_a_recovery(zygote: Zygote, tmp_path: Path, whole: P
     (tmp_path / "go on").touch()
     left = job.end()
     assert codes(left) == [0, 0], left
-    assert max(committed(run)) == "step_00000004", left
+    # A guard may pass the signal on when that step has begun and has counted who asks for a stop.
+    assert max(committed(run)) in ("step_00000004", "step_00000005"), left
     assert codes(begin(zygote, tmp_path / "hit", 2, RECOVER).end()) == [0, 0]
     assert outcome(run) == outcome(whole)
 
