@@ -21,12 +21,12 @@ from megalite.api import start
 from megalite.base.log import env_rank
 from megalite.checkpoint.hf.start import hf_model_config
 from megalite.data import Samples
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import world_size
 from megalite.extras.plan.auto import settle_layout
 from megalite.extras.plan.forecast import Forecast
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.tool import show
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import world_size
 from megalite.train.exit import leaving_together
 from megalite.train.inputs import with_vocab_size
 from megalite.train.loop import StepCallback, fit

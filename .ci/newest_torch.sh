@@ -38,7 +38,7 @@ echo "import site; site.addsitedir('$base')" >"$own/base.pth"
 export VIRTUAL_ENV=$PWD/.venv-newest
 export PATH=$VIRTUAL_ENV/bin:$PATH
 failed=0
-.venv-newest/bin/python -m pytest -n 3 --dist loadfile tests/unit/dist tests/unit/pipeline tests/unit/extras/estimate/test_estimate.py \
+.venv-newest/bin/python -m pytest -n 3 --dist loadfile tests/unit/mesh tests/unit/pipeline tests/unit/extras/estimate/test_estimate.py \
     tests/parity "$@" || failed=$?
 rm -rf .venv-newest
 exit "$failed"

@@ -23,11 +23,11 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.save import Checkpointer
 from megalite.checkpoint.snapshot import copy_and_sum
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import pick_device
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import init_process_group, shutdown, world_size
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import pick_device
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import init_process_group, shutdown, world_size
 from megalite.sharding import Layout, ParamSpec, Shard, StateTensor
 
 

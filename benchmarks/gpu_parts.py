@@ -31,10 +31,10 @@ from benchmarks.kernels import copy_rate, medians
 from benchmarks.step import figures, timed_step
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import pick_device
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import pick_device
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 

@@ -29,8 +29,8 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.data import Rows
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 

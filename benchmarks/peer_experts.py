@@ -17,8 +17,8 @@ from torch import nn
 
 from megalite.batch import ForwardPass
 from megalite.config import cli
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 
 _LAYER = "layers.0.mlp."

@@ -25,8 +25,8 @@ from peer_models import (
 from peer_sharded import deepspeed_missing, deepspeed_zero, fsdp2
 
 from megalite.config import cli
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from megalite.base.errors import UserError
 from megalite.batch import ForwardPass, Message, MicroBatch
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.tool import run_tool
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.pipeline.executor import Executor, Stage, WeightGradQueue
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import Costs, Schedule, build_schedule

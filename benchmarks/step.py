@@ -22,9 +22,9 @@ import torch
 from megalite import __version__
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import pick_device
 from megalite.extras.tool import run_tool
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import pick_device
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine

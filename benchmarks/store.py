@@ -33,8 +33,8 @@ from megalite.base.store import Store, cached_at
 from megalite.checkpoint.mirror import Mirror
 from megalite.checkpoint.save import Checkpointer
 from megalite.data import IndexedDataset, bring_prefix, build_datasets
-from megalite.dist.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.mesh.context import ParallelContext
 from megalite.sharding import StateTensor
 
 SEQ_LEN = 2048

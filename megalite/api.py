@@ -19,14 +19,14 @@ from megalite.checkpoint.hf.start import hf_model_config
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.data import Samples
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import only_deterministic_kernels, pick_device
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import group_timeout, init_process_group, shutdown, world_size
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.diagnose.memory import diagnosing_memory
 from megalite.extras.plan.auto import settle_layout
 from megalite.extras.view.phases import phase_table
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import only_deterministic_kernels, pick_device
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import group_timeout, init_process_group, shutdown, world_size
 from megalite.train.recover.restore import device_of
 from megalite.train.run import Run
 from megalite.train.start import open_run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.dist.grid import Grid
+from megalite.mesh.grid import Grid
 from megalite.sharding import Layout, ParamSpec, Shard
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from megalite.checkpoint.save import SaveError
-from megalite.dist.collectives import all_gather, gather_texts
-from megalite.dist.context import Axis, ParallelContext
+from megalite.mesh.collectives import all_gather, gather_texts
+from megalite.mesh.context import Axis, ParallelContext
 
 Copies = Sequence[tuple[Axis, Sequence[tuple[str, torch.Tensor]]]]
 """(axis, names and weights that all its ranks hold copies of) pairs."""

@@ -23,9 +23,9 @@ from megalite.checkpoint.names import step_folders
 from megalite.checkpoint.reader import ReadStats, ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.model import ModelConfig
-from megalite.dist.agree import agree
-from megalite.dist.collectives import all_reduce, gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.agree import agree
+from megalite.mesh.collectives import all_reduce, gather_texts
+from megalite.mesh.context import ParallelContext
 from megalite.sharding import StateTensor
 
 

@@ -15,9 +15,9 @@ from megalite.checkpoint.commit import clean_up
 from megalite.checkpoint.snapshot import WriterProcess
 from megalite.checkpoint.upload import METRICS
 from megalite.checkpoint.waiting import upload_waiting
-from megalite.dist.agree import agree, check_equal
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.agree import agree, check_equal
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 
 # With --save-errors stop, a run ends when this many uploads in a row have failed.
 _MAX_FAILURES = 3

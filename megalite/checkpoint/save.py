@@ -21,9 +21,9 @@ from megalite.checkpoint.mirror import Mirror, SaveError
 from megalite.checkpoint.names import model_name, step_name
 from megalite.checkpoint.snapshot import Source, WriterProcess, boxes_of
 from megalite.checkpoint.writer import ABANDONED
-from megalite.dist.agree import agree
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.agree import agree
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 from megalite.sharding import StateTensor
 
 # How long a process that exits waits for its writer to complete a save in progress.

@@ -18,9 +18,9 @@ from megalite.base.store import MissingObject, Store
 from megalite.checkpoint import remote
 from megalite.checkpoint.commit import TEMPORARY
 from megalite.checkpoint.upload import METRICS, Part, TakenError, commit_part, send_part
-from megalite.dist.agree import agree_in_rounds
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.agree import agree_in_rounds
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 
 # Name of a save -> number of its parts, and of each part that some host has, the ranks that see it.
 _Found = dict[str, tuple[int, dict[int, list[int]]]]

@@ -10,7 +10,7 @@ from megalite.context_parallel.blocks import BlockAttention, WholeSamples
 from megalite.context_parallel.gather import Gather
 from megalite.context_parallel.heads import HeadExchange
 from megalite.context_parallel.ring import Ring
-from megalite.dist.context import Axis, ParallelContext
+from megalite.mesh.context import Axis, ParallelContext
 from megalite.ops import Ops
 
 

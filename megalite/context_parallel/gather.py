@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from megalite.batch import by_rank, in_order
 from megalite.context_parallel.blocks import Case, Total, pack, unpack
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megalite.batch import runs_of
 from megalite.context_parallel.blocks import Case, Total
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.batch import Documents, ForwardPass, Mask
-from megalite.dist import collectives
+from megalite.mesh import collectives
 from megalite.model.layers import Layers, Rope, norm_scale
 
 

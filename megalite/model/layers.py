@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from megalite.batch import ForwardPass
 from megalite.config.model import ModelConfig
-from megalite.dist.context import Axis
-from megalite.dist.seeding import RngStreams
 from megalite.families.parts import Function
+from megalite.mesh.context import Axis
+from megalite.mesh.seeding import RngStreams
 from megalite.model.rotary import Rotary, Temperature
 from megalite.model.routing_log import RoutingLog
 from megalite.model.specs import layout_holding

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from megalite.batch import ForwardPass
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.model.layers import Layers
 from megalite.tensor_parallel.dispatch import count
 from megalite.tensor_parallel.grouped_linear import WideLinear

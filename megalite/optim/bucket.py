@@ -15,8 +15,8 @@ from functools import cached_property, partial
 
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
 from megalite.optim.compress import BucketParam, Codec, make_codec
 from megalite.optim.host_share import HostGather, on_host
 from megalite.optim.shares import GradKind, ParamShare, Sharding, bucket_layout, gathers_codes

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
-from megalite.dist.seeding import philox
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
+from megalite.mesh.seeding import philox
 from megalite.optim.shares import INT8_BLOCK
 
 

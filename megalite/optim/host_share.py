@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 
 
 def on_host(share: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megalite.config.optim import OptimConfig
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.optim.bucket import Bucket
 from megalite.optim.shares import GradKind, Sharding, plan_buckets
 from megalite.sharding.parameter import ShardedParameter

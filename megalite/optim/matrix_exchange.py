@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megalite.base.slices import Slice
-from megalite.dist import collectives
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.optim.bucket import Bucket
 from megalite.optim.shares import matrix_work, spread
 from megalite.sharding.parameter import ShardedParameter

@@ -18,7 +18,7 @@ from megalite.base.errors import require
 from megalite.base.hardware import available_memory
 from megalite.base.log import logger
 from megalite.config.optim import OptimConfig
-from megalite.dist.rendezvous import local_world_size
+from megalite.mesh.rendezvous import local_world_size
 from megalite.optim.bucket import Bucket
 from megalite.optim.low_precision import state_dtypes
 from megalite.optim.offload_disk import DiskStates, Dtypes, buffer_bytes

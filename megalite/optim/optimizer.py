@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megalite.config.optim import OptimConfig
-from megalite.dist.context import Axis, ParallelContext
+from megalite.mesh.context import Axis, ParallelContext
 from megalite.ops import Ops
 from megalite.optim.bucket import Bucket
 from megalite.optim.compress import PowerSGD

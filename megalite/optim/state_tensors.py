@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megalite.base.slices import Slice
-from megalite.dist.context import Axis, ParallelContext
+from megalite.mesh.context import Axis, ParallelContext
 from megalite.optim.bucket import Bucket
 from megalite.optim.compress import PowerSGD
 from megalite.optim.shares import ParamShare

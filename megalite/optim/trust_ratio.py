@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
 from megalite.ops import Ops
 from megalite.optim.bucket import Bucket
 from megalite.sharding.parameter import ShardedParameter

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.ops.fp8 import Codes, Fp8, amaxes, scales
 from megalite.optim.shares import ParamShare
 

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.batch import ForwardPass, MicroBatch
-from megalite.dist.collectives import PendingWork
+from megalite.mesh.collectives import PendingWork
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import MAX_SENDS, Op, Program

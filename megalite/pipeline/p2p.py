@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.batch import Message
-from megalite.dist.collectives import PendingWork
-from megalite.dist.context import Axis
+from megalite.mesh.collectives import PendingWork
+from megalite.mesh.context import Axis
 
 
 class Channel:

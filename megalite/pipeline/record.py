@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megalite.base.log import logger
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op, Schedule

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from megalite.base.slices import Index, Slice, box_index, contiguous_boxes, flat_index, flat_range, unravel
-from megalite.dist.grid import Grid
-from megalite.dist.seeding import philox
+from megalite.mesh.grid import Grid
+from megalite.mesh.seeding import philox
 
 if TYPE_CHECKING:  # plans read declarations alone, and start without torch
     import torch
@@ -248,7 +248,7 @@ def _random_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[
     """
     import torch
 
-    from megalite.dist.rendezvous import local_world_size
+    from megalite.mesh.rendezvous import local_world_size
 
     rows_per_block = max(1, _INIT_BLOCK // math.prod(spec.shape[1:]))
     starts = range(0, spec.shape[0], rows_per_block)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.ops import Ops
 
 

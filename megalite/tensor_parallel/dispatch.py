@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
-from megalite.dist.exchange import exchange_rows, gather_sequence
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
+from megalite.mesh.exchange import exchange_rows, gather_sequence
 
 
 class _Spread(torch.autograd.Function):

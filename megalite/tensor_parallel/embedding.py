@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.sharding.parameter import ShardedParameter
 
 

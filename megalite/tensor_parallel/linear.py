@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.ops import Ops
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.chunks import gather_linear, linear_scatter

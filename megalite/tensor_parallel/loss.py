@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.ops import Ops
 from megalite.ops.cross_entropy import add_at_targets_, combine_stats, softcap_, softcap_grad_
 from megalite.ops.linear_cross_entropy import LinearCrossEntropy

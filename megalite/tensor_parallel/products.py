@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional as F
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.ops import Ops
 from megalite.ops.fp8 import Codes, Fp8, amaxes, noted
 from megalite.ops.grouped import groups

@@ -15,9 +15,9 @@ from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.fp8 import fp8_layers
 from megalite.config.run import Config
 from megalite.context_parallel import share_attention
-from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import local_world_size
-from megalite.dist.seeding import RngStreams
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.rendezvous import local_world_size
+from megalite.mesh.seeding import RngStreams
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megalite.config.run import Config
 from megalite.data import BatchLoader, Dataset
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.model.gpt import GPTStage
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.optimizer import DistributedOptimizer

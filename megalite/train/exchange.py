@@ -17,8 +17,8 @@ import numpy as np
 
 from megalite.data import BatchLoader
 from megalite.data.rows import Rows
-from megalite.dist.collectives import gather_texts
-from megalite.dist.grid import Grid
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.grid import Grid
 from megalite.train.engine import Engine
 from megalite.train.local_gradients import LocalGradients
 from megalite.train.step import forward_backward

@@ -18,10 +18,10 @@ from megalite.base.console import write_or_drop
 from megalite.base.errors import LocalUserError, UserError
 from megalite.base.log import env_rank, logger, setup_logging, unfinished_code
 from megalite.checkpoint.save import SaveError
-from megalite.dist.agree import agree
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import launched_together, shutdown
+from megalite.mesh.agree import agree
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.rendezvous import launched_together, shutdown
 from megalite.train.recover.member import guard
 from megalite.train.signals import print_stacks, stop_with_torchrun
 from megalite.train.watch.heartbeat import say_goodbye

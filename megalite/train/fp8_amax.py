@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megalite.base.log import warn_on_rank_0
-from megalite.dist import collectives
+from megalite.mesh import collectives
 from megalite.model.parameters import param_map
 from megalite.tensor_parallel.products import Fp8GroupedProducts, Fp8Products
 from megalite.train.engine import Engine

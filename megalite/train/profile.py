@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megalite.base.errors import UserError, step_range
 from megalite.base.log import logger
 from megalite.config.run import Config
-from megalite.dist.collectives import waits
-from megalite.dist.context import ParallelContext
+from megalite.mesh.collectives import waits
+from megalite.mesh.context import ParallelContext
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from megalite.base.log import logger
 from megalite.data.rows import Rows
-from megalite.dist.collectives import gather_texts
+from megalite.mesh.collectives import gather_texts
 from megalite.train.exchange import Exchange, exchange
 from megalite.train.local_gradients import LocalGradients
 from megalite.train.run import Run

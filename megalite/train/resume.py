@@ -25,9 +25,9 @@ from megalite.config.rates import rates_at
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.data import VERSION_OF_DATA
-from megalite.dist.agree import agree
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.agree import agree
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 from megalite.train.engine import Engine
 from megalite.train.moments import unfit_moments
 

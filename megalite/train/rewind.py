@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalite.checkpoint.load import verify_together
-from megalite.dist.collectives import gather_texts
+from megalite.mesh.collectives import gather_texts
 from megalite.train.exit import DivergenceError
 from megalite.train.resume import Source, resume
 from megalite.train.run import Run

@@ -8,7 +8,7 @@ from types import FrameType
 
 from megalite.base.child import signal_when_parent_dies
 from megalite.base.log import logger
-from megalite.dist.rendezvous import under_torchrun
+from megalite.mesh.rendezvous import under_torchrun
 from megalite.train.recover.member import guard
 from megalite.train.run import Run
 

@@ -33,9 +33,9 @@ from megalite.data import (
     mask_path,
     prefixes_of,
 )
-from megalite.dist.agree import agree, check_equal
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.agree import agree, check_equal
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 from megalite.model.parameters import describe_parameters
 from megalite.ops.attention import why_masked
 from megalite.pipeline.record import Recorder

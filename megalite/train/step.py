@@ -17,8 +17,8 @@ from megalite.base.errors import UserError
 from megalite.batch import Documents, MicroBatch
 from megalite.config.rates import StepRates, rates_at
 from megalite.data.rows import Rows
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 from megalite.train.engine import Engine
 from megalite.train.profile import OPTIMIZER_RANGE
 from megalite.train.routing_figures import RoutingFigures, move_biases, routing_figures, routing_sums

@@ -16,8 +16,8 @@ import torch
 from megalite.base.errors import UserError
 from megalite.checkpoint.load import find_good, load_checkpoint
 from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.sharding import ParamSpec, StateTensor
 from tests.shards import tp_shard
 

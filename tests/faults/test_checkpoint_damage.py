@@ -20,8 +20,8 @@ from megalite.base.errors import UserError
 from megalite.checkpoint.load import find_good, find_latest, load_checkpoint
 from megalite.checkpoint.safetensors_io import BLOCK
 from megalite.checkpoint.save import Checkpointer
-from megalite.dist.context import ParallelContext
 from megalite.extras.view.checkpoint import describe
+from megalite.mesh.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 

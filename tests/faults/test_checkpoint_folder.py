@@ -19,7 +19,7 @@ from megalite.base.log import logger
 from megalite.checkpoint import lock
 from megalite.checkpoint.load import find_good
 from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 from megalite.base.errors import UserError
 from megalite.checkpoint.load import find_good, read_meta
 from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 from tests.rows import always_run
 from tests.workers import WorkerPool
@@ -60,7 +60,7 @@ def test_writer_killed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
 SAVER = """
 import os, signal, sys, time
 from megalite.checkpoint.save import Checkpointer
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.sharding import ParamSpec
 from tests.faults import checkpoint_states as cs
 root, big, stop = sys.argv[1], int(sys.argv[2]), "stop" in sys.argv

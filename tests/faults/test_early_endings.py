@@ -31,7 +31,7 @@ import megalite
 print(flush=True)
 while os.getppid() == launcher:
     pass
-from megalite.dist.rendezvous import init_process_group
+from megalite.mesh.rendezvous import init_process_group
 from megalite.train.exit import leaving_together
 import torch
 with leaving_together():
@@ -40,7 +40,7 @@ with leaving_together():
 MEETS = """
 import torch
 import torch.distributed as dist
-from megalite.dist.rendezvous import init_process_group
+from megalite.mesh.rendezvous import init_process_group
 from megalite.train.exit import leaving_together
 with leaving_together():
     print(flush=True)

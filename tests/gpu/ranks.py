@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import pick_device
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import init_process_group
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import pick_device
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import init_process_group
 from megalite.train.build import build_engine
 from tests.gpu import staged
 from tests.parity import jobs

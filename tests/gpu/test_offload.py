@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.train.build import build_engine
 from tests.parity import jobs
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import megalite
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.ops.choose import OPS
 from megalite.train.build import build_engine
 from tests.parity import jobs

@@ -3,7 +3,7 @@ set -eu
 cat >mine.py <<'PY'
 import numpy as np
 import torch
-from megalite.dist.collectives import start_all_gather
+from megalite.mesh.collectives import start_all_gather
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import UpdateRule
 from pretrain_gpt import leaving_together, main

@@ -95,8 +95,8 @@ def engines(cfgs: Sequence[Config], world: int) -> Iterator[Any]:
     """An engine with initial parameters per config, on one grid: making process groups takes longer than a step."""
     import torch
 
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
+    from megalite.mesh.context import ParallelContext
+    from megalite.mesh.grid import Grid
     from megalite.train.build import build_engine
 
     (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}

@@ -37,8 +37,8 @@ def losses(rank: int, runs: list[tuple[Config, int]], world: int) -> list[list[f
     """Losses of (config, steps)."""
     import torch
 
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
+    from megalite.mesh.context import ParallelContext
+    from megalite.mesh.grid import Grid
     from megalite.train.build import build_engine
     from megalite.train.step import train_step
 

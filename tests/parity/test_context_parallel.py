@@ -270,7 +270,7 @@ FAULTS = (
 def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any:
     """`trained`, wrong in one way."""
     from megalite.context_parallel import gather
-    from megalite.dist import grid
+    from megalite.mesh import grid
     from megalite.train import step
 
     def shifted(batch: MicroBatch, ranks: int, rank: int, shared: Any = MicroBatch.shared) -> MicroBatch:

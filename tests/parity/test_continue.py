@@ -18,8 +18,6 @@ import torch
 
 from megalite.base.errors import UserError
 from megalite.config.options import GROUPS
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.convert.hf import export_hf
 from megalite.extras.inference.evaluate import mean_loss
@@ -27,6 +25,8 @@ from megalite.extras.inference.generate import generate
 from megalite.extras.inference.load import find_weights, load_model
 from megalite.extras.inference.score import Scorer, scoring_config
 from megalite.extras.saved_model import resolve_checkpoint
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from tests.parity.test_resume import losses, train
 from tests.ranks import ROOT
 from tests.unit.checkpoint.jobs import whole_tensors
@@ -77,8 +77,8 @@ def stage(rank: int, arguments: list[str], world: int) -> dict[str, Any]:
     import torch
 
     from megalite.config import cli
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
+    from megalite.mesh.context import ParallelContext
+    from megalite.mesh.grid import Grid
     from megalite.train.loop import fit
     from megalite.train.start import open_run
 

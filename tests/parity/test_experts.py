@@ -215,7 +215,7 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
     """`trained`, wrong in one way."""
     from types import SimpleNamespace
 
-    from megalite.dist.collectives import FinishedWork
+    from megalite.mesh.collectives import FinishedWork
     from megalite.model import moe, routing
     from megalite.model.ffn import routed as kind
     from megalite.ops.grouped import grouped_wgrad

@@ -22,10 +22,10 @@ import torch
 from megalite.base.fp8_recipes import RECIPES
 from megalite.config.fp8 import fp8_layers
 from megalite.config.run import Config
-from megalite.dist import collectives
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.families import FAMILIES
+from megalite.mesh import collectives
+from megalite.mesh.grid import Grid
 from megalite.ops import fp8
 from megalite.optim import bucket
 from megalite.tensor_parallel import products

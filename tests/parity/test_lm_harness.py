@@ -109,10 +109,10 @@ def test_every_single_answer_is_that_of_lm_evals_own_model(made: Path, theirs: d
     from lm_eval.api.instance import Instance
 
     from megalite.data.tokenizer import load_tokenizer
-    from megalite.dist.context import ParallelContext
     from megalite.extras.inference.lm_eval_model import HarnessLM
     from megalite.extras.inference.load import find_weights
     from megalite.extras.inference.score import Scorer, scoring_config
+    from megalite.mesh.context import ParallelContext
 
     weights = find_weights(made / "run")
     scorer = Scorer(scoring_config(weights, 1), ParallelContext.single(), weights)

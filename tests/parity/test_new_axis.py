@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megalite.config.run import Config
-from megalite.dist import grid as table
-from megalite.dist.grid import Grid, MeshAxis
+from megalite.mesh import grid as table
+from megalite.mesh.grid import Grid, MeshAxis
 from tests.parity import jobs
 from tests.parity.test_zero import Gradients, assert_same, boxes_of, config
 from tests.workers import WorkerPool
@@ -30,7 +30,7 @@ def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[
     """By config: (loss, gradient norm) of two steps; this rank's boxes of the first's gradients."""
     import torch
 
-    from megalite.dist.context import ParallelContext
+    from megalite.mesh.context import ParallelContext
     from megalite.train import step
     from megalite.train.build import build_engine
 

@@ -13,8 +13,8 @@ import torch
 from megalite.base.errors import UserError
 from megalite.config.cli import parse
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 from tests.parity import jobs, test_bits

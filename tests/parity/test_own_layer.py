@@ -14,11 +14,11 @@ from torch import nn
 from megalite.batch import ForwardPass, MicroBatch
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.families import FAMILIES
 from megalite.families.parts import BlockKind
+from megalite.mesh.grid import Grid
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.flops import flops_per_token
 from megalite.model.kinds import FeedForward

@@ -29,8 +29,8 @@ def weights(rank: int, cfgs: Sequence[Config], world: int, steps: int) -> list[A
     """By config: (loss, gradient norm) of each step, and {name: (shape, boxes)} of the weights before and after."""
     import torch
 
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
+    from megalite.mesh.context import ParallelContext
+    from megalite.mesh.grid import Grid
     from megalite.train.build import build_engine
 
     def boxes(engine: Any) -> dict[str, Any]:

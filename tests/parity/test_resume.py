@@ -47,9 +47,9 @@ def train(rank: int, arguments: list[str], world: int) -> tuple[list[Any], str]:
     import torch
 
     from megalite.config import cli
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
     from megalite.extras.compat.dialect import DIALECT
+    from megalite.mesh.context import ParallelContext
+    from megalite.mesh.grid import Grid
     from megalite.train.loop import fit
     from megalite.train.start import open_run
 
@@ -108,8 +108,8 @@ def carried(rank: int, arguments: list[str], world: int) -> tuple[dict[str, tupl
     import torch
 
     from megalite.config import cli
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
+    from megalite.mesh.context import ParallelContext
+    from megalite.mesh.grid import Grid
     from megalite.train.loop import steps
     from megalite.train.run import save
     from megalite.train.start import open_run

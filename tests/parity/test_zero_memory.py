@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.mesh.grid import Grid
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -32,7 +32,7 @@ Measured = tuple[int, ...]
 
 
 def measured(rank: int, cfgs: Sequence[Config], pp: int = 1) -> list[Measured]:
-    from megalite.dist.context import ParallelContext
+    from megalite.mesh.context import ParallelContext
 
     ctx = ParallelContext.create(Grid.of(4, pp=pp), torch.device("cpu"))
     gc.collect()
@@ -46,7 +46,7 @@ def measured(rank: int, cfgs: Sequence[Config], pp: int = 1) -> list[Measured]:
 def measure(cfg: Config, ctx: Any) -> Measured:
     from torch.profiler import ProfilerActivity, profile
 
-    from megalite.dist import collectives
+    from megalite.mesh import collectives
     from megalite.train.build import build_engine
     from megalite.train.step import train_step
 

@@ -19,9 +19,9 @@ from megalite.checkpoint.commit import commit_in_place
 from megalite.checkpoint.entries import Part
 from megalite.checkpoint.load import wanted_boxes
 from megalite.checkpoint.manifest import Manifest, manifest_text
-from megalite.dist.grid import Grid
 from megalite.extras.launch import failure
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained
+from megalite.mesh.grid import Grid
 from megalite.train.watch.straggler import slow_ranks
 from tests.scale.world import manifest_of, states_of
 

@@ -14,8 +14,8 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.safetensors_io import BLOCK
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.dist.grid import Grid
 from megalite.families import FAMILIES
+from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.model.partition import layer_split
 from megalite.optim.shares import bucket_layout, plan_buckets

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from megalite.config.run import Config
-from megalite.dist import collectives
-from megalite.dist.context import Axis
-from megalite.dist.grid import Grid
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
+from megalite.mesh.grid import Grid
 from megalite.model import layers
 from megalite.optim import bucket
 from megalite.pipeline.observe import Observer

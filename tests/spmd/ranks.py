@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from megalite.dist import collectives, exchange
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh import collectives, exchange
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from tests.spmd.types import SpmdTypeError, Tag
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from megalite.base.errors import UserError
 from megalite.config.cli import parse, to_yaml
 from megalite.config.options import with_options
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.report import dry_run_report
 from megalite.extras.view.metrics import read_metrics
+from megalite.mesh.grid import Grid
 from megalite.pipeline.choose import name_of, names_of
 from megalite.schedules.batch import BatchSizes
 

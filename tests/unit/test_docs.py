@@ -15,12 +15,12 @@ import pytest
 from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.options import TYPES
-from megalite.dist.grid import Grid
 from megalite.extras.command import COMMANDS
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.refusals import MEGATRON, TRAINER, find_refusal
 from megalite.extras.compat.table import all_patterns
 from megalite.extras.plan.report import dry_run_report
+from megalite.mesh.grid import Grid
 from megalite.pipeline.choose import USUAL_COSTS, Request, choose_schedule, simulate_all
 from megalite.pipeline.schedule import build_schedule
 

@@ -15,8 +15,8 @@ import torch
 from benchmarks import gpu, gpu_parts, gpus, gpus_row
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.engine import Engine
 
 ROOT = Path(__file__).parents[2]

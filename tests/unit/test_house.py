@@ -12,7 +12,6 @@ import pytest
 from tests.unit.house import House, code_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ["megalite", "tools", "tests", "benchmarks", "examples", "pretrain_gpt.py", "setup.py"]
 
 
 def run(*command: str) -> None:
@@ -25,25 +24,33 @@ def test_floors() -> None:
 
 
 def test_ruff() -> None:
-    run(sys.executable, "-m", "ruff", "check", "--no-cache", *SOURCES)
-    run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *SOURCES)
+    run(sys.executable, "-m", "ruff", "check", "--no-cache", ".")
+    run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", ".")
 
 
 def test_types() -> None:
     run(sys.executable, "-m", "mypy", "--cache-dir", "/dev/null")
 
 
-def test_what_a_reader_has_to_read() -> None:
-    """The trainer is small and its rooms know few others; long files and functions are rare; nothing imports itself."""
+def test_ruff_sees_every_file() -> None:
+    shown = subprocess.run(
+        (sys.executable, "-m", "ruff", "check", "--no-cache", "--show-files", "."),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    tracked = subprocess.run(("git", "ls-files", "*.py"), cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("requires a git checkout")
+    assert {str(ROOT / name) for name in tracked.stdout.split()} <= set(shown.stdout.split())
+
+
+def test_what_no_reader_forgives() -> None:
+    """No file is over 500 lines, no function over 80, and nothing imports itself."""
     house = House(ROOT / "megalite")
-    trainer = [text for name, text in house.texts.items() if name.split(".")[0] != "extras"]
-    assert sum(map(code_lines, trainer)) <= 22_600
-    assert len(house.arrows()) <= 80, sorted(house.arrows())
     assert house.in_circles() == set()
-    long_files = [name for name, text in house.texts.items() if len(text.splitlines()) > 300]
-    assert len(long_files) <= 3, long_files
-    long_functions = [name for name, lines in house.functions() if lines > 50]
-    assert len(long_functions) <= 4, long_functions
+    assert not [name for name, text in house.texts.items() if len(text.splitlines()) > 500]
+    assert not [name for name, lines in house.functions() if lines > 80]
 
 
 def test_the_core_is_as_large_as_the_readme_says() -> None:
@@ -99,7 +106,7 @@ def test_no_pickle_in_the_library() -> None:
 
 def test_the_process_grid_is_not_global() -> None:
     """No literal device in the library, and the environment is read where processes are started only."""
-    allowed = ("dist/", "base/log.py", "extras/", "train/recover/main.py")
+    allowed = ("mesh/", "base/log.py", "extras/", "train/recover/main.py")
     for path in sorted((ROOT / "megalite").rglob("*.py")):
         inside = path.relative_to(ROOT / "megalite")
         if not str(inside).startswith(allowed) and "os.environ" in path.read_text():

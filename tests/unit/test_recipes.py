@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megalite.config import cli
-from megalite.dist.grid import Grid
 from megalite.extras.plan.report import dry_run_report
 from megalite.families import PRESETS
+from megalite.mesh.grid import Grid
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
 STAGES = ("continue", "domain", "sft")  # on top of a model's recipe

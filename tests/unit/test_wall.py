@@ -25,7 +25,7 @@ for module in modules:
         importlib.import_module(".".join(module.parts).removesuffix(".__init__"))
 
 from megalite.config import cli
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.base.errors import UserError
 from megalite.train.loop import steps
 from megalite.train.start import open_run

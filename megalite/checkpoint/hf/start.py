@@ -11,8 +11,8 @@ from megalite.base.log import warn_on_rank_0
 from megalite.checkpoint.hf.config import TRAINING_ONLY
 from megalite.checkpoint.hf.source import HFSource
 from megalite.config.model import ModelConfig
-from megalite.dist.agree import agree
-from megalite.dist.context import ParallelContext
+from megalite.mesh.agree import agree
+from megalite.mesh.context import ParallelContext
 from megalite.sharding import StateTensor
 
 

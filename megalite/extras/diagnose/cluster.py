@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from megalite.base.log import env_rank
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.device import pick_device
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import init_process_group, shutdown, world_size
 from megalite.extras.diagnose import measure
 from megalite.extras.diagnose.stuck import StuckWatch
 from megalite.extras.diagnose.verdict import Problem, RankReport, find_problems, groups_of
 from megalite.extras.launch import probe
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.device import pick_device
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import init_process_group, shutdown, world_size
 
 _LOADING_S = 60.0
 # Rows of the table of ranks.

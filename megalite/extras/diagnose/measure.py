@@ -20,10 +20,10 @@ import torch
 import megalite
 from megalite.base.hardware import nvlink_speed
 from megalite.batch import Message
-from megalite.dist import collectives
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import Axis, ParallelContext
 from megalite.extras.launch import probe
+from megalite.mesh import collectives
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import Axis, ParallelContext
 from megalite.pipeline.p2p import Channel
 
 _CLOCK_ROUNDS = 7

@@ -17,14 +17,14 @@ from megalite.base.hardware import available_memory, process_memory
 from megalite.base.log import logger
 from megalite.config.options import with_options
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import local_world_size
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.device import device_in_use, machine
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.report import flags as flags_of
 from megalite.extras.plan.search import layout_options, search
 from megalite.extras.plan.time.step import step_time
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import local_world_size
 from megalite.model.ffn.routed import imbalance
 from megalite.pipeline.choose import names_of
 

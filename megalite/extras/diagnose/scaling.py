@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.parallel import ParallelConfig
-from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.train import trainer_script
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
+from megalite.mesh.grid import Grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -46,13 +46,13 @@ def main(argv: Sequence[str]) -> None:
     # What follows imports torch.
     from megalite.checkpoint.hf.start import hf_model_config
     from megalite.config import cli
-    from megalite.dist.grid import Grid
     from megalite.extras.compat.dialect import DIALECT
     from megalite.extras.estimate.budget import budget_json, budget_table
     from megalite.extras.estimate.races import check_rank
     from megalite.extras.estimate.rank import check_request, estimate
     from megalite.extras.estimate.report import order_text, to_json, to_text
     from megalite.extras.plan.memory.ranks import memory_per_rank
+    from megalite.mesh.grid import Grid
     from megalite.train.inputs import with_vocab_size
 
     parsed = cli.parse(flags, read_model=hf_model_config, dialect=DIALECT)

@@ -18,9 +18,6 @@ import numpy.typing as npt
 import torch
 
 from megalite.config.run import Config
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.order import COMPUTE, HOST, Order, Range
@@ -28,6 +25,9 @@ from megalite.extras.estimate.rank import plausible_status
 from megalite.extras.estimate.record import Communication, Event, recorded_world
 from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Tracker, arguments, launches, operands
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.optim import host_share
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine

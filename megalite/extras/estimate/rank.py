@@ -15,15 +15,15 @@ from megalite import ops as kernels
 from megalite.base.dtypes import DTYPES
 from megalite.base.errors import UserError
 from megalite.config.run import Config
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import wants_one_queue
-from megalite.dist.grid import Grid
 from megalite.extras.estimate.backends import target_backends
 from megalite.extras.estimate.fake_cuda import fake_cuda
 from megalite.extras.estimate.record import Communication, Event, Kernel, recorded_world
 from megalite.extras.estimate.rows import assumed_rows
 from megalite.extras.estimate.tracker import Peak, Tracker
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import wants_one_queue
+from megalite.mesh.grid import Grid
 from megalite.model.ffn.routed import imbalance
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine

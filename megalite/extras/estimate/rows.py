@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.model.ffn.routed import rows_sent
 from megalite.tensor_parallel import dispatch
 

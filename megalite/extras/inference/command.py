@@ -66,9 +66,9 @@ def generate(argv: Sequence[str]) -> None:
     """Print texts that a model generates, or its part of a conversation."""
     args = _checked(argv)
     # What follows imports torch.
-    from megalite.dist.device import pick_device
     from megalite.extras.inference.generate import generate as continuation
     from megalite.extras.inference.load import load_model
+    from megalite.mesh.device import pick_device
 
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None:
@@ -110,9 +110,9 @@ def evaluate(argv: Sequence[str]) -> None:
     in_range(args, "max_tokens", 2, 10**12)
     setup_logging()
     # What follows imports torch.
-    from megalite.dist.device import pick_device
     from megalite.extras.inference.evaluate import evaluate_data, evaluate_text, together
     from megalite.extras.inference.load import load_model
+    from megalite.mesh.device import pick_device
 
     model = load_model(args.path, pick_device(args.device), args.tokenizer)
     if model.tokenizer is None and args.text:

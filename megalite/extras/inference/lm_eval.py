@@ -14,13 +14,13 @@ import torch
 from megalite.base.errors import UserError, in_range, require
 from megalite.base.log import logger
 from megalite.data.tokenizer import Tokenizer, optional_import
-from megalite.dist.agree import agree
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import pick_device
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import init_process_group, world_size
 from megalite.extras.inference.load import Weights, find_weights
 from megalite.extras.inference.score import Scorer, scoring_config
+from megalite.mesh.agree import agree
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import pick_device
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import init_process_group, world_size
 
 # The other ranks wait in one operation while rank 0 downloads data or computes metrics.
 _PATIENCE = timedelta(days=1)

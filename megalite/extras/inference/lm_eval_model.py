@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from megalite.base.errors import require
 from megalite.data.tokenizer import Tokenizer
-from megalite.dist.seeding import derive
 from megalite.extras.inference.generate import choose_token
 from megalite.extras.inference.score import Scorer
+from megalite.mesh.seeding import derive
 
 _MAX_GEN_TOKS = 256
 """Default of lm-eval's HFLM, for tasks that do not set it."""

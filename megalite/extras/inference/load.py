@@ -18,8 +18,8 @@ from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.dist.context import ParallelContext
 from megalite.extras.saved_model import holds_tokenizer, recorded_tokenizer, resolve_checkpoint
+from megalite.mesh.context import ParallelContext
 from megalite.model.gpt import GPTStage
 from megalite.model.parameters import buffer_map, param_map
 from megalite.pipeline.choose import schedule_of

@@ -17,9 +17,9 @@ from megalite.batch import ForwardPass, MicroBatch
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
-from megalite.dist import collectives
-from megalite.dist.context import Axis, ParallelContext
 from megalite.extras.inference.load import Weights
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis, ParallelContext
 from megalite.model.gpt import GPTStage
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.executor import Executor, forward_program

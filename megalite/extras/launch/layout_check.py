@@ -8,9 +8,9 @@ from pathlib import PurePath
 from megalite.base.errors import require
 from megalite.config import cli
 from megalite.config.model import ModelConfig
-from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.compat.help import asks_for_help
+from megalite.mesh.grid import Grid
 from megalite.pipeline.choose import names_of
 from megalite.train.recover.member import spare_ranks
 

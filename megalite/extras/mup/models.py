@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from megalite.config.cli import parse
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.step import train_step

@@ -12,11 +12,11 @@ from megalite.checkpoint.names import checkpoints_folder, step_folders
 from megalite.config.cli import CommandLine, read_yaml
 from megalite.config.options import LAYOUT, LAYOUT_DETAILS, with_options
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import world_size
 from megalite.extras.plan import device
 from megalite.extras.plan.report import describe, flags, why_second
 from megalite.extras.plan.search import SHARE, Candidate, pick, search
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import world_size
 from megalite.train.inputs import with_vocab_size
 
 

@@ -15,7 +15,6 @@ from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
-from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import FITTED, Cluster, read_calibration
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
@@ -27,6 +26,7 @@ from megalite.extras.plan.search import Candidate, pick, search
 from megalite.extras.plan.time.step import StepTime, step_time
 from megalite.extras.tool import ToolParser
 from megalite.extras.view.picture import picture_errors
+from megalite.mesh.grid import Grid
 
 # Flags that set the batch size, and those of files that may.
 _GIVES_BATCH = {"--global-batch-size", "--batch-size-schedule", "--config", "--deepspeed-config", "--accelerate-config"}

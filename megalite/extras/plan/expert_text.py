@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
+from megalite.mesh.grid import Grid
 from megalite.model.ffn.routed import experts_tp, imbalance
 
 

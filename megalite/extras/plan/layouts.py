@@ -9,9 +9,9 @@ from typing import Any
 
 from megalite.base.errors import UserError
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations
+from megalite.mesh.grid import Grid
 from megalite.model.partition import blocks_by_kind
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)

@@ -18,13 +18,13 @@ from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
-from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import FITTED, Cluster, Constants, read_tree
 from megalite.extras.plan.memory.activations import block_activations
 from megalite.extras.plan.memory.in_flight import in_flight_by_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Engine
 from megalite.extras.plan.time.step import StepTime, step_time
+from megalite.mesh.grid import Grid
 from megalite.model.partition import block_work, stage_layers
 from megalite.pipeline.schedule import placement_of
 

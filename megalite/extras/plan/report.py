@@ -13,7 +13,6 @@ from megalite.base.errors import UserError
 from megalite.config.context_parallel import choose_comm
 from megalite.config.options import GROUP_OF
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.expert_text import expert_rows, imbalance_text
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
@@ -23,6 +22,7 @@ from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pi
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import StepTime, model_flops
 from megalite.extras.plan.update_text import update_rows
+from megalite.mesh.grid import Grid
 from megalite.model.flops import flops_per_token
 from megalite.model.mixers import MIXERS
 from megalite.model.parameters import describe_parameters

@@ -11,11 +11,11 @@ from megalite.base.collector import without_collector
 from megalite.base.errors import UserError
 from megalite.config.options import GROUP_OF, LAYOUT
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.layouts import batches, shapes, sharded
 from megalite.extras.plan.memory.ranks import RankMemory, kept_per_rank, states_per_rank
 from megalite.extras.plan.time.step import StepTime, pass_times, step_time
+from megalite.mesh.grid import Grid
 from megalite.pipeline.schedule import check_schedule
 
 SHARE = 0.9

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 from megalite.sharding import StateTensor
 from megalite.train.recover.member import GuardedRank
 from megalite.train.recover.offsite import NUM_SLOTS, first_number, free_slot, make_slots

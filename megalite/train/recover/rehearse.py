@@ -11,7 +11,7 @@ from megalite.base.log import logger
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 

@@ -17,9 +17,9 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.checkpoint.save import Checkpointer
 from megalite.config.run import Config
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
-from megalite.dist.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host, under_torchrun
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.rendezvous import RENDEZVOUS_TIMEOUT, join_store, store_host, under_torchrun
 from megalite.train.build import build_engine
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import Copies

@@ -15,8 +15,8 @@ from pathlib import Path
 from megalite.base.child import shared_memory, start_child
 from megalite.base.log import logger
 from megalite.base.waits import on_wait
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 from megalite.pipeline.observe import Observer
 from megalite.pipeline.schedule import Op
 from megalite.train.watch import watchdog

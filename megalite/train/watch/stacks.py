@@ -35,7 +35,7 @@ def is_waiting(stacks: str, cuda: bool = False) -> bool:
     paths = [frame.rpartition(", ")[0] for frame in main_thread(stacks)]
     if not paths:
         return False
-    if "/megalite/dist/" in paths[0] or "/torch/distributed/" in paths[0]:
+    if "/megalite/mesh/" in paths[0] or "/torch/distributed/" in paths[0]:
         return True
     compiles = any(part in path for path in paths for part in _COMPILERS)
     return cuda and not compiles and any(path.endswith("megalite/train/step.py") for path in paths)

@@ -15,8 +15,8 @@ from statistics import median
 
 import torch
 
-from megalite.dist.collectives import all_gather, waits
-from megalite.dist.context import ParallelContext
+from megalite.mesh.collectives import all_gather, waits
+from megalite.mesh.context import ParallelContext
 
 INTERVAL = 20
 # A slow rank takes this many times as long as its peers.

@@ -86,8 +86,8 @@ def load_and_save(rank: int, cfg: Config, world: int, path: str, root: str, more
 
 def verified_share(rank: int, world: int, path: str) -> int:
     """Bytes that this rank read to check a checkpoint."""
-    from megalite.dist.context import ParallelContext
-    from megalite.dist.grid import Grid
+    from megalite.mesh.context import ParallelContext
+    from megalite.mesh.grid import Grid
 
     ctx = ParallelContext.create(Grid.of(world), torch.device("cpu"))
     return verify_together(Path(path), ctx).stats.verified
@@ -99,7 +99,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
 
     from megalite.batch import ForwardPass, MicroBatch
     from megalite.checkpoint.hf.start import load_hf
-    from megalite.dist.collectives import start_all_gather
+    from megalite.mesh.collectives import start_all_gather
     from tests.unit.checkpoint.hf_models import tokens
 
     engine = start(rank, cfg, world)

@@ -27,10 +27,10 @@ from megalite.checkpoint.hf.source import HFSource
 from megalite.checkpoint.hf.start import hf_model_config, load_hf
 from megalite.checkpoint.manifest import read_manifest
 from megalite.data import Rows
-from megalite.dist.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.families import FAMILIES
+from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.train.step import targets_ahead, to_microbatches
 from tests.parity.jobs import make_config, start
@@ -646,7 +646,7 @@ def test_memory_stays_near_one_tensor(tmp_path: Path) -> None:
 import json, resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from megalite.dist.grid import Grid
+from megalite.mesh.grid import Grid
 from megalite.extras.convert.hf import export_hf, import_hf
 from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.checkpoint.hf.config import write_config

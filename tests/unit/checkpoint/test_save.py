@@ -22,8 +22,8 @@ from megalite.checkpoint.commit import clean_up, commit
 from megalite.checkpoint.load import find_good, load_checkpoint, read_meta
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.dist.context import ParallelContext
 from megalite.extras.view.checkpoint import describe
+from megalite.mesh.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 from tests.parity.jobs import llama, make_config
 from tests.unit.checkpoint.jobs import bit_flip, layout, whole_tensors
@@ -216,7 +216,7 @@ import sys
 from pathlib import Path
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Checkpointer, SaveError
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from tests.faults import checkpoint_states as cs
 specs = [cs.ParamSpec("w", (16384, 1024))]
 states = cs.states_at(1, specs=specs)

@@ -39,8 +39,8 @@ from megalite.checkpoint.upload import Part, Uploader
 from megalite.checkpoint.writer import receive, say
 from megalite.config.run import RunConfig
 from megalite.config.train import TrainConfig
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from tests.faults import checkpoint_states as cs
 from tests.stores import KEY_ID, S3, SECRET, TOKEN, BreakingProxy, Fault, secrets_in
 from tests.workers import WorkerPool

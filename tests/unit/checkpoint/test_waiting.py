@@ -21,7 +21,7 @@ from megalite.checkpoint.mirror import Mirror
 from megalite.checkpoint.save import Checkpointer
 from megalite.checkpoint.upload import Part, send_part
 from megalite.checkpoint.waiting import upload_waiting
-from megalite.dist import agree as agree_module
+from megalite.mesh import agree as agree_module
 from tests.faults import checkpoint_states as cs
 from tests.workers import WorkerPool
 

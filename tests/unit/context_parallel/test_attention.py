@@ -14,9 +14,9 @@ from torch import Tensor
 from megalite.batch import Documents, Mask, by_rank, in_order, runs_of
 from megalite.context_parallel import blocks, share_attention
 from megalite.context_parallel.blocks import Block, Case, blocks_of
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.ops import resolve
 from tests.workers import WorkerPool
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalite.batch import ForwardPass
-from megalite.dist.grid import Grid
+from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.pipeline.schedule import Placement
 from megalite.sharding import Shard

@@ -12,9 +12,9 @@ from megalite import ops as kernels
 from megalite.batch import ForwardPass, Positions
 from megalite.config.model import ModelConfig
 from megalite.config.rope import SCALING_FIELDS, RopeScaling
-from megalite.dist.context import Axis
-from megalite.dist.grid import Grid
-from megalite.dist.seeding import RngStreams
+from megalite.mesh.context import Axis
+from megalite.mesh.grid import Grid
+from megalite.mesh.seeding import RngStreams
 from megalite.model.attention import Attention
 from megalite.model.layers import Layers
 from megalite.model.parameters import param_map

@@ -14,11 +14,11 @@ from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
-from megalite.dist.grid import Grid
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
+from megalite.mesh.grid import Grid
 from megalite.model.partition import block_costs, layer_split, split_layers
 from megalite.schedules.layers import read_stages
 

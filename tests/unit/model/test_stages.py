@@ -17,8 +17,8 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.context_parallel.blocks import BlockAttention
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megalite import ops as kernels
 from megalite.config.optim import OptimConfig
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.optim.bucket import Bucket
 from megalite.optim.make_buckets import make_buckets
 from megalite.optim.optimizer import DistributedOptimizer

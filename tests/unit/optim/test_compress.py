@@ -12,9 +12,9 @@ import torch
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import Checkpointer
 from megalite.config.optim import OptimConfig
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
-from megalite.dist.seeding import philox
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
+from megalite.mesh.seeding import philox
 from megalite.ops import resolve
 from megalite.optim import bucket
 from megalite.optim.compress import BucketParam, PowerSGD, TopK, dequantize, largest, orthonormalize, quantize

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.ops.fp8 import Codes, quantize, select
 from megalite.optim.bucket import Bucket
 from megalite.optim.shares import GradKind, Sharding

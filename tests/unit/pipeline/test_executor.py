@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megalite.batch import Documents, ForwardPass, Message, MicroBatch
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.pipeline.executor import Executor, _Run, forward_program
 from megalite.pipeline.p2p import Channel
 from megalite.pipeline.schedule import build_schedule

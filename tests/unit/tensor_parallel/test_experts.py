@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from megalite.base.fp8_recipes import RECIPES
 from megalite.batch import ForwardPass
 from megalite.config.model import ModelConfig
-from megalite.dist.context import Axis
+from megalite.mesh.context import Axis
 from megalite.model.moe import MoELayer
 from megalite.model.routing import Router
 from megalite.ops import grouped

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from megalite import ops as kernels
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.sharding import ParamSpec
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.embedding import VocabParallelEmbedding

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite import ops as kernels
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.sharding import Layout, ParamSpec, Shard
 from megalite.sharding.parameter import ShardedParameter
 from megalite.tensor_parallel.linear import ColumnParallelLinear, WgradQueue

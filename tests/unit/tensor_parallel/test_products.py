@@ -13,8 +13,8 @@ import torch
 
 from megalite.base.fp8_recipes import RECIPES, Recipe
 from megalite.config.run import Config
-from megalite.dist import collectives
 from megalite.extras.plan.memory.fp8 import code_bytes
+from megalite.mesh import collectives
 from megalite.ops import fp8
 from megalite.sharding import ParamSpec, Shard
 from megalite.tensor_parallel import products

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.dist import collectives
-from megalite.dist.grid import Grid
+from megalite.mesh import collectives
+from megalite.mesh.grid import Grid
 from megalite.tensor_parallel.embedding import _Lookup
 from megalite.train.engine import Engine
 from tests.parity import jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.dist.grid import Grid
+from megalite.mesh.grid import Grid
 from megalite.train.exchange import Exchange, Sums, judge, replicas_together
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.train.recover import copies, offsite
 from megalite.train.recover.held import Held
 from megalite.train.recover.messages import EventLoop

@@ -12,8 +12,8 @@ import pytest
 
 from megalite.base.collector import PeriodicCollector
 from megalite.config import cli
-from megalite.dist.context import ParallelContext
 from megalite.extras.prepare.token_writer import IndexedDatasetWriter
+from megalite.mesh.context import ParallelContext
 from megalite.train.loop import fit
 from megalite.train.start import open_run
 

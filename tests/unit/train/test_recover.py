@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megalite.api import configure
 from megalite.base.child import readable
 from megalite.base.errors import UserError
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.recover import guard as guard_module
 from megalite.train.recover import processes, restore
 from megalite.train.recover.guard import Guard

@@ -21,7 +21,7 @@ import pytest
 
 from megalite.base.child import children, process_state, shared_memory, usage, waits_for_disk
 from megalite.base.untrusted import read_json
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.schedules.pipeline import Op
 from megalite.train.watch import watchdog
 from megalite.train.watch.hang_report import STARVED, STOPPED, WAITING, HangReport, culprit_of
@@ -61,9 +61,9 @@ def test_a_dump_is_whole_when_the_main_thread_is_there_to_its_end() -> None:
 def test_waiting_is_in_a_collective() -> None:
     text = stacks_of_a_script("wait()\n")
     assert not is_waiting(text)
-    assert is_waiting(text.replace('"<string>", line 4', '"/a/megalite/dist/collectives.py", line 50'))
+    assert is_waiting(text.replace('"<string>", line 4', '"/a/megalite/mesh/collectives.py", line 50'))
     assert is_waiting(text.replace('"<string>", line 4', '"/x/torch/distributed/distributed_c10d.py", line 50'))
-    assert not is_waiting(text.replace('"<string>", line 5', '"/a/megalite/dist/collectives.py", line 50'))
+    assert not is_waiting(text.replace('"<string>", line 5', '"/a/megalite/mesh/collectives.py", line 50'))
 
 
 def test_a_gpus_host_waits_wherever_it_launches() -> None:
@@ -232,7 +232,7 @@ def test_a_busy_wait_for_the_gpu_is_no_work(
     ticks, clock, dumps = itertools.count(0, 10**6), itertools.count(), []
     monkeypatch.setattr(dog, "effort", lambda _: (next(ticks), 0))
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=clock.__next__))
-    waiting = stacks_of_a_script("wait()\n").replace('"<string>", line 4', '"/a/megalite/dist/collectives.py", line 50')
+    waiting = stacks_of_a_script("wait()\n").replace('"<string>", line 4', '"/a/megalite/mesh/collectives.py", line 50')
     monkeypatch.setattr(dog, "dump", lambda: dumps.append(1) or waiting)
     seen = []
 

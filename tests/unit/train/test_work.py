@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megalite.config import cli
-from megalite.dist.context import ParallelContext
+from megalite.mesh.context import ParallelContext
 from megalite.model import parameters
 from megalite.train.loop import fit
 from megalite.train.start import open_run

@@ -15,12 +15,12 @@ from megalite.base.hardware import Device
 from megalite.base.log import logger
 from megalite.batch import Mask
 from megalite.config.run import Config
-from megalite.dist import collectives
-from megalite.dist.context import Axis
 from megalite.extras.plan.calibration.machine import Machine, least_squares
 from megalite.extras.plan.cluster import Constants
 from megalite.extras.plan.memory.stages import vocab_rows
 from megalite.extras.plan.time.rates import Rates
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 
 SAMPLES = (1, 4)
 UNKNOWN = 1e30

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from megalite.base.errors import require
-from megalite.dist import collectives
-from megalite.dist.context import Axis
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis
 
 _LAST_S = 0.4
 """Seconds that each measurement is repeated for."""

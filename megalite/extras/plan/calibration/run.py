@@ -25,10 +25,6 @@ from megalite.base.hardware import Device
 from megalite.base.log import logger, setup_logging
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.device import pick_device
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import init_process_group, local_world_size, shutdown, under_torchrun, world_size
 from megalite.extras.compat.dialect import DIALECT
 from megalite.extras.launch.local import LocalRanks, Place
 from megalite.extras.plan.calibration.alone import UNKNOWN, attention_rate, fit_links, fit_products, host_rates
@@ -37,6 +33,10 @@ from megalite.extras.plan.calibration.steps import fit_block, fit_collectives, m
 from megalite.extras.plan.cluster import FITTED, Constants, write_calibration
 from megalite.extras.plan.device import read_device
 from megalite.extras.tool import ToolParser
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.device import pick_device
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import init_process_group, local_world_size, shutdown, under_torchrun, world_size
 
 _DEFAULTS = {
     "cpu": "--num-layers 4 --hidden-size 256 --num-heads 4 --seq-len 256 --vocab-size 2048",

@@ -18,14 +18,14 @@ from megalite.base.hardware import Device
 from megalite.base.log import logger
 from megalite.config.options import with_options
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.plan.calibration.alone import SAMPLES, UNKNOWN
 from megalite.extras.plan.calibration.machine import Machine, at_least, least_squares, require_consistent
 from megalite.extras.plan.cluster import Cluster, Constants
 from megalite.extras.plan.memory.stages import vocab_rows
 from megalite.extras.plan.time.block import Block, Workload, block_time, engine_of, head_time
 from megalite.extras.plan.time.step import step_time
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 from megalite.train.step import train_step
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.units import names_of, unit_of
+from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.optim.shares import group_among, matrix_work, spread
 from megalite.update_rules import RULES

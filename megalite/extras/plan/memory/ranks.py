@@ -13,7 +13,6 @@ from functools import lru_cache
 from operator import add, mul
 
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import (
     block_activations,
     deferred_bytes,
@@ -29,6 +28,7 @@ from megalite.extras.plan.memory.stages import count_kinds, parameters_on_rank, 
 from megalite.extras.plan.memory.states import group_of, states_of, widened_bytes
 from megalite.extras.plan.memory.units import sides_of, units_of
 from megalite.families.parts import BlockKind
+from megalite.mesh.grid import Grid
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.ffn.routed import rows_combined
 from megalite.model.partition import blocks_by_kind

@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.units import units_of
 from megalite.families.parts import BlockKind
+from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.model.partition import blocks_by_kind, layer_split, stage_layers
 from megalite.pipeline.schedule import Placement

@@ -152,7 +152,7 @@ def widened_bytes(cfg: Config, stages: Sequence[Sequence[UnitSizes]], dp: int, o
 
 
 def _ranks_of_host() -> int:
-    from megalite.dist.rendezvous import local_world_size  # with torch, which a search does without
+    from megalite.mesh.rendezvous import local_world_size  # with torch, which a search does without
 
     return local_world_size()
 

@@ -13,7 +13,7 @@ from megalite.base.fp8_recipes import RECIPES
 from megalite.config.fp8 import fp8_layers
 from megalite.config.model import ModelConfig
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
+from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.model.specs import layout_holding
 from megalite.sharding import Layout, ParamSpec, Shard

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.fp8 import coded_units
 from megalite.extras.plan.memory.stages import parameters_on_rank, vocab_rows
 from megalite.extras.plan.time.block import Workload
 from megalite.extras.plan.time.rates import Rates
+from megalite.mesh.grid import Grid
 from megalite.optim.shares import group_among
 from megalite.pipeline.schedule import Placement
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.matrices import Placed, placed_matrices, transform_flops
 from megalite.extras.plan.memory.stages import count_kinds, split, vocab_rows
@@ -27,6 +26,7 @@ from megalite.extras.plan.time.experts import experts_time
 from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.replicas import Replicas, over_dp, replicas_of
 from megalite.families.parts import BlockKind
+from megalite.mesh.grid import Grid
 from megalite.model.flops import flops_per_token
 from megalite.model.partition import blocks_by_kind
 from megalite.pipeline.choose import USUAL_COSTS, name_of

@@ -17,7 +17,6 @@ import torch
 
 from megalite.base.errors import UserError
 from megalite.config.cli import parse
-from megalite.dist.grid import Grid
 from megalite.extras.diagnose.memory import (
     MemoryContext,
     is_out_of_memory,
@@ -29,6 +28,7 @@ from megalite.extras.diagnose.memory import (
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.time.step import step_time
+from megalite.mesh.grid import Grid
 from megalite.model import parameters
 from megalite.pipeline import choose, schedule
 from tests.ranks import ROOT

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from megalite.dist import collectives
-from megalite.dist.grid import Grid
 from megalite.extras.estimate import races
+from megalite.mesh import collectives
+from megalite.mesh.grid import Grid
 from megalite.optim.bucket import Bucket
 from megalite.optim.gather_chain import GatherChain
 from megalite.pipeline.observe import Observer

@@ -16,12 +16,12 @@ import torch
 
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.estimate.match import find_faults
 from megalite.extras.estimate.rank import plausible_status, run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.states import _largest_bucket
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.model.routing import Router
 from megalite.optim.gather_chain import GatherChain
 from megalite.train.build import build_engine

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from megalite.config import cli
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.estimate.rank import run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.memory.ranks import memory_per_rank
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
 
 ROOT = Path(__file__).resolve().parents[4]

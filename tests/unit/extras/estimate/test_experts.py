@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from megalite.config.cli import parse
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.families import PRESETS
+from megalite.mesh.grid import Grid
 from tests.unit.extras.estimate.test_estimate import answers
 from tests.unit.extras.plan.test_latents import NEW_PRESETS
 

@@ -11,10 +11,10 @@ import pytest
 
 from megalite.config.data import DataConfig
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations, saved_by_block
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.families.parts import BlockKind
+from megalite.mesh.grid import Grid
 from tests.parity import jobs
 from tests.workers import WorkerPool
 
@@ -57,7 +57,7 @@ def saved(rank: int, cfgs: Sequence[Config]) -> list[Counter[int]]:
     """Sizes of the storages that one forward pass of the stage saves, weights and tables of positions left out."""
     import torch
 
-    from megalite.dist.context import ParallelContext
+    from megalite.mesh.context import ParallelContext
 
     contexts = {tp: ParallelContext.create(Grid.of(4, tp=tp), torch.device("cpu")) for tp in (1, 2)}
     return [_saved(cfg, contexts[cfg.parallel.tp]) for cfg in cfgs]

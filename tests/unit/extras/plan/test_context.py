@@ -13,9 +13,6 @@ from megalite.config import cli
 from megalite.config.context_parallel import choose_comm
 from megalite.config.model import ModelConfig
 from megalite.context_parallel import share_attention
-from megalite.dist import collectives
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.estimate.record import recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.command import main
@@ -23,6 +20,9 @@ from megalite.extras.plan.report import context_rows, dry_run_report
 from megalite.extras.plan.search import pick, search
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import step_time
+from megalite.mesh import collectives
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.ops import resolve
 from tests.parity import jobs
 

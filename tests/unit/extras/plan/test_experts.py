@@ -11,12 +11,12 @@ import torch
 from megalite.batch import MicroBatch
 from megalite.config.cli import parse
 from megalite.config.run import Config
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import _gpu_workspace, memory_per_rank
 from megalite.extras.plan.memory.units import sides_of
 from megalite.extras.plan.report import dry_run_report
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.optim.compress import PowerSGD
 from megalite.pipeline.schedule import Placement
 from megalite.train.build import build_engine

@@ -14,8 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from megalite.batch import MicroBatch
 from megalite.config.cli import parse
 from megalite.config.run import Config
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
@@ -25,6 +23,8 @@ from megalite.extras.plan.time import block
 from megalite.extras.plan.time.block import Engine, Workload
 from megalite.extras.plan.time.rates import Rates
 from megalite.families import FAMILIES
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import describe_parameters, param_map
 from megalite.ops.delta_rule import gated_delta_rule, gated_delta_transition

@@ -18,13 +18,13 @@ from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.plan.memory.activations import block_activations, deferred_bytes
 from megalite.extras.plan.memory.ranks import memory_per_rank
 from megalite.extras.plan.memory.stages import parameters_on_rank
 from megalite.extras.plan.report import dry_run_report
 from megalite.families.parts import BlockKind
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.model.gpt import GPTStage
 from megalite.model.partition import layer_split, stage_layers
 from megalite.optim.optimizer import DistributedOptimizer

@@ -11,8 +11,6 @@ import torch
 
 from megalite.batch import MicroBatch
 from megalite.config.cli import parse
-from megalite.dist.context import ParallelContext
-from megalite.dist.grid import Grid
 from megalite.extras.estimate.rank import run_step
 from megalite.extras.estimate.record import Communication, recorded_world
 from megalite.extras.plan.cluster import Cluster
@@ -23,6 +21,8 @@ from megalite.extras.plan.time import replicas
 from megalite.extras.plan.time.block import Workload
 from megalite.extras.plan.time.rates import Rates
 from megalite.extras.plan.time.step import pass_times
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
 from megalite.model.flops import flops_per_token
 from megalite.model.parameters import param_map
 from megalite.model.partition import block_costs, layer_split, stage_layers

@@ -8,10 +8,10 @@ import pytest
 
 from megalite.config import cli
 from megalite.config.run import Config
-from megalite.dist.grid import Grid
 from megalite.extras.plan.cluster import FITTED, Cluster
 from megalite.extras.plan.time.block import engine_of
 from megalite.extras.plan.time.step import pipeline_ramp, step_time
+from megalite.mesh.grid import Grid
 from megalite.model.partition import layer_split
 from megalite.pipeline.choose import USUAL_COSTS, schedule_of
 from megalite.pipeline.simulate import simulate

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from megalite.dist.grid import Grid
-from megalite.dist.rendezvous import MIN_TIMEOUT
 from megalite.base.log import logger
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import MIN_TIMEOUT
 
 # Seconds after which making a group is reported: it takes well under one, and some on thousands of ranks.
 _SLOW_SETUP = 60.0
@@ -142,14 +142,18 @@ class ParallelContext:
             grid: the run's grid.
             device: this rank's device.
             others: further grids over the same ranks, whose axes `groups` may name too (experts).
-            groups: products of axes to build, in this order on all ranks; None: each axis of `grid`, its batch, and the axes
-                of its experts.
+            groups: products of axes to build, in this order on all ranks; None: each axis of `grid`, its batch, and the
+                axes of its experts.
             timeout: time limit of an operation, from `group_timeout`.
         """
         rank = dist.get_rank() if grid.world > 1 else 0
         experts = () if grid.experts is None else (grid.experts,)
         if groups is None:
-            groups = (*((name,) for name in reversed(grid.names)), grid.batch, *((("ep",), ("edp",)) if experts else ()))
+            groups = (
+                *((name,) for name in reversed(grid.names)),
+                grid.batch,
+                *((("ep",), ("edp",)) if experts else ()),
+            )
         all_ranks = tuple(range(grid.world))
         world = Axis("world", grid.world, rank, all_ranks, dist.group.WORLD if grid.world > 1 else None)
         axes: dict[tuple[str, ...], Axis] = {}
@@ -188,9 +192,10 @@ def _make_axis(name: str, rank: int, candidates: Sequence[tuple[int, ...]], time
     Args:
         candidates: disjoint groups that together hold every rank of the world, the same on all ranks.
     """
-    # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of one kind
-    # are disjoint, and every rank makes the kinds in one order: no rank waits for a later group. Every rank makes one of
-    # each kind, if only with itself: a backend may make groups by splitting the world's communicator, which all call.
+    # Only a group's members make it, so that thousands of groups cost no rank more than its own. The groups of one
+    # kind are disjoint, and every rank makes the kinds in one order: no rank waits for a later group. Every rank makes
+    # one of each kind, if only with itself: a backend may make groups by splitting the world's communicator, which all
+    # call.
     if all(len(candidate) == 1 for candidate in candidates):
         return Axis(name, ranks=(rank,))
     ranks = next(candidate for candidate in candidates if rank in candidate)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-from megalite.base.waits import tell
-from megalite.dist.collectives import gather_texts
-from megalite.dist.context import ParallelContext
 from megalite.base.errors import UserError
+from megalite.base.waits import tell
+from megalite.mesh.collectives import gather_texts
+from megalite.mesh.context import ParallelContext
 
 T = TypeVar("T")
 

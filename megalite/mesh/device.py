@@ -7,9 +7,9 @@ import os
 
 import torch
 
-from megalite.dist.rendezvous import under_torchrun
 from megalite.base.errors import LocalUserError
 from megalite.base.log import env_int
+from megalite.mesh.rendezvous import under_torchrun
 
 
 def pick_device(name: str, tp: int = 1, zero: int = 1, offload: str = "none") -> torch.device:
@@ -53,8 +53,8 @@ def _set_up_cuda(tp: int, zero: int, offload: str) -> None:
 
 def wants_one_queue(tp: int, zero: int, offload: str = "none") -> bool:
     """Whether a GPU up to Hopper is to have one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`)."""
-    # It would delay the gathers of ZeRO-3 until the computation before them is done; and where activations are copied to
-    # and from the host, a copy that waits for the one before it would delay the computation after it.
+    # It would delay the gathers of ZeRO-3 until the computation before them is done; and where activations are copied
+    # to and from the host, a copy that waits for the one before it would delay the computation after it.
     return tp > 1 and zero < 3 and offload != "activations"
 
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megalite.dist.by_messages import AllGather, SumOfSlices
-from megalite.dist.context import Axis
+from megalite.mesh.by_messages import AllGather, SumOfSlices
+from megalite.mesh.context import Axis
 
 T = TypeVar("T")
 MAX = dist.ReduceOp.MAX
@@ -103,7 +103,7 @@ Work = FinishedWork | PendingWork
 
 
 def to_host(x: torch.Tensor) -> list[float]:
-    """Return the numbers of a tensor that came from a collective. On CUDA this is where the process waits for its peers."""
+    """Return the numbers of a tensor that came from a collective. On CUDA the process waits for its peers here."""
     return waits.measure(x.tolist)
 
 

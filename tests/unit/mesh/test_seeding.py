@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.dist.seeding import RngStreams, derive, philox
+from megalite.mesh.seeding import RngStreams, derive, philox
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from megalite.dist.rendezvous import fresh_store
+from megalite.mesh.rendezvous import fresh_store
 
 WORLD = 3
 PATIENCE = timedelta(seconds=30)
@@ -50,7 +50,7 @@ def test_a_rank_that_never_comes(server: dist.TCPStore) -> None:
         fresh_store(client, 1, 2, timedelta(seconds=0.5))
 
 
-# ------------------------------------------------------------------------- what SECURITY.md says of torch, while it is so
+# ----------------------------------------------------------------------- what SECURITY.md says of torch, while it is so
 
 
 def test_torch_listens_on_all_addresses(server: dist.TCPStore) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.dist import collectives
-from megalite.dist.context import Axis, ParallelContext
-from megalite.dist.grid import Grid
+from megalite.mesh import collectives
+from megalite.mesh.context import Axis, ParallelContext
+from megalite.mesh.grid import Grid
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
@@ -57,7 +57,9 @@ def test_figures(pool: WorkerPool) -> None:
 
 def low_precision_sum(rank: int) -> list[float]:
     tp = context(4, tp=4).tp
-    out, work = collectives.start_reduce_scatter(torch.full((4,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16), tp)
+    out, work = collectives.start_reduce_scatter(
+        torch.full((4,), 256.0 if rank == 0 else 0.5, dtype=torch.bfloat16), tp
+    )
     work.wait()
     return out.tolist()
 

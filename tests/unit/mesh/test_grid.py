@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.dist.grid import Grid
 from megalite.base.errors import UserError
+from megalite.mesh.grid import Grid
 
 SIXTEEN = {
     "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
@@ -128,7 +128,11 @@ def test_a_second_grid_over_the_same_ranks() -> None:
 
 def test_products_of_axes_in_any_order() -> None:
     grid = Grid((("pp", 2), ("dp", 2), ("cp", 2), ("tp", 2)))
-    assert grid.groups("dp", "cp") == grid.groups("cp", "dp") == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    assert (
+        grid.groups("dp", "cp")
+        == grid.groups("cp", "dp")
+        == [(0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15)]
+    )
     assert [r for r in range(16) if grid.is_first(r, "cp", "tp")] == [0, 4, 8, 12]
 
 

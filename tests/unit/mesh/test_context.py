@@ -17,14 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.dist.collectives import all_reduce
-from megalite.dist.device import pick_device
-from megalite.dist import context as context_module
-from megalite.dist.context import ParallelContext, neighbor_pairs
-from megalite.dist.rendezvous import backend_of, group_timeout
-from megalite.dist.grid import Grid
 from megalite.base.errors import UserError
 from megalite.extras.estimate.record import Communication, recorded_world
+from megalite.mesh import context as context_module
+from megalite.mesh.collectives import all_reduce
+from megalite.mesh.context import ParallelContext, neighbor_pairs
+from megalite.mesh.device import pick_device
+from megalite.mesh.grid import Grid
+from megalite.mesh.rendezvous import backend_of, group_timeout
 from megalite.train.build import build_engine
 from tests.parity import jobs
 
@@ -99,12 +99,15 @@ def test_every_call_that_makes_groups_partitions_the_world(
 
     def build(context: ParallelContext) -> None:
         context.split("dp", "cp", size=2)
-        assert context.axis("ends").size == (2 if 1 < sizes["pp"] and context.pp.rank in (0, sizes["pp"] - 1) else 1)
+        assert context.axis("ends").size == (2 if sizes["pp"] > 1 and context.pp.rank in (0, sizes["pp"] - 1) else 1)
 
     assert_partitions(groups_made(monkeypatch, grid, build))
 
 
-@pytest.mark.parametrize("layout", [{"cp": 2, "zero_group": "2"}, {"ep": 2, "zero_group": "2"}, {"ep": 2, "tp": 2, "etp": "1", "zero_group": "4"}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"cp": 2, "zero_group": "2"}, {"ep": 2, "zero_group": "2"}, {"ep": 2, "tp": 2, "etp": "1", "zero_group": "4"}],
+)
 def test_stages_without_experts_make_their_groups_too(monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any]) -> None:
     """Also where a group of hybrid sharding is made with the first bucket that needs it."""
     model = jobs.llama(3, num_experts=4, moe_topk=2, moe_ffn_size=24, moe_dense_layers=(0,))

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megalite.dist.collectives import all_to_all, start_all_gather, start_reduce_scatter
-from megalite.dist.context import Axis
+from megalite.mesh.collectives import all_to_all, start_all_gather, start_reduce_scatter
+from megalite.mesh.context import Axis
 
 Splits = list[int]
 """Number of rows for each rank of an axis."""

@@ -101,16 +101,16 @@ def init_process_group(device: torch.device, timeout: timedelta = MIN_TIMEOUT) -
 
 
 def join_store() -> tuple[dist.Store, int, int]:
-    """Connect to the store in which the ranks that were launched together meet; return it, and this rank and the world."""
+    """Connect to the store in which the launched ranks meet; return it, this rank, and the number of ranks."""
     return next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
 
 
 def backend_of(device: torch.device) -> str:
     """Name the backend of a device's collectives.
 
-    From torch 2.15 on, "nccl" starts one communicator per group at once, binds the world to a device and makes groups by
-    splitting it. The groups here are designed for the backend that torch then calls "nccl-legacy": a communicator for
-    each pair of pipeline neighbors, made at its first message.
+    From torch 2.15 on, "nccl" starts one communicator per group at once, binds the world to a device and makes groups
+    by splitting it. The groups here are designed for the backend that torch then calls "nccl-legacy": a communicator
+    for each pair of pipeline neighbors, made at its first message.
     """
     if device.type != "cuda":
         return "gloo"
@@ -138,11 +138,11 @@ def fresh_store(store: dist.Store, rank: int, world: int, timeout: timedelta) ->
     """Return a store that only the ranks of this attempt share.
 
     torchrun keeps one store across restarts (pytorch#135712), and torch looks for its peers' addresses under the same
-    keys in every attempt: an early rank reads the address of a dead process, and is refused or waits forever. torchrun's
-    restart count does not distinguish attempts, since every host counts separately.
+    keys in every attempt: an early rank reads the address of a dead process, and is refused or waits forever.
+    torchrun's restart count does not distinguish attempts, since every host counts separately.
 
-    So rank 0 offers a new name, and each other rank answers with its own new name and accepts the offer only when rank 0
-    calls that name: an offer left by an earlier attempt calls no one.
+    So rank 0 offers a new name, and each other rank answers with its own new name and accepts the offer only when
+    rank 0 calls that name: an offer left by an earlier attempt calls no one.
 
     Args:
         store: shared by all ranks; may hold the keys of earlier attempts.

@@ -31,11 +31,11 @@ AXES: tuple[MeshAxis, ...] = (
     MeshAxis("cp", cuts_batch=True),
     MeshAxis("tp"),
 )
-"""The axes of a run, slowest first. Ranks of "dp" read different samples, those of "cp" share theirs; "dp" has the ranks
-that the others leave.
+"""The axes of a run, slowest first. Ranks of "dp" read different samples, those of "cp" share theirs; "dp" has the
+ranks that the others leave.
 
-Tensor parallel is fastest (it communicates most, so its ranks are neighbors), pipeline slowest. Source: Narayanan et al.
-2021, "Efficient Large-Scale Language Model Training", section 3.
+Tensor parallel is fastest (it communicates most, so its ranks are neighbors), pipeline slowest. Source: Narayanan et
+al. 2021, "Efficient Large-Scale Language Model Training", section 3.
 """
 
 
