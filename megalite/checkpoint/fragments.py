@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from megalite.base.slices import Slice
-from megalite.checkpoint.entries import FileEntry, TensorEntry
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megalite.checkpoint.safetensors_io import num_bytes
 
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.base.slices import Slice
-from megalite.checkpoint.entries import Part, TensorEntry
-from megalite.checkpoint.manifest import Manifest, manifest_text, read_manifest
+from megalite.checkpoint.manifest import Manifest, Part, TensorEntry, manifest_text, read_manifest
 from megalite.checkpoint.mirror import Mirror, path_of
 from megalite.checkpoint.names import step_folders
 from megalite.checkpoint.reader import ReadStats, ShardReader

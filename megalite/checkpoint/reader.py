@@ -14,8 +14,7 @@ import torch
 
 from megalite.base.dtypes import STORED
 from megalite.base.slices import Slice, box_index, contiguous_runs
-from megalite.checkpoint.entries import TensorEntry, block_shares
-from megalite.checkpoint.manifest import Manifest, box_key
+from megalite.checkpoint.manifest import Manifest, TensorEntry, block_shares, box_key
 from megalite.checkpoint.remote import SOURCE, bring
 from megalite.checkpoint.safetensors_io import (
     BLOCK,

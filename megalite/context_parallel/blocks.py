@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.batch import Documents, Mask, in_order, runs_of
+from megalite.mesh.collectives import exchange_rows
 from megalite.mesh.context import Axis
-from megalite.mesh.exchange import exchange_rows
 from megalite.ops import Ops
 from megalite.ops.attention import masked
 

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.batch import Documents, Mask, by_rank, in_order
+from megalite.mesh.collectives import exchange_rows
 from megalite.mesh.context import Axis
-from megalite.mesh.exchange import exchange_rows
 
 
 @dataclass(frozen=True)

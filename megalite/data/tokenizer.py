@@ -10,16 +10,55 @@ import hashlib
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from megalite.base.errors import UserError
-from megalite.data.controls import Span, char_spans, consecutive_spans, encode_with_controls
 from megalite.data.tiktoken_ranks import KNOWN_RANKS, RANK_LINE, is_description, read_ranks
 from megalite.data.tokenizer_files import exported_from, file_in, file_sha256, protobuf_fields, read_json, read_regular
+
+Span = tuple[int, int]
+"""(first character, character after the last) of a text."""
+
+
+def char_spans(text: str, spans: Iterable[Span]) -> list[Span]:
+    """Convert spans of a text's bytes in UTF-8 to spans of its characters, with every character that they touch."""
+    char_of = [i for i, char in enumerate(text) for _ in char.encode()] + [len(text)]
+    return [(char_of[first], char_of[end - 1] + 1 if end > first else char_of[first]) for first, end in spans]
+
+
+def consecutive_spans(sizes: Sequence[int]) -> list[Span]:
+    """Return the spans of tokens of these sizes, end to end."""
+    return [(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
+
+
+def encode_with_controls(
+    text: str, controls: dict[str, int], encode: Callable[[str], tuple[list[int], list[Span]]]
+) -> tuple[list[int], list[Span]]:
+    """Encode a text: names of control tokens become these tokens, and `encode` encodes the text between them."""
+    ids: list[int] = []
+    spans: list[Span] = []
+    at = 0
+    for piece in re.split(f"({any_of(controls)})", text):
+        if piece in controls:
+            ids.append(controls[piece])
+            spans.append((at, at + len(piece)))
+        elif piece:
+            piece_ids, piece_spans = encode(piece)
+            ids += piece_ids
+            spans += [(at + first, at + end) for first, end in piece_spans]
+        at += len(piece)
+    return ids, spans
+
+
+def any_of(words: Iterable[str]) -> str:
+    """Return a pattern that matches any of the words, the longest first; nothing if there are none."""
+    return "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) or "(?!)"
+
 
 _T = TypeVar("_T")
 

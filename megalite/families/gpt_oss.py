@@ -1,6 +1,6 @@
 """gpt-oss (model card, 2025): sinks in attention, a window in every other layer, YaRN, experts with biases.
 
-Experts are stacked in its files, gate and up alternating; those on the hub are in MXFP4 (`checkpoint.hf.mxfp4`).
+Experts are stacked in its files, gate and up alternating; those on the hub are in MXFP4 (`checkpoint.hf.tensors`).
 """
 
 from typing import Any

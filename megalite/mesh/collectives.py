@@ -5,6 +5,7 @@ Conjugates (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2
     forward            backward
     copy               all-reduce
     all-reduce         copy
+    all-gather         reduce-scatter
     reduce-scatter     all-gather
     all-to-all         all-to-all
 """
@@ -24,6 +25,8 @@ from megalite.mesh.context import Axis
 
 T = TypeVar("T")
 MAX = dist.ReduceOp.MAX
+Splits = list[int]
+"""Number of rows for each rank of an axis."""
 
 # torch 2.13 renamed both; the old names warn there, and the new ones do not exist in 2.11.
 _gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -234,6 +237,34 @@ class _ScatterSequence(torch.autograd.Function):
         return full, None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        out, work = start_all_gather(x, axis)
+        work.wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out, work = start_reduce_scatter(grad, ctx.axis)
+        work.wait()
+        return out, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -> torch.Tensor:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        out = x.new_empty(sum(received), *x.shape[1:])
+        all_to_all(out, x.contiguous(), axis, received, sent).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _ExchangeRows.apply(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+
+
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Use a replicated tensor in a parallel region: identity; backward sums the gradient over the axis."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
@@ -247,6 +278,20 @@ def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Leave a parallel region to sequence shards (dimension 0): reduce-scatter; backward all-gathers."""
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+
+
+def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Enter a parallel region from sequence shards (dimension 0): all-gather; backward reduce-scatters."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def exchange_rows(x: torch.Tensor, axis: Axis, sent: Splits, received: Splits) -> torch.Tensor:
+    """Send the first `sent[0]` rows of x to rank 0 of the axis, and so on; backward sends the gradients back.
+
+    Returns:
+        What the ranks have sent here, `received[i]` rows from rank i.
+    """
+    return x if axis.size == 1 else _ExchangeRows.apply(x, axis, sent, received)
 
 
 def gather_texts(text: str, axis: Axis, device: torch.device) -> Sequence[str]:

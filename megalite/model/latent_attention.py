@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.batch import Documents, ForwardPass, Mask
-from megalite.mesh import collectives, exchange
+from megalite.mesh import collectives
+from megalite.mesh import collectives as exchange
 from megalite.model.layers import Layers, Norm, Rope
 
 EPS = 1e-6

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.base.log import logger
 from megalite.batch import ForwardPass
-from megalite.mesh.collectives import copy_to, reduce_from, scatter_sequence, start_all_gather
+from megalite.mesh.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence, start_all_gather
 from megalite.mesh.context import Axis
-from megalite.mesh.exchange import gather_sequence
 from megalite.model.layers import Layers
 from megalite.model.mlp import MLP
 from megalite.model.routing import Router, Routing

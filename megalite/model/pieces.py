@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megalite.batch import by_rank, in_order
+from megalite.mesh.collectives import exchange_rows, gather_sequence
 from megalite.mesh.context import Axis
-from megalite.mesh.exchange import exchange_rows, gather_sequence
 
 
 def split(x: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from megalite.mesh import collectives
+from megalite.mesh.collectives import exchange_rows, gather_sequence
 from megalite.mesh.context import Axis
-from megalite.mesh.exchange import exchange_rows, gather_sequence
 
 
 class _Spread(torch.autograd.Function):

@@ -16,7 +16,7 @@ import pytest
 from megalite.base.errors import UserError
 from megalite.config.cli import parse
 from megalite.config.run import Config
-from megalite.extras.plan.update_text import update_rows
+from megalite.extras.plan.report import update_rows
 from megalite.optim import low_precision
 from tests.parity import jobs, test_resume
 from tests.parity.test_muon import CUT, MIXTRAL, SMALL, boxes_of

@@ -23,7 +23,7 @@ from megalite.config.optim import OptimConfig
 from megalite.config.run import Config
 from megalite.extras.plan.memory.matrices import Placed, matrices_of, placed_matrices, transform_flops
 from megalite.extras.plan.memory.ranks import memory_per_rank
-from megalite.extras.plan.update_text import update_rows
+from megalite.extras.plan.report import update_rows
 from megalite.mesh.grid import Grid
 from megalite.model.flops import flops_per_token
 from megalite.optim import matrix_exchange as exchange

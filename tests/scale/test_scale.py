@@ -16,9 +16,8 @@ import pytest
 from megalite.base.slices import Slice
 from megalite.checkpoint import manifest as manifest_module
 from megalite.checkpoint.commit import commit_in_place
-from megalite.checkpoint.entries import Part
 from megalite.checkpoint.load import wanted_boxes
-from megalite.checkpoint.manifest import Manifest, manifest_text
+from megalite.checkpoint.manifest import Manifest, Part, manifest_text
 from megalite.extras.launch import failure
 from megalite.extras.launch.failure import FailedRank, RankTail, first_failure, is_explained
 from megalite.mesh.grid import Grid

@@ -9,8 +9,7 @@ from functools import lru_cache
 import torch
 
 from megalite.base.slices import Slice
-from megalite.checkpoint.entries import FileEntry, TensorEntry
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from megalite.checkpoint.safetensors_io import BLOCK
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig

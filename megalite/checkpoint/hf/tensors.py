@@ -1,4 +1,9 @@
-"""Tensors of a Hugging Face folder, read a box at a time; those in MXFP4 as the numbers that they stand for."""
+"""Tensors of a Hugging Face folder, read a box at a time; those in MXFP4 as the numbers that they stand for.
+
+MXFP4 is the format of gpt-oss' experts (OCP Microscaling Formats, version 1.0): 32 numbers of 4 bits share a scale. A
+tensor NAME [E, in, out] is stored as NAME_blocks, uint8 [E, out, in / 32, 16], two numbers a byte, the lower bits
+first, and NAME_scales, uint8 [E, out, in / 32], exponents of 2 with a bias of 127.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,12 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.hf.mxfp4 import BLOCKS, GROUP, SCALES, dequantize
 from megalite.checkpoint.reader import StagingBuffer, StoredTensor, read_rows
 from megalite.checkpoint.safetensors_io import open_inside
+
+GROUP = 32
+BLOCKS, SCALES = "_blocks", "_scales"
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
@@ -69,3 +77,10 @@ def unpacked(tensors: dict[str, FolderTensor]) -> dict[str, FolderTensor]:
         shape = (*scales.shape[:-1], scales.shape[-1] * GROUP)
         out[whole] = PackedTensor("BF16", shape, blocks.at, blocks.path, blocks, scales)
     return out
+
+
+def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the numbers, exact in bf16 [..., 32 G], of blocks, uint8 [..., G, 16], and scales, uint8 [..., G]."""
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], dtype=torch.bfloat16)
+    numbers = table[torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).int()]
+    return torch.ldexp(numbers, scales.int().unsqueeze(-1) - 127).flatten(-2)

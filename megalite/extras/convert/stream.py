@@ -20,8 +20,7 @@ from megalite.base.dtypes import stored_name
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
 from megalite.checkpoint.commit import commit_in_place
-from megalite.checkpoint.entries import FileEntry, TensorEntry
-from megalite.checkpoint.manifest import Manifest, box_key
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, box_key
 from megalite.checkpoint.safetensors_io import make_header, num_bytes, write_file
 
 # Largest file of an export or an imported checkpoint; a larger tensor has a file to itself.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,26 +13,27 @@ import yaml
 
 from megalite.base.errors import UserError
 from megalite.config.context_parallel import choose_comm
+from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.options import GROUP_OF
 from megalite.config.run import Config
 from megalite.extras.plan.cluster import Cluster
-from megalite.extras.plan.expert_text import expert_rows, imbalance_text
 from megalite.extras.plan.memory.ranks import RankMemory, memory_per_rank
 from megalite.extras.plan.memory.stages import span, vocab_rows
 from megalite.extras.plan.recovery import recovery_rows
 from megalite.extras.plan.search import SAME_TIME, SHARE, Candidate, Changes, pick
 from megalite.extras.plan.time.context import Context, messages
 from megalite.extras.plan.time.step import StepTime, model_flops
-from megalite.extras.plan.update_text import update_rows
 from megalite.mesh.grid import Grid
+from megalite.model.ffn.routed import experts_tp, imbalance
 from megalite.model.flops import flops_per_token
 from megalite.model.mixers import MIXERS
-from megalite.model.parameters import describe_parameters
+from megalite.model.parameters import describe_parameters, param_map
 from megalite.model.partition import block_costs, blocks_by_kind, stage_layers
 from megalite.model.saved import element_size, tokens
 from megalite.pipeline.choose import schedule_of
 from megalite.pipeline.schedule import Costs, Placement
 from megalite.pipeline.simulate import simulate
+from megalite.update_rules import RULES
 
 
 def mfu(layout: Candidate, cluster: Cluster) -> float:
@@ -282,3 +285,54 @@ def _rank_table(ranks: list[RankMemory], worst: int, unit: str, placement: Place
 
 def _in(unit: str, size: int) -> str:
     return f"{size / {'MiB': 2**20, 'GiB': 2**30}[unit]:.2f}"
+
+
+def imbalance_text(cfg: Config) -> list[str]:
+    """Return the line of a search on the imbalance that it plans for; none without experts."""
+    if cfg.model.num_experts is None:
+        return []
+    return [f"experts: the busiest rank of ep is given {cfg.parallel.moe_memory_factor:g} times the mean of tokens"]
+
+
+def expert_rows(cfg: Config, grid: Grid) -> list[tuple[str, str]]:
+    """List the lines of `--dry-run` on experts: their sizes, ranks, and the imbalance that is planned for."""
+    m, p = cfg.model, cfg.parallel
+    if m.num_experts is None:
+        return []
+    layers = sum(map(m.is_moe, range(m.num_layers)))
+    shared = f", shared {m.moe_shared_ffn_size}" * (m.moe_shared_ffn_size > 0)
+    own = grid.batch_ranks if grid.experts is None else grid.experts.batch_ranks
+    cut = f", each over {experts_tp(p)} ranks of tp" * (experts_tp(p) > 1)
+    rows = [
+        ("experts", f"{m.num_experts} in {layers} of {m.num_layers} layers, {m.moe_topk} per token, width "
+         f"{m.expert_ffn_size}{shared}"),
+        ("", f"ep {p.ep}: {m.num_experts // p.ep} experts of each layer per rank{cut}, their states over {own} ranks"),
+    ]  # fmt: skip
+    if p.ep > 1:
+        dispatch, why = choose_dispatch(m, p)
+        rows += [("", f"--moe-dispatch {p.moe_dispatch}: {dispatch} ({why})")] * (p.moe_dispatch == "auto")
+        rows += [("", f"memory and time allow for {imbalance(p):g} times the mean of tokens on the busiest rank")]
+    return rows
+
+
+def update_rows(cfg: Config) -> list[tuple[str, str]]:
+    """List which parameters each update rule updates, where there are several: ("muon", "5,242,880 parameters: …").
+
+    Then types of the states that are not fp32.
+    """
+    numel: Counter[str] = Counter()
+    names: dict[str, dict[str, None]] = {}
+    for spec in param_map(cfg.model).values():
+        if spec.tied_to is None:
+            rule, matrices = cfg.optim.rule_of(spec.matrix), math.prod(spec.shape[:-2]) * max(1, len(spec.parts))
+            numel[rule] += spec.numel
+            apart = f" ({matrices} matrices)" if spec.matrix and matrices > 1 else ""
+            width = spec.width ** (RULES[rule].width_power or 0.0)
+            apart += f" (learning rate / {width:g}, weight decay x {width:g})" if width != 1.0 else ""
+            names.setdefault(rule, {})[re.sub(r"\.\d+\.", ".*.", spec.name) + apart] = None
+    dtypes = cfg.optim.master_dtype, cfg.optim.moments_dtype
+    rounded = f"masters {dtypes[0]}, moments {dtypes[1]}; bf16 is rounded stochastically"
+    types = [("states", rounded)] * ("bf16" in dtypes)
+    if len(names) == 1 and cfg.model.mup_base_width is None:
+        return types
+    return [*((rule, f"{numel[rule]:,} parameters: {', '.join(listed)}") for rule, listed in names.items()), *types]

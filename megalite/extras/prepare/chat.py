@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.base.untrusted import require_shallow
-from megalite.data.controls import Span, any_of
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizer import Span, Tokenizer, any_of
 from megalite.data.tokens import token_dtype
 from megalite.extras.prepare.documents import EXCERPT_CHARS, BadRecord, Chunk
 from megalite.extras.prepare.template import RESERVED, STAND_INS, ChatTemplate, Renderer, TemplateFailure

@@ -26,7 +26,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from megalite.base.errors import UserError
-from megalite.data.controls import Span
+from megalite.data.tokenizer import Span
 from megalite.extras.prepare.named_templates import MARK, fitting_name
 from megalite.extras.prepare.omissions import find_omission
 

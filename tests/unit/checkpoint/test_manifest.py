@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from megalite.base.slices import Slice
-from megalite.checkpoint.entries import FileEntry, TensorEntry
-from megalite.checkpoint.manifest import Manifest, commit_text, read_manifest
+from megalite.checkpoint.manifest import FileEntry, Manifest, TensorEntry, commit_text, read_manifest
 from megalite.checkpoint.safetensors_io import BLOCK, BadCheckpoint, make_header, parse_header, write_file
 
 Rectangle = tuple[int, int, int, int]

@@ -26,8 +26,7 @@ from megalite.base.child import readable
 from megalite.base.errors import UserError
 from megalite.base.slices import Slice
 from megalite.checkpoint import reader as reader_module
-from megalite.checkpoint.entries import FileEntry, Part, TensorEntry
-from megalite.checkpoint.manifest import Manifest, box_key, commit_text, read_manifest
+from megalite.checkpoint.manifest import FileEntry, Manifest, Part, TensorEntry, box_key, commit_text, read_manifest
 from megalite.checkpoint.reader import ShardReader
 from megalite.checkpoint.safetensors_io import BadCheckpoint, make_header, open_inside, write_file
 from tests.parity.test_resume import MODEL
@@ -296,14 +295,14 @@ def test_some_rank_finds_what_is_wrong(fault: str) -> None:
 
 def test_an_export_reads_a_third_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masters are verified and read, moments are not. Blocks are small here, as shards are."""
-    from megalite.checkpoint import entries, reader, safetensors_io
     from megalite.checkpoint import manifest as manifest_module
+    from megalite.checkpoint import reader, safetensors_io
     from megalite.checkpoint.snapshot import boxes_of
     from megalite.extras.convert import hf
     from megalite.extras.convert.hf import export_hf
     from tests.parity.jobs import llama, make_config, start
 
-    for module in (entries, hf, reader, safetensors_io, manifest_module):
+    for module in (hf, reader, safetensors_io, manifest_module):
         monkeypatch.setattr(module, "BLOCK", 4096)
     engine = start(0, cfg := make_config(llama()), 1)
     states, folder = engine.optimizer.states(), tmp_path / "step_00000001"
