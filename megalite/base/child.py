@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import importlib
 import json
 import mmap
@@ -146,44 +145,6 @@ def free_memory(maps: Sequence[mmap.mmap]) -> None:
 
     with contextlib.suppress(RuntimeError):  # no thread is left: the interpreter frees all of it
         threading.Thread(target=run, daemon=True).start()
-
-
-def scratch_file(folder: Path, size: int) -> int:
-    """Allocate an unnamed file, of which nothing is left when the process ends.
-
-    Args:
-        folder: on the disk to use; made if missing.
-        size: bytes.
-
-    Returns:
-        Its file descriptor.
-
-    Raises:
-        OSError: the folder cannot be written, or has too little space (ENOSPC).
-    """
-    import tempfile
-
-    folder.mkdir(parents=True, exist_ok=True)
-    disk = os.statvfs(folder)
-    free = disk.f_bavail * disk.f_frsize
-    too_small = OSError(errno.ENOSPC, f"{size:,} bytes are needed there and {free:,} are free", str(folder))
-    if size > free:
-        raise too_small
-    try:
-        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-    except OSError as e:
-        # Some network file systems have no O_TMPFILE.
-        if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise
-        descriptor, name = tempfile.mkstemp(prefix="megalite-", dir=folder)
-        os.unlink(name)
-    try:
-        # A store to a mapped page without a disk block would kill the process.
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as e:
-        os.close(descriptor)
-        raise (too_small if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else e) from None
-    return descriptor
 
 
 @contextlib.contextmanager

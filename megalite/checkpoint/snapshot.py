@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalite.base.child import readable, scratch_file, shared_memory, start_child
+from megalite.base.child import readable, shared_memory, start_child
 from megalite.base.dtypes import STORED, stored_name
 from megalite.base.log import logger
 from megalite.base.slices import Slice
 from megalite.checkpoint import writer
 from megalite.checkpoint.fragments import SavedBox
 from megalite.checkpoint.writer import receive, send
+from megalite.optim.offload_disk import scratch_file
 from megalite.sharding import StateTensor
 
 # Elements that are copied and then summed at a time, so that they stay in the processor's cache.

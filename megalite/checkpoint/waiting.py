@@ -15,6 +15,7 @@ from typing import Any
 
 from megalite.base.log import logger
 from megalite.base.store import MissingObject, Store
+from megalite.base.waits import tell
 from megalite.checkpoint import remote
 from megalite.checkpoint.commit import TEMPORARY
 from megalite.checkpoint.upload import METRICS, Part, TakenError, commit_part, send_part
@@ -52,14 +53,14 @@ def upload_waiting(root: Path, url: str, ctx: ParallelContext) -> list[str]:
     incomplete = list[str]()
     if found:
         store = Store(url)
-        chosen = agree_in_rounds(ctx, lambda: _choose(store, found) if ctx.rank == 0 else ([], []))
+        chosen = agree_in_rounds(ctx, lambda: _choose(store, found) if ctx.rank == 0 else ([], []), tell)
         whole, incomplete = json.loads(gather_texts(json.dumps(chosen), ctx.world, ctx.device)[0])
         for name in whole:
             senders = {part: _sender(part, ranks) for part, ranks in found[name][1].items()}
             own = [part for part in mine.get(name, []) if senders[part.job["rank"]] == ctx.rank]
-            agree_in_rounds(ctx, partial(_send, store, own))
+            agree_in_rounds(ctx, partial(_send, store, own), tell)
             commit = partial(_commit, store, name, root if 0 in senders else None)
-            agree_in_rounds(ctx, commit if ctx.rank == senders.get(0, 0) else lambda: None)
+            agree_in_rounds(ctx, commit if ctx.rank == senders.get(0, 0) else lambda: None, tell)
     for part in (part for parts in mine.values() for part in parts):
         part.close()
     return incomplete

@@ -8,7 +8,6 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from megalite.base.errors import UserError
-from megalite.base.waits import tell
 from megalite.mesh.collectives import gather_texts
 from megalite.mesh.context import ParallelContext
 
@@ -33,10 +32,10 @@ def agree(ctx: ParallelContext, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def agree_in_rounds(ctx: ParallelContext, action: Callable[[], T]) -> T:
+def agree_in_rounds(ctx: ParallelContext, action: Callable[[], T], each_round: Callable[[], None]) -> T:
     """As `agree`, for what one rank may do longer than a collective may take: `action` runs in a thread.
 
-    Meanwhile all ranks meet every second, and show that they are alive.
+    Meanwhile all ranks meet every second, and call `each_round`.
     """
     answer: Future[T] = Future()
 
@@ -49,7 +48,7 @@ def agree_in_rounds(ctx: ParallelContext, action: Callable[[], T]) -> T:
     # Not one of a pool's, for which the process would wait if another rank's failure ends it.
     threading.Thread(target=work, name="agree", daemon=True).start()
     while not all(gather_texts("done" if wait([answer], _ROUND_S).done else "", ctx.world, ctx.device)):
-        tell()
+        each_round()
     return agree(ctx, answer.result)
 
 

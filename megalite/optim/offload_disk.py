@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from megalite.base.child import scratch_file
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 
@@ -168,3 +168,39 @@ def _bypass_cache(descriptor: int) -> bool:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_O_DIRECT)
         return False
     return bool(_O_DIRECT)
+
+
+def scratch_file(folder: Path, size: int) -> int:
+    """Allocate an unnamed file, of which nothing is left when the process ends.
+
+    Args:
+        folder: on the disk to use; made if missing.
+        size: bytes.
+
+    Returns:
+        Its file descriptor.
+
+    Raises:
+        OSError: the folder cannot be written, or has too little space (ENOSPC).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    too_small = OSError(errno.ENOSPC, f"{size:,} bytes are needed there and {free:,} are free", str(folder))
+    if size > free:
+        raise too_small
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as e:
+        # Some network file systems have no O_TMPFILE.
+        if e.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        descriptor, name = tempfile.mkstemp(prefix="megalite-", dir=folder)
+        os.unlink(name)
+    try:
+        # A store to a mapped page without a disk block would kill the process.
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as e:
+        os.close(descriptor)
+        raise (too_small if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else e) from None
+    return descriptor

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from megalite.pipeline.schedule import Op
 
+RANGE = "step: "
+"""Prefix of the ranges that megalite adds to a profiler's trace."""
+OPTIMIZER_RANGE = f"{RANGE}optimizer"
+
 
 class Observer:
     """Observes the executor, on its thread and at every operation: methods must be fast.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megalite.config.run import Config
-from megalite.data import BatchLoader, Dataset
 from megalite.mesh.context import ParallelContext
 from megalite.model.gpt import GPTStage
 from megalite.optim.loss_scale import LossScaler
@@ -39,14 +37,6 @@ class Engine:
     optimizer: DistributedOptimizer
     scaler: LossScaler
     unit_weights: UnitWeights
-
-    def loader(
-        self, dataset: Dataset, global_batch_size: int | Iterable[int], consumed_samples: int = 0
-    ) -> BatchLoader:
-        """Return a loader of this rank's samples, which are read where its stages need them."""
-        reads = dataset.has_documents or any(stage.first or stage.last for stage in self.stages.values())
-        dp = self.ctx.dp
-        return BatchLoader(dataset, global_batch_size, dp.rank, dp.size, consumed_samples, reads=reads)
 
     def schedule_of(self, num_microbatches: int) -> Schedule:
         """Return the schedule of a step with this many micro-batches per data-parallel rank."""

@@ -7,7 +7,7 @@ import math
 from megalite.base.errors import UserError
 from megalite.base.log import logger
 from megalite.train.exit import raise_together
-from megalite.train.run import Run
+from megalite.train.run import Run, open_loader
 from megalite.train.step import eval_step
 from megalite.train.watch.heartbeat import READING
 from megalite.train.watch.watchdog import IDLE
@@ -23,7 +23,7 @@ def evaluate(run: Run) -> float | None:
     if run.datasets.valid is None:
         return None
     run.engine.optimizer.wait_weights()
-    with run.engine.loader(run.datasets.valid, cfg.train.global_batch_size) as loader:
+    with open_loader(run.engine, run.datasets.valid, cfg.train.global_batch_size) as loader:
         total = targets = 0.0
         for _ in range(cfg.run.eval_steps):
             run.heartbeat.beat(READING, run.step)

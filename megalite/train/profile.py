@@ -18,13 +18,10 @@ from megalite.config.run import Config
 from megalite.mesh.collectives import waits
 from megalite.mesh.context import ParallelContext
 from megalite.pipeline.executor import Executor
-from megalite.pipeline.observe import Observer
+from megalite.pipeline.observe import RANGE, Observer
 from megalite.pipeline.schedule import Op
 
 WAIT = "wait for a collective"
-# Prefix of the ranges that megalite adds to the trace.
-RANGE = "step: "
-OPTIMIZER_RANGE = f"{RANGE}optimizer"
 
 
 class ProfiledSteps(NamedTuple):

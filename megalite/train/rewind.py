@@ -8,7 +8,7 @@ from megalite.checkpoint.load import verify_together
 from megalite.mesh.collectives import gather_texts
 from megalite.train.exit import DivergenceError
 from megalite.train.resume import Source, resume
-from megalite.train.run import Run
+from megalite.train.run import Run, open_loader
 from megalite.train.spike import SpikeDetector
 
 # Rewinds to the same checkpoint, each followed by other samples.
@@ -46,7 +46,7 @@ def rewind(run: Run) -> Path | None:
     run.spikes = SpikeDetector(run.spikes.threshold, saved.get("loss_history", ()))
     run.loader.close()
     following = sizes.following(run.step)
-    run.loader = run.engine.loader(run.datasets.train, following, run.consumed_samples)
+    run.loader = open_loader(run.engine, run.datasets.train, following, run.consumed_samples)
     return source
 
 

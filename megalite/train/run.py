@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ import torch
 from megalite.checkpoint.check_replicas import check_replicas
 from megalite.checkpoint.names import model_name, step_name
 from megalite.checkpoint.save import Checkpointer
-from megalite.data import BatchLoader, Datasets
+from megalite.data import BatchLoader, Dataset, Datasets
 from megalite.pipeline.record import Recorder
 from megalite.train.engine import Engine
 from megalite.train.gpu_readings import GpuReadings
@@ -24,6 +25,15 @@ from megalite.train.recover.member import guard
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
 from megalite.train.watch.watchdog import CHILDREN, OWN
+
+
+def open_loader(
+    engine: Engine, dataset: Dataset, global_batch_size: int | Iterable[int], consumed_samples: int = 0
+) -> BatchLoader:
+    """Return a loader of this rank's samples, which are read where its stages need them."""
+    reads = dataset.has_documents or any(stage.first or stage.last for stage in engine.stages.values())
+    dp = engine.ctx.dp
+    return BatchLoader(dataset, global_batch_size, dp.rank, dp.size, consumed_samples, reads=reads)
 
 
 @dataclass

@@ -47,7 +47,7 @@ from megalite.train.profile import StepProfiler
 from megalite.train.recover import restore
 from megalite.train.recover.copies import Copies
 from megalite.train.resume import Source, check_folders, choose_checkpoint, log_start, resume
-from megalite.train.run import Run
+from megalite.train.run import Run, open_loader
 from megalite.train.run_dir import make_run_dir, write_config, write_pid
 from megalite.train.spike import SpikeDetector
 from megalite.train.watch.heartbeat import Heartbeat
@@ -215,7 +215,7 @@ def make_run(
     step, consumed = int(state["step"]), int(state["consumed_samples"])
     following = sizes.following(step)
     datasets.resume_position(state)
-    loader = engine.loader(datasets.train, following, consumed)
+    loader = open_loader(engine, datasets.train, following, consumed)
     make_metrics = partial(
         MetricsLogger,
         run_dir,

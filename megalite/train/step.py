@@ -19,8 +19,8 @@ from megalite.config.rates import StepRates, rates_at
 from megalite.data.rows import Rows
 from megalite.mesh import collectives
 from megalite.mesh.context import Axis
+from megalite.pipeline.observe import OPTIMIZER_RANGE
 from megalite.train.engine import Engine
-from megalite.train.profile import OPTIMIZER_RANGE
 from megalite.train.routing_figures import RoutingFigures, move_biases, routing_figures, routing_sums
 
 

@@ -45,6 +45,7 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
     from megalite.train.exchange import exchange
     from megalite.train.local_gradients import LocalGradients
     from megalite.train.recover.copies import sums_of_bits
+    from megalite.train.run import open_loader
     from megalite.train.step import train_step
 
     def state() -> list[int]:
@@ -52,7 +53,7 @@ def exchanged(rank: int, cfg: Config, world: int, fault: tuple[int, str] | None)
 
     engine = start(rank, cfg, world)
     gradients, dataset = LocalGradients(engine), OwnDataset(Documents(), SEQ, VOCAB, shuffle=False)
-    with engine.loader(dataset, BATCH) as loader:
+    with open_loader(engine, dataset, BATCH) as loader:
         assert not train_step(engine, loader.next_batch(), 1).skipped
         if fault is not None and fault[0] == rank:
             module = next(iter(next(iter(engine.stages.values())).layers.values()))

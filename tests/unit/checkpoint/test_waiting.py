@@ -127,7 +127,7 @@ def _work_while_others_meet(rank: int) -> tuple[bool, str]:
         patch.setattr(agree_module, "gather_texts", gather)
         patch.setattr(agree_module, "_ROUND_S", 0.01)
         try:
-            agree_module.agree_in_rounds(cs.context(2), work)
+            agree_module.agree_in_rounds(cs.context(2), work, lambda: None)
         except UserError as e:
             return met.is_set(), str(e)
     return met.is_set(), ""
