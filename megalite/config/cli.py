@@ -103,7 +103,7 @@ def parse(
 
 def to_yaml(config: Config) -> str:
     """Format the configuration as YAML, by group; `--config` reads it back to an equal `Config`."""
-    tree = dataclasses.asdict(config)
+    tree = {group: dataclasses.asdict(getattr(config, group)) for group in GROUPS}
     for options in tree.values():
         options.update({name: list(value) for name, value in options.items() if isinstance(value, tuple)})
     return yaml.safe_dump(tree, sort_keys=False)

@@ -24,8 +24,8 @@ def choose_dispatch(m: ModelConfig, p: ParallelConfig) -> tuple[str, str]:
     return "allgather" if gathered < exchanged else "alltoall", words
 
 
-def check_experts(m: ModelConfig, p: ParallelConfig, per_layer_logging: bool) -> None:
-    """Refuse layouts that do not fit the experts, and records of experts where there are none.
+def check_experts(m: ModelConfig, p: ParallelConfig) -> None:
+    """Refuse layouts that do not fit the experts.
 
     Raises:
         UserError: there are none, or they do not divide.
@@ -33,7 +33,7 @@ def check_experts(m: ModelConfig, p: ParallelConfig, per_layer_logging: bool) ->
     if m.num_experts is None:
         words = {"ep": 1, "etp": "tp", "moe_dispatch": "alltoall", "moe_memory_factor": 1.5}
         options = [f"--{dashed(n)} {getattr(p, n)}" for n, default in words.items() if getattr(p, n) != default]
-        given = " ".join([*options, *["--moe-per-layer-logging"] * per_layer_logging])
+        given = " ".join(options)
         require(not given, given, "needs a model with experts", "give --num-experts, or drop it")
         return
     require(

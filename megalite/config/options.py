@@ -47,7 +47,8 @@ Layer = dict[str, OptionValue]
 """Options that one source gives, by name."""
 
 
-GROUPS: dict[str, type] = get_type_hints(Config)
+_HINTS = get_type_hints(Config)
+GROUPS: dict[str, type] = {group: _HINTS[group] for group in ("model", "parallel", "data", "train", "optim", "run")}
 """Group of options (key of the YAML file, heading of the help) -> dataclass."""
 
 TYPES: dict[str, Any] = {

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalite.base.errors import UserError, in_range, require
-from megalite.base.store import check_local
 from megalite.schedules.batch import BatchSizes
 
 
@@ -70,7 +69,6 @@ class TrainConfig:
     """With --offload optimizer: keep the optimizer state in scratch files in this directory instead of host memory."""
 
     def __post_init__(self) -> None:
-        check_local("--offload-dir", self.offload_dir)
         in_range(self, "micro_batch_size", 1, 100_000)
         self._check_batches()
         in_range(self, "train_steps", 1, 10**10)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.model.saved import SavedTensor
 from megalite.sharding import ParamSpec
 
@@ -37,18 +37,18 @@ class LayerKind(ABC):
         return [spec for spec in self.specs(cfg, "") if spec.ndim == len(spec.shape) == 2]
 
     @abstractmethod
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what it keeps for backward: not its input, which the block counts, nor the core of a mixer."""
 
     @abstractmethod
     def touched(self, cfg: ModelConfig) -> int:
         """Count the values per token that its elementwise kernels read and write in the forward pass."""
 
-    def remembered(self, cfg: Config) -> list[SavedTensor]:
+    def remembered(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what it keeps even where its block is recomputed."""
         return []
 
-    def deferred(self, cfg: Config) -> int:
+    def deferred(self, cfg: StepConfig) -> int:
         """Compute the bytes that products apart from `matrices` keep for weight gradients that are deferred."""
         return 0
 
@@ -74,7 +74,7 @@ class Mixer(LayerKind):
             recompute_core: recompute its core in backward (`--recompute selective`).
         """
 
-    def core(self, cfg: Config) -> list[SavedTensor]:
+    def core(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what its core keeps for backward, the part that `--recompute selective` computes again."""
         return []
 
@@ -97,11 +97,11 @@ class Mixer(LayerKind):
         """Count the multiply-adds of a token with others in plain fp32 products; 0: a kernel of attention has them."""
         return 0.0
 
-    def work(self, cfg: Config) -> int:
+    def work(self, cfg: StepConfig) -> int:
         """Compute the bytes that its backward pass takes per micro-batch beyond what it keeps and frees."""
         return 0
 
-    def core_input(self, cfg: Config) -> list[SavedTensor]:
+    def core_input(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what is kept instead where the core is recomputed."""
         return []
 

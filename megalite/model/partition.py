@@ -13,7 +13,7 @@ import numpy as np
 
 from megalite.base.errors import UserError
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.families.parts import BlockKind
 from megalite.model.ffn import FEED_FORWARDS
 from megalite.model.mixers import MIXERS
@@ -80,7 +80,7 @@ def block_costs(cfg: ModelConfig) -> tuple[tuple[float, ...], float]:
     return tuple(costs[i] / costs[0] for i in range(cfg.num_layers)), head / costs[0]
 
 
-def stage_layers(cfg: Config) -> list[range]:
+def stage_layers(cfg: StepConfig) -> list[range]:
     """List the layers of every stage of a run: those of `--pipeline-layout`, or `layer_split`."""
     counts = cfg.parallel.stage_layers
     if counts is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 
 
 @dataclass(frozen=True)
@@ -19,26 +19,26 @@ class SavedTensor:
     bytes: int
 
 
-def element_size(cfg: Config) -> int:
+def element_size(cfg: StepConfig) -> int:
     """Get the size of a weight or activation in bytes."""
     return 4 if cfg.train.precision == "fp32" else 2
 
 
-def tokens(cfg: Config) -> int:
+def tokens(cfg: StepConfig) -> int:
     """Count the tokens of a micro-batch that a rank holds."""
     return cfg.train.micro_batch_size * cfg.model.seq_len // cfg.parallel.cp
 
 
-def residual_rows(cfg: Config) -> int:
+def residual_rows(cfg: StepConfig) -> int:
     """Count the tokens of a micro-batch on the residual stream of a rank (its shard, with sequence parallelism)."""
     return tokens(cfg) // (cfg.parallel.tp if cfg.sequence_parallel else 1)
 
 
-def residual_bytes(cfg: Config) -> int:
+def residual_bytes(cfg: StepConfig) -> int:
     """Compute the bytes of a micro-batch on the residual stream of a rank: what full recomputation keeps per block."""
     return element_size(cfg) * residual_rows(cfg) * cfg.model.hidden_size
 
 
-def inside(cfg: Config, name: str, per_token: int) -> SavedTensor:
+def inside(cfg: StepConfig, name: str, per_token: int) -> SavedTensor:
     """Describe a tensor that is sharded over heads or features, `per_token` bytes over all tensor-parallel ranks."""
     return SavedTensor(name, tokens(cfg) * per_token // cfg.parallel.tp)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megalite.base.errors import UserError
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.pipeline.schedule import Costs, Schedule, build_schedule, check_schedule, compute_orders
 from megalite.pipeline.simulate import Simulation, simulate
 from megalite.pipeline.steady import extend, sample_sizes
@@ -44,7 +44,7 @@ class Request:
     split_backward: bool = True
 
     @classmethod
-    def of(cls, cfg: Config, dp: int) -> Request:
+    def of(cls, cfg: StepConfig, dp: int) -> Request:
         """Return the request of a run.
 
         Raises:
@@ -62,7 +62,7 @@ class Request:
         return min(pp if vp == 1 else 2 * (pp - 1) + (vp - 1) * pp + 1, self.counts[0] * vp)
 
 
-def schedule_of(cfg: Config, dp: int) -> Schedule:
+def schedule_of(cfg: StepConfig, dp: int) -> Schedule:
     """Build the schedule for the largest batch of a run: the named one, or the choice of `auto`.
 
     Raises:
@@ -71,7 +71,7 @@ def schedule_of(cfg: Config, dp: int) -> Schedule:
     return build_schedule(name_of(cfg, dp), cfg.parallel.pp, cfg.parallel.vp, cfg.num_microbatches(dp))
 
 
-def name_of(cfg: Config, dp: int) -> str:
+def name_of(cfg: StepConfig, dp: int) -> str:
     """Return the name of a run's schedule, a function of the arguments alone and so the same on every rank.
 
     Raises:
@@ -85,7 +85,7 @@ def name_of(cfg: Config, dp: int) -> str:
     return p.schedule
 
 
-def names_of(cfg: Config, dp: int) -> list[str]:
+def names_of(cfg: StepConfig, dp: int) -> list[str]:
     """List the schedules that `name_of` may choose, without simulation: for `auto`, all within the memory bound.
 
     Raises:
@@ -122,7 +122,7 @@ def simulate_all(
     ]
 
 
-def _costs_of(cfg: Config) -> Costs:
+def _costs_of(cfg: StepConfig) -> Costs:
     """Return `USUAL_COSTS` plus the communication over tp that each operation waits for.
 
     The forward pass of a layer has four collectives (two all-reduces, each a reduce-scatter and an all-gather), and so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,7 @@ from megalite.base.log import logger
 from megalite.config.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
 from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.fp8 import fp8_layers
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.context_parallel import share_attention
 from megalite.mesh.context import ParallelContext
 from megalite.mesh.rendezvous import local_world_size
@@ -45,8 +46,10 @@ from megalite.tensor_parallel.linear import ParallelLinear, WgradQueue
 from megalite.train.engine import Engine
 from megalite.train.offload_memory import offloaded_bytes
 
+_C = TypeVar("_C", bound=StepConfig)
 
-def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
+
+def build_engine(cfg: _C, ctx: ParallelContext) -> Engine[_C]:
     """Build the stages, executor and optimizer of this rank; parameters are not yet initialized."""
     dtype = DTYPES[cfg.train.precision]
     if ctx.device.type == "cpu":
@@ -85,7 +88,7 @@ def build_engine(cfg: Config, ctx: ParallelContext) -> Engine:
     )
 
 
-def resolve_ops(cfg: Config, ctx: ParallelContext) -> Ops:
+def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:
     """Choose a rank's ops, with the requested attention, which shares sequences over cp; log its kernels."""
     m, device = cfg.model, ctx.device
     ops = kernels.resolve(cfg.train.ops, device, DTYPES[cfg.train.precision])
@@ -104,7 +107,7 @@ def resolve_ops(cfg: Config, ctx: ParallelContext) -> Ops:
         order = ", ".join(usable)
         taken = f"{name} (torch takes one of {order})" if name == "auto" else name
         logger.info(f"attention: {'block by block, merged with sinks' if m.attention_sinks else taken}")
-    comm, why = choose_comm(m, cfg.parallel, cfg.data.within_documents)
+    comm, why = choose_comm(m, cfg.parallel, cfg.within_documents)
     if cfg.parallel.cp > 1 and cfg.parallel.cp_comm == "auto":
         logger.info(f"--cp-comm auto: {comm} ({why})")
     long = LONG_ON_CPU if device.type == "cpu" and m.seq_len >= LONG_ON_CPU else None
@@ -119,7 +122,7 @@ def resolve_ops(cfg: Config, ctx: ParallelContext) -> Ops:
 
 
 def build_stages(
-    cfg: Config, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops, fp8: Fp8 | None = None
+    cfg: StepConfig, ctx: ParallelContext, placement: Placement, dtype: torch.dtype, ops: Ops, fp8: Fp8 | None = None
 ) -> dict[int, GPTStage]:
     """Build the stages of this rank; parameters are not yet initialized."""
     dispatch, why = choose_dispatch(cfg.model, cfg.parallel)
@@ -170,7 +173,7 @@ def build_stages(
     return stages
 
 
-def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout:
+def layout_of(cfg: StepConfig, ctx: ParallelContext, placement: Placement) -> Layout:
     """Describe where parameters live, given this rank's place and the options."""
     embedding = "embed_tokens.weight"
     copies = [name for name, spec in param_map(cfg.model).items() if embedding in (name, spec.tied_to)]
@@ -186,7 +189,7 @@ def layout_of(cfg: Config, ctx: ParallelContext, placement: Placement) -> Layout
 
 
 def _build_optimizer(
-    cfg: Config, ctx: ParallelContext, stages: dict[int, GPTStage], ops: Ops
+    cfg: StepConfig, ctx: ParallelContext, stages: dict[int, GPTStage], ops: Ops
 ) -> tuple[DistributedOptimizer, UnitWeights]:
     p = cfg.parallel
     chains = [chain for stage in stages.values() for chain in stage.chains()]
@@ -220,7 +223,7 @@ def _build_optimizer(
     return optimizer, weights
 
 
-def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[Offload | None, Ops | None]:
+def _offload(cfg: StepConfig, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[Offload | None, Ops | None]:
     """Return the host's optimizer state and the kernels that update it; None where the device holds and updates it."""
     if not cfg.train.offload.startswith("optimizer"):
         return None, None
@@ -233,7 +236,7 @@ def _offload(cfg: Config, ctx: ParallelContext, buckets: list[Bucket]) -> tuple[
     return offload, host_ops
 
 
-def sharding_of(cfg: Config, ctx: ParallelContext) -> Sharding:
+def sharding_of(cfg: StepConfig, ctx: ParallelContext) -> Sharding:
     """Return what `--zero` shards over the ranks that see different tokens of a batch."""
     ranks = ctx.batch.size
     group = cfg.parallel.zero_group_size(ranks, local_world_size())

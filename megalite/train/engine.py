@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.mesh.context import ParallelContext
 from megalite.model.gpt import GPTStage
 from megalite.optim.loss_scale import LossScaler
@@ -13,13 +14,15 @@ from megalite.optim.unit_weights import UnitWeights
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.schedule import Program, Schedule, build_schedule
 
+C_co = TypeVar("C_co", bound=StepConfig, covariant=True)
+
 
 @dataclass
-class Engine:
+class Engine(Generic[C_co]):
     """All that one rank needs to run training steps.
 
     Attributes:
-        cfg, ctx: the run's config (vocabulary resolved) and this rank's axes.
+        cfg, ctx: the config (vocabulary resolved; of a run, all of it) and this rank's axes.
         stages: this rank's pipeline stages by global index.
         executor: runs programs over the stages.
         schedule: schedule of a step with the largest batch.
@@ -28,7 +31,7 @@ class Engine:
         unit_weights: gathers and releases weights where they are sharded.
     """
 
-    cfg: Config
+    cfg: C_co
     ctx: ParallelContext
     stages: dict[int, GPTStage]
     executor: Executor

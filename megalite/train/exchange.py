@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megalite.config.run import Config
 from megalite.data import BatchLoader
 from megalite.data.rows import Rows
 from megalite.mesh.collectives import gather_texts
@@ -46,7 +47,7 @@ class Sums(NamedTuple):
 
 
 def exchange(
-    engine: Engine, loader: BatchLoader, batch: Rows, step: int, loss_scale: float, gradients: LocalGradients
+    engine: Engine[Config], loader: BatchLoader, batch: Rows, step: int, loss_scale: float, gradients: LocalGradients
 ) -> Exchange:
     """Compute the samples of another replica, of the step that was just repeated; every rank calls it.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megalite.base.log import warn_on_rank_0
+from megalite.config.run import Config
 from megalite.mesh import collectives
 from megalite.model.parameters import param_map
 from megalite.tensor_parallel.products import Fp8GroupedProducts, Fp8Products
@@ -31,7 +32,7 @@ class Fp8Amax:
         engine: what this rank trains with.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine[Config]) -> None:
         self._engine = engine
         modules = {name: module for stage in engine.stages.values() for name, module in stage.named_modules()}
         matrices = [spec.name.removesuffix(".weight") for spec in param_map(engine.cfg.model).values() if spec.matrix]

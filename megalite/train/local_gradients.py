@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megalite.config.run import Config
 from megalite.train.engine import Engine
 from megalite.train.recover.copies import sums_of_bits
 
@@ -15,7 +16,7 @@ class LocalGradients:
         engine: what this rank trains with.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine[Config]) -> None:
         self._sums: list[torch.Tensor] = []
         self._finite: list[torch.Tensor] | None = None
         for bucket in engine.optimizer.buckets:

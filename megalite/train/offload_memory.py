@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.base.hardware import pinned_bytes
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.model.saved import residual_bytes
 from megalite.pipeline.steady import extend, most_waiting, sample_sizes
 
 
-def offloaded_bytes(cfg: Config, dp: int, schedule: str, layers: Sequence[range], pinned: bool) -> list[int]:
+def offloaded_bytes(cfg: StepConfig, dp: int, schedule: str, layers: Sequence[range], pinned: bool) -> list[int]:
     """Compute the bytes of host memory that the activations of each pipeline rank take at most.
 
     Args:

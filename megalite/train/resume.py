@@ -92,7 +92,7 @@ def check_folders(cfg: Config) -> None:
         refuse_megatron(Path(cfg.run.resume), f"--resume {cfg.run.resume}")
 
 
-def choose_checkpoint(engine: Engine, mirror: Mirror | None) -> Source | None:
+def choose_checkpoint(engine: Engine[Config], mirror: Mirror | None) -> Source | None:
     """Find and verify the checkpoint to start from, the same on every rank; None for a new run."""
     cfg, ctx = engine.cfg, engine.ctx
     requested, own = cfg.run.resume, checkpoints_folder(cfg.run.folder)
@@ -152,7 +152,7 @@ def _command(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {**groups, "run": {name: groups["run"][name] for name in _DECISIVE}}
 
 
-def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, Any]:
+def resume(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> dict[str, Any]:
     """Check that a checkpoint fits the run, and load it into the engine; return the metadata that it recorded.
 
     Without moments that fit, or with `reset_optimizer`, the optimizer and the loss scale start anew.
@@ -176,7 +176,7 @@ def resume(engine: Engine, source: Source, meta: dict[str, Any]) -> dict[str, An
     return saved
 
 
-def log_start(engine: Engine, source: Source, meta: dict[str, Any]) -> None:
+def log_start(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> None:
     """Log where the run starts, and how it differs from the run that saved the checkpoint."""
     manifest = source.checkpoint.manifest
     saved, state = manifest.meta, source.state(manifest.meta)

@@ -9,6 +9,7 @@ import torch
 
 from megalite.base.log import warn_on_rank_0
 from megalite.config.model import ModelConfig
+from megalite.config.step import StepConfig
 from megalite.train.engine import Engine
 
 
@@ -38,7 +39,7 @@ class RoutingFigures(NamedTuple):
         return {name: value.item() for name, value in out.items()}
 
 
-def routing_sums(engine: Engine) -> list[torch.Tensor]:
+def routing_sums(engine: Engine[StepConfig]) -> list[torch.Tensor]:
     """List for every layer with experts what this rank adds: fp64 [2 + E], zeros where another one speaks for it."""
     cfg, ctx = engine.cfg, engine.ctx
     # Without sequence parallelism, the ranks of tp have routed the same tokens.
@@ -63,7 +64,7 @@ def routing_figures(cfg: ModelConfig, sums: Sequence[float], tokens: int) -> Rou
     return RoutingFigures(layers_with_experts(cfg), aux_loss, z_loss, by_layer[:, 2:])
 
 
-def move_biases(engine: Engine, figures: RoutingFigures | None) -> None:
+def move_biases(engine: Engine[StepConfig], figures: RoutingFigures | None) -> None:
     """Move every bias of this rank against the load of the whole batch: by the rate, up where below the mean, or down.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.1.2. Counts are of all ranks, so copies stay equal.

@@ -14,6 +14,7 @@ import torch
 from megalite.checkpoint.check_replicas import check_replicas
 from megalite.checkpoint.names import model_name, step_name
 from megalite.checkpoint.save import Checkpointer
+from megalite.config.run import Config
 from megalite.data import BatchLoader, Dataset, Datasets
 from megalite.pipeline.record import Recorder
 from megalite.train.engine import Engine
@@ -28,7 +29,7 @@ from megalite.train.watch.watchdog import CHILDREN, OWN
 
 
 def open_loader(
-    engine: Engine, dataset: Dataset, global_batch_size: int | Iterable[int], consumed_samples: int = 0
+    engine: Engine[Config], dataset: Dataset, global_batch_size: int | Iterable[int], consumed_samples: int = 0
 ) -> BatchLoader:
     """Return a loader of this rank's samples, which are read where its stages need them."""
     reads = dataset.has_documents or any(stage.first or stage.last for stage in engine.stages.values())
@@ -70,7 +71,7 @@ class Run:
         only_saves: recoveries are used up: nothing is left to do but a save.
     """
 
-    engine: Engine
+    engine: Engine[Config]
     datasets: Datasets
     loader: BatchLoader
     metrics: MetricsLogger

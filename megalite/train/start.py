@@ -106,7 +106,11 @@ def open_run(
 
 
 def _starting_point(
-    engine: Engine, datasets: Datasets, tokenizer: Tokenizer | None, checkpointer: Checkpointer, copies: Copies | None
+    engine: Engine[Config],
+    datasets: Datasets,
+    tokenizer: Tokenizer | None,
+    checkpointer: Checkpointer,
+    copies: Copies | None,
 ) -> tuple[Source | None, dict[str, Any], dict[str, Any]]:
     """Load the state that the run starts from, unless it was restored from copies.
 
@@ -185,7 +189,7 @@ def continue_history(run: Run, source: Path) -> None:
     run.saved = [(step, path) for step, path in reversed(older) if step < run.step] + [(run.step, source)]
 
 
-def init_weights(engine: Engine) -> dict[str, Any]:
+def init_weights(engine: Engine[Config]) -> dict[str, Any]:
     """Give a new run its weights, random or from a Hugging Face folder; return what a checkpoint would record."""
     folder = engine.cfg.run.init_from_hf
     if folder is None:
@@ -201,7 +205,7 @@ def init_weights(engine: Engine) -> dict[str, Any]:
 
 
 def make_run(
-    engine: Engine,
+    engine: Engine[Config],
     *,
     datasets: Datasets,
     meta: dict[str, Any],
@@ -252,7 +256,7 @@ def make_run(
     )
 
 
-def log_banner(engine: Engine) -> None:
+def log_banner(engine: Engine[Config]) -> None:
     """Log what is about to be trained."""
     cfg, ctx = engine.cfg, engine.ctx
     *fewer, count = cfg.microbatch_counts(ctx.dp.size)
@@ -270,7 +274,7 @@ def log_banner(engine: Engine) -> None:
     _log_sharding(engine)
 
 
-def _log_documents(engine: Engine) -> None:
+def _log_documents(engine: Engine[Config]) -> None:
     """Log how attention stays within documents, if it does."""
     cfg, dtype = engine.cfg, DTYPES[engine.cfg.train.precision]
     packed = cfg.data.data and any(mask_path(prefix).exists() for prefix in prefixes_of(cfg.local_data.data))
@@ -282,7 +286,7 @@ def _log_documents(engine: Engine) -> None:
     logger.info(f"attention within documents: {how}")
 
 
-def _log_sharding(engine: Engine) -> None:
+def _log_sharding(engine: Engine[Config]) -> None:
     """Log options for data-parallel ranks that have no effect here, and what ZeRO-3 shards."""
     cfg, buckets = engine.cfg, engine.optimizer.buckets
     p, alone = cfg.parallel, engine.ctx.batch.size == 1

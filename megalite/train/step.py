@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from megalite.base.errors import UserError
 from megalite.batch import Documents, MicroBatch
 from megalite.config.rates import StepRates, rates_at
+from megalite.config.step import StepConfig
 from megalite.data.rows import Rows
 from megalite.mesh import collectives
 from megalite.mesh.context import Axis
@@ -60,7 +61,7 @@ Batch = Rows | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 
 def train_step(
-    engine: Engine,
+    engine: Engine[StepConfig],
     batch: Batch,
     step: int,
     stop: bool = False,
@@ -112,7 +113,7 @@ def train_step(
 
 
 def forward_backward(
-    engine: Engine, rows: Rows, step: int, loss_weight: float, replica: int | None = None
+    engine: Engine[StepConfig], rows: Rows, step: int, loss_weight: float, replica: int | None = None
 ) -> torch.Tensor:
     """Run all micro-batches forward and backward, and start reducing their gradients; return this rank's loss sum.
 
@@ -133,7 +134,7 @@ def forward_backward(
     return loss_sum
 
 
-def update(engine: Engine, rates: StepRates, grad_norm: float, unscale: float) -> None:
+def update(engine: Engine[StepConfig], rates: StepRates, grad_norm: float, unscale: float) -> None:
     """Update the weights with gradients that are multiplied by `unscale` and clipped to `--clip-grad`."""
     limit = engine.cfg.optim.clip_grad
     clip = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
@@ -143,7 +144,7 @@ def update(engine: Engine, rates: StepRates, grad_norm: float, unscale: float) -
 
 
 @torch.no_grad()
-def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float, float, bool]:
+def eval_step(engine: Engine[StepConfig], batch: Batch, failed: bool = False) -> tuple[float, float, bool]:
     """Compute (mean loss over one global batch; weight of its targets; whether a rank failed), the same on every rank.
 
     Neither dropout nor label smoothing applies. For the arguments see `train_step`.
@@ -159,7 +160,7 @@ def eval_step(engine: Engine, batch: Batch, failed: bool = False) -> tuple[float
 
 
 def sum_over_world(
-    engine: Engine,
+    engine: Engine[StepConfig],
     loss_sum: torch.Tensor,
     rows: Rows,
     squared_norm: torch.Tensor | None = None,
@@ -192,7 +193,7 @@ def sum_over_world(
     return status
 
 
-def targets_ahead(engine: Engine, rows: Rows) -> list[tuple[Rows, torch.Tensor]]:
+def targets_ahead(engine: Engine[StepConfig], rows: Rows) -> list[tuple[Rows, torch.Tensor]]:
     """List, on ranks of the last stage, the targets of each module that predicts further tokens, and their weight.
 
     The gradients of a step are divided by the weight of the main targets of the global batch. A module's losses are
@@ -209,7 +210,7 @@ def targets_ahead(engine: Engine, rows: Rows) -> list[tuple[Rows, torch.Tensor]]
     return list(zip(ahead, weights.float()))
 
 
-def _further_sums(engine: Engine, is_owner: bool) -> list[torch.Tensor]:
+def _further_sums(engine: Engine[StepConfig], is_owner: bool) -> list[torch.Tensor]:
     """List what this rank adds to each module's weighted loss sum of further tokens, each fp64 [1]."""
     if not engine.cfg.model.mtp_num_layers:
         return []
@@ -218,11 +219,11 @@ def _further_sums(engine: Engine, is_owner: bool) -> list[torch.Tensor]:
     return [zero + sum(losses[k] for losses in held) for k in range(engine.cfg.model.mtp_num_layers)]
 
 
-def _has_last_stage(engine: Engine) -> bool:
+def _has_last_stage(engine: Engine[StepConfig]) -> bool:
     return any(stage.last for stage in engine.stages.values())
 
 
-def to_rows(batch: Batch, engine: Engine) -> Rows:
+def to_rows(batch: Batch, engine: Engine[StepConfig]) -> Rows:
     """Make rows of this rank's samples, on the host.
 
     Raises:

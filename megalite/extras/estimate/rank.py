@@ -144,7 +144,7 @@ def estimate(cfg: Config, grid: Grid, rank: int) -> Estimate:
         )
 
 
-def run_step(engine: Engine, log: list[Event]) -> int:
+def run_step(engine: Engine[Config], log: list[Event]) -> int:
     """Run one training step of zeros in a recorded world; returns the index in the log at which it begins.
 
     The log is cleared first; then come the gathers of weights that the previous step would have started.
@@ -203,7 +203,7 @@ def _resizes_seen_by(tracker: Tracker) -> Iterator[None]:
         yield
 
 
-def _label_states(tracker: Tracker, engine: Engine) -> None:
+def _label_states(tracker: Tracker, engine: Engine[Config]) -> None:
     tracker.label("optimizer states", [state.flat for state in engine.optimizer.states()])
     for bucket in engine.optimizer.buckets:
         tracker.label("gradients", [bucket.grad, bucket.grad_share])

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megalite.config.cli import parse
+from megalite.config.run import Config
 from megalite.mesh.context import ParallelContext
 from megalite.mesh.grid import Grid
 from megalite.train.build import build_engine
@@ -17,7 +18,7 @@ from megalite.train.step import train_step
 HEAD, LAYERS, VOCAB = 16, 2, 256
 
 
-def make(width: int, optimizer: str, base: int | None, lr: float, steps: int, *more: str) -> Engine:
+def make(width: int, optimizer: str, base: int | None, lr: float, steps: int, *more: str) -> Engine[Config]:
     """Build a model with its initial weights: heads of one size, an MLP of three times the width.
 
     Args:
@@ -36,7 +37,7 @@ def make(width: int, optimizer: str, base: int | None, lr: float, steps: int, *m
     return engine
 
 
-def train(engine: Engine, batches: Sequence[np.ndarray]) -> list[float]:
+def train(engine: Engine[Config], batches: Sequence[np.ndarray]) -> list[float]:
     """Train on batches of token ids [samples, seq_len + 1]; return the loss of each step."""
     return [train_step(engine, batch, step).loss for step, batch in enumerate(batches, 1)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.model.kinds import FeedForward
 from megalite.model.saved import SavedTensor, element_size, inside
 from megalite.model.specs import linear, out_std
@@ -23,7 +23,7 @@ class DenseMLP(FeedForward):
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         return mlp_specs(cfg, name, cfg.ffn_size)
 
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         features, e = cfg.model.ffn_size, element_size(cfg)
         return [
             inside(cfg, "MLP before its activation", e * (2 if cfg.model.gated else 1) * features),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megalite.config.expert_parallel import choose_dispatch
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.model.ffn.dense import mlp_specs
 from megalite.model.kinds import FeedForward
 from megalite.model.saved import SavedTensor, element_size, inside, residual_rows, tokens
@@ -63,7 +63,7 @@ class MoE(FeedForward):
         experts = sum(spec.numel for spec in self.specs(cfg, "") if len(spec.shape) == 3)
         return every + experts * cfg.moe_topk // cfg.num_experts
 
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what it keeps, with as many tokens on this rank's experts as plans assume."""
         m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
         assert m.num_experts is not None
@@ -92,11 +92,11 @@ class MoE(FeedForward):
             kept.append(SavedTensor("output of the shared expert, and its gate", own * (e * m.hidden_size + 4)))
         return kept
 
-    def remembered(self, cfg: Config) -> list[SavedTensor]:
+    def remembered(self, cfg: StepConfig) -> list[SavedTensor]:
         """List the choices, which recomputation does not make again."""
         return [SavedTensor("chosen experts", 8 * residual_rows(cfg) * cfg.model.moe_topk)]
 
-    def deferred(self, cfg: Config) -> int:
+    def deferred(self, cfg: StepConfig) -> int:
         m, ffn = cfg.model, cfg.model.expert_ffn_size // experts_tp(cfg.parallel)
         width = 2 * m.hidden_size + (3 if m.gated else 2) * ffn
         return element_size(cfg) * rows_received(cfg) * width
@@ -121,19 +121,19 @@ def imbalance(p: ParallelConfig) -> float:
     return min(p.moe_memory_factor, p.ep)
 
 
-def rows_sent(cfg: Config) -> int:
+def rows_sent(cfg: StepConfig) -> int:
     """Count the tokens of a micro-batch that a rank sends to experts, once for each of theirs."""
     own = tokens(cfg) if cfg.parallel.etp == "tp" else residual_rows(cfg)
     return own * cfg.model.moe_topk
 
 
-def rows_combined(cfg: Config) -> int:
+def rows_combined(cfg: StepConfig) -> int:
     """Return how many rows a rank orders and weighs: with allgather, each rank of ep does so with those of all."""
     gathers = choose_dispatch(cfg.model, cfg.parallel)[0] == "allgather"
     return rows_sent(cfg) * (cfg.parallel.ep if gathers else 1)
 
 
-def rows_received(cfg: Config) -> int:
+def rows_received(cfg: StepConfig) -> int:
     """Count the rows that the experts of the busiest rank work on, as plans assume."""
     return round(rows_sent(cfg) * imbalance(cfg.parallel))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megalite.base.delta_slices import heads_at_once, products_work, transition_work, work_bytes
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.model.kinds import Mixer
 from megalite.model.saved import SavedTensor, element_size, inside, tokens
 from megalite.model.specs import linear, out_std
@@ -52,11 +52,11 @@ class DeltaNet(Mixer):
 
         return DeltaNetLayer(layers, index, recompute_core)
 
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         _, heads, _, size = cfg.model.delta_heads
         return [inside(cfg, "gated values", element_size(cfg) * heads * size)]
 
-    def core(self, cfg: Config) -> list[SavedTensor]:
+    def core(self, cfg: StepConfig) -> list[SavedTensor]:
         e, heads = element_size(cfg), cfg.model.delta_heads[1]
         return [
             *(inside(cfg, f"{name} of the convolution", e * _features(cfg.model)) for name in ("input", "output")),
@@ -66,7 +66,7 @@ class DeltaNet(Mixer):
             *_behind_the_rule(cfg),
         ]
 
-    def core_input(self, cfg: Config) -> list[SavedTensor]:
+    def core_input(self, cfg: StepConfig) -> list[SavedTensor]:
         key_heads, heads, key_size, size = cfg.model.delta_heads
         return [inside(cfg, "input of the core", element_size(cfg) * 2 * (key_heads * key_size + heads * (size + 1)))]
 
@@ -80,7 +80,7 @@ class DeltaNet(Mixer):
         _, heads, *sizes = cfg.delta_heads
         return heads * (products_work(*sizes) + (transition_work(*sizes) if cp > 1 else 0))
 
-    def work(self, cfg: Config) -> int:
+    def work(self, cfg: StepConfig) -> int:
         """Compute the bytes of one slice of the rule's heads, and of the gradients of its values and their gates.
 
         Over cp gradients of the rule's inputs are kept, twice (fitted), while what pieces make of states is computed.
@@ -108,7 +108,7 @@ class DeltaNet(Mixer):
         return work, work
 
 
-def _behind_the_rule(cfg: Config) -> list[SavedTensor]:
+def _behind_the_rule(cfg: StepConfig) -> list[SavedTensor]:
     """List what the core keeps of what follows the rule."""
     e, (_, heads, _, size) = element_size(cfg), cfg.model.delta_heads
     return [
@@ -118,7 +118,7 @@ def _behind_the_rule(cfg: Config) -> list[SavedTensor]:
     ]
 
 
-def _of_pieces(cfg: Config) -> list[SavedTensor]:
+def _of_pieces(cfg: StepConfig) -> list[SavedTensor]:
     """List what the core keeps besides where samples are in pieces, two of each on a rank."""
     p, samples, (_, heads, key_size, size) = cfg.parallel, cfg.train.micro_batch_size, cfg.model.delta_heads
     before = element_size(cfg) * (_conv(cfg.model) - 1) * _features(cfg.model)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.context_parallel import LONG_ON_CPU, choose_comm, head_ranks
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.model.kinds import Mixer
 from megalite.model.saved import SavedTensor, element_size, inside, tokens
 from megalite.model.specs import linear, norm_init, out_std
@@ -37,15 +37,15 @@ class GroupedQueryAttention(Mixer):
 
         return Attention(layers, index, recompute_core)
 
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         return [inside(cfg, "output of attention", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
 
-    def core(self, cfg: Config) -> list[SavedTensor]:
+    def core(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what attention keeps besides its output: its input, the norms of queries and keys, its statistics."""
         m, e, on_cpu = cfg.model, element_size(cfg), cfg.parallel.device == "cpu"
         q, kv, scores = m.num_heads * m.head_size, m.kv_heads * m.head_size, m.num_heads * m.seq_len
         # FlashAttention follows the lengths of documents; elsewhere each sample has a mask of its own.
-        documents = cfg.data.within_documents or any(map(m.chunk_of, range(m.num_layers)))
+        documents = cfg.within_documents or any(map(m.chunk_of, range(m.num_layers)))
         by_document = documents and (on_cpu or e == 4 or m.attention_dropout > 0)
         masks = cfg.train.micro_batch_size if documents else 1
         masked = by_document or (not documents and (m.window or m.seq_len) < m.seq_len)
@@ -65,7 +65,7 @@ class GroupedQueryAttention(Mixer):
                 rows.append(inside(cfg, f"normalized {name}", e * heads * m.head_size))
                 rows.append(inside(cfg, f"statistics of the norm of {name}", 4 * heads))
                 rows.append(SavedTensor("ones for its weight", e * m.head_size))
-        comm, _ = choose_comm(m, cfg.parallel, cfg.data.within_documents)
+        comm, _ = choose_comm(m, cfg.parallel, cfg.within_documents)
         spread = cfg.parallel.cp // (head_ranks(m, cfg.parallel) if "a2a" in comm else 1)
         if spread > 1 and m.attention_dropout:  # at once: gathered keys are kept
             rows += [inside(cfg, "gathered keys and values", 2 * (spread - 1) * (4 * q if on_cpu else e * kv))]
@@ -91,7 +91,7 @@ class GroupedQueryAttention(Mixer):
             rows += [inside(cfg, "keys, one per query head", e * q), inside(cfg, "values, one per query head", e * q)]
         return rows + ([SavedTensor("summand of the scores", e * masks * m.seq_len**2)] if masked else [])
 
-    def core_input(self, cfg: Config) -> list[SavedTensor]:
+    def core_input(self, cfg: StepConfig) -> list[SavedTensor]:
         m = cfg.model
         gates = inside(cfg, "gates", element_size(cfg) * m.num_heads * m.head_size)
         return [SavedTensor("input of the core", _packed(cfg).bytes + gates.bytes * m.attention_output_gate)]
@@ -125,6 +125,6 @@ def _qk_norms(cfg: ModelConfig, name: str, q: int, kv: int) -> list[ParamSpec]:
     ]
 
 
-def _packed(cfg: Config, name: str = "queries, keys and values") -> SavedTensor:
+def _packed(cfg: StepConfig, name: str = "queries, keys and values") -> SavedTensor:
     m = cfg.model
     return inside(cfg, name, element_size(cfg) * (m.num_heads + 2 * m.kv_heads) * m.head_size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.config.model import ModelConfig
-from megalite.config.run import Config
+from megalite.config.step import StepConfig
 from megalite.model.kinds import Mixer
 from megalite.model.saved import SavedTensor, element_size, inside, residual_rows, tokens
 from megalite.model.specs import linear, norm_init, out_std, vector
@@ -46,7 +46,7 @@ class LatentAttention(Mixer):
 
         return LatentAttentionLayer(layers, index, recompute_core)
 
-    def saved(self, cfg: Config) -> list[SavedTensor]:
+    def saved(self, cfg: StepConfig) -> list[SavedTensor]:
         m, e, own = cfg.model, element_size(cfg), residual_rows(cfg)
         rows = [
             SavedTensor("latents of keys and values, with the shared key", e * own * (m.latent_size + m.rotary_dim)),
@@ -61,7 +61,7 @@ class LatentAttention(Mixer):
             rows.append(SavedTensor("statistic of their norm", 4 * own))
         return rows
 
-    def core(self, cfg: Config) -> list[SavedTensor]:
+    def core(self, cfg: StepConfig) -> list[SavedTensor]:
         """List what attention keeps besides the values that o_proj reads; its own values are as wide as its keys."""
         m, e = cfg.model, element_size(cfg)
         width, names = e * m.num_heads * m.head_size, ["queries"]
@@ -75,10 +75,10 @@ class LatentAttention(Mixer):
     def core_matrices(self, cfg: ModelConfig) -> list[ParamSpec]:
         return [matrix for matrix in self.matrices(cfg) if matrix.name.endswith(".kv_b_proj.weight")]
 
-    def core_input(self, cfg: Config) -> list[SavedTensor]:
+    def core_input(self, cfg: StepConfig) -> list[SavedTensor]:
         return [inside(cfg, "queries", element_size(cfg) * cfg.model.num_heads * cfg.model.head_size)]
 
-    def deferred(self, cfg: Config) -> int:
+    def deferred(self, cfg: StepConfig) -> int:
         """Compute the bytes of gathered latents, of the gradients of what cp makes of them, and of inputs as wide as
         others, which `matrices` shows once.
         """

@@ -118,7 +118,7 @@ def device_of(cfg: Config) -> str:
     return "cpu" if _saves_on_cpu() else cfg.parallel.device
 
 
-def build(cfg: Config, ctx: ParallelContext) -> Engine:
+def build(cfg: Config, ctx: ParallelContext) -> Engine[Config]:
     """As `build_engine`; on a CPU that computes nothing, without the kernels that only a GPU has."""
     if not _saves_on_cpu():
         return build_engine(cfg, ctx)
@@ -132,7 +132,7 @@ def began() -> float:
     return float(rank_guard.turn.get("began", 0.0) if rank_guard else 0.0) or time.monotonic()
 
 
-def open_copies(engine: Engine) -> Copies | None:
+def open_copies(engine: Engine[Config]) -> Copies | None:
     """Return the copies of this rank, with the newest loaded into the engine if there is one; None without a guard."""
     if engine.cfg.run.recover == "none":
         return None
@@ -153,7 +153,7 @@ def open_copies(engine: Engine) -> Copies | None:
     return copies
 
 
-def newest_of(engine: Engine, checkpointer: Checkpointer) -> Source | None:
+def newest_of(engine: Engine[Config], checkpointer: Checkpointer) -> Source | None:
     """Find the newest checkpoint of a run whose copies are lost: it counts more than what `--resume` says.
 
     Returns:
