@@ -12,6 +12,7 @@ Conjugates (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -310,3 +311,12 @@ def gather_texts(text: str, axis: Axis, device: torch.device) -> Sequence[str]:
     all_gather(out, mine, axis).wait()
     rows = out.cpu().reshape(axis.size, width)
     return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes.tolist())]
+
+
+def gather_digests(texts: Sequence[str], axis: Axis, device: torch.device) -> list[list[int]]:
+    """Gather hashes of every rank's texts, 8 bytes of each, in rank order; every rank has as many."""
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    mine = torch.tensor([int.from_bytes(value, "big", signed=True) for value in hashes], device=device)
+    out = torch.empty(axis.size * len(mine), dtype=torch.int64, device=device)
+    all_gather(out, mine, axis).wait()
+    return out.view(axis.size, -1).tolist()

@@ -55,6 +55,7 @@ class Bucket:
         replica_axis: axis of the ranks that hold copies of this share.
         extra_axes: axes over which gradients are summed besides the batch's.
         owned: this rank's share, as a range of bucket elements.
+        is_owner: whether this rank owns its share: counts it in norms and writes it to checkpoints.
         codec: gradient codec used in place of a collective; None without compression.
         before_reduce: called with this rank's own gradient, before each reduction over the batch axes.
         bytes_sent: gradient bytes sent by this rank in this step.
@@ -88,6 +89,9 @@ class Bucket:
         share = self.numel // shares
         first = share * self.share_axis.rank if sharded.state else 0
         self.owned = slice(first, first + share)
+        # Of one kind: this rank owns all of them, or none.
+        (is_owner,) = {p.shard.is_owner(shared=batch if sharded.state else ()) for p in params}
+        self.is_owner = is_owner and self.replica_axis.rank == 0
         like = params[0]
         self.weights = torch.zeros(self.numel, dtype=like.dtype, device=like.device)
         self.grad = torch.zeros(self.numel, dtype=grad_dtype, device=like.device)
@@ -134,11 +138,6 @@ class Bucket:
         ends = [start + param.numel() for param, start in zip(self.params, self.starts)]
         gaps = (self.grad[end:start] for end, start in zip(ends, [*self.starts[1:], self.numel]))
         return [gap for gap in gaps if len(gap)]
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank owns its share: counts it in norms and writes it to checkpoints."""
-        return self.kind.is_owner and self.replica_axis.rank == 0
 
     @property
     def gathered(self) -> bool:

@@ -253,21 +253,29 @@ class DistributedOptimizer:
         self._gathers.start()
 
     def copies(self) -> list[tuple[Axis, list[tuple[str, torch.Tensor]]]]:
-        """List the weights, and what is beside them, that must be equal on several ranks: (axis, [(name, weight)])."""
-        table: dict[str, tuple[Axis, list[tuple[str, torch.Tensor]]]] = {}
+        """List the weights, and what is beside them, that must be equal on several ranks: (axis, [(name, weight)]).
+
+        Axes and weights are in an order that does not depend on the rank.
+        """
+        # By batch axes too: the shares of experts have other replicas.
+        table: dict[tuple[str, tuple[str, ...]], tuple[Axis, list[tuple[str, torch.Tensor]]]] = {}
         for bucket in self.buckets:
             share, sharded = bucket.weight_share, bucket.sharded.weights
             for own in bucket.param_shares:
-                shard = own.param.shard
-                axes = [self.ctx.axis(name) for name in shard.copies if not (sharded and name in shard.layout.batch)]
+                shard, batch = own.param.shard, own.param.shard.layout.batch
+                axes = [self.ctx.axis(name) for name in shard.copies if not (sharded and name in batch)]
                 tied = [self.ctx.axis("ends")] if "ends" in shard.reduce else []
                 weight = share[own.span] if sharded else own.param.detach()
                 for axis in (*axes, *([bucket.replica_axis] if sharded else []), *tied):
-                    table.setdefault(axis.name, (axis, []))[1].append((shard.spec.tied_to or shard.spec.name, weight))
+                    _, weights = table.setdefault((axis.name, batch), (axis, []))
+                    weights.append((shard.spec.tied_to or shard.spec.name, weight))
         for axis in (self.ctx.axis(name) for name in self.ctx.grid.names if self.beside and name != "pp"):
-            table.setdefault(axis.name, (axis, []))[1].extend((state.name, state.flat) for state in self.beside)
+            _, weights = table.setdefault((axis.name, self.ctx.grid.batch), (axis, []))
+            weights.extend((state.name, state.flat) for state in self.beside)
+        for _, weights in table.values():
+            weights.sort(key=lambda named: named[0])
         # "ends" last: only the first and the last pipeline rank are on it.
-        return sorted(table.values(), key=lambda entry: entry[0].name == "ends")
+        return [table[key] for key in sorted(table, key=lambda key: (key[0] == "ends", key))]
 
     def wait_weights(self) -> None:
         """Wait until all weights that are not sharded are gathered."""

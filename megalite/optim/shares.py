@@ -62,12 +62,14 @@ def gathers_codes(params: Sequence[ShardedParameter], sharded: Sharding) -> bool
 
 @dataclass(frozen=True)
 class GradKind:
-    """What the parameters of one bucket have in common.
+    """What the parameters of one bucket have in common: nothing that differs between the ranks of a pipeline stage.
+
+    These ranks work on buckets together, in order and by position: all of them must make the same ones.
 
     Attributes:
         weight_decay: whether decoupled weight decay applies.
         reduce: axes over which gradients are summed, the batch axes first.
-        is_owner: whether this rank owns the parameters, or its share of them.
+        copies: further axes of more than one rank over which the parameters are replicated.
         decoupled_lr: whether the learning rate is that of `--decoupled-lr`.
         rule: name of the update rule.
         width: muP's multiplier of the width, 1 without muP.
@@ -76,7 +78,7 @@ class GradKind:
 
     weight_decay: bool
     reduce: tuple[str, ...]
-    is_owner: bool
+    copies: tuple[str, ...] = ()
     decoupled_lr: bool = False
     rule: str = "adamw"
     width: float = 1.0
@@ -85,11 +87,11 @@ class GradKind:
     @classmethod
     def of(cls, param: ShardedParameter, sharded: Sharding, cfg: OptimConfig = OptimConfig()) -> GradKind:
         """Return the kind of a parameter under the options of the optimizer."""
-        shard, spec = param.shard, param.shard.spec
-        is_owner = shard.is_owner(shared=shard.layout.batch if sharded.state else ())
+        shard, spec, layout = param.shard, param.shard.spec, param.shard.layout
+        copies = tuple(axis for axis in shard.copies if layout.grid[axis] > 1 and axis not in layout.batch)
         decoupled_lr = spec.decoupled_lr and cfg.decoupled_lr is not None
         rule, coded = cfg.rule_of(spec.matrix), gathers_codes([param], sharded)
-        return cls(spec.weight_decay, shard.reduce, is_owner, decoupled_lr, rule, spec.width, coded)
+        return cls(spec.weight_decay, shard.reduce, copies, decoupled_lr, rule, spec.width, coded)
 
 
 class ParamShare(NamedTuple):

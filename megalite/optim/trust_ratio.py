@@ -21,7 +21,8 @@ class ShareTrustRatios:
 
     Args:
         bucket: the bucket.
-        ctx: this rank's axes; squared norms are summed over the ranks that share the bucket, and over tp.
+        ctx: this rank's axes; squared norms are summed over the ranks that share the bucket, and over tp where its
+            parameters are sharded over it.
         ops: the kernels in use.
     """
 
@@ -52,11 +53,8 @@ class ShareTrustRatios:
         squares = squares.to(self.ctx.device)  # offloaded state is on the host
         if self.bucket.sharded.state:
             collectives.all_reduce(squares, self.bucket.share_axis).wait()
-        params = self.bucket.params
-        if "tp" in params[0].shard.layout.grid.names:  # whole experts differ on its ranks
-            # Parameters replicated over tp count on one rank only.
-            counts = [p.shard.is_first("tp") for p in params for _ in range(_experts(p))]
-            squares *= torch.tensor(counts, device=squares.device)
+        # Of whole experts, tensor-parallel ranks hold different ones; copies are whole on each.
+        if "tp" in self.bucket.params[0].shard.layout.grid.names and "tp" not in self.bucket.kind.copies:
             collectives.all_reduce(squares, self.ctx.tp).wait()
         weight, step = squares.sqrt().to(weights.device)
         return torch.where((weight > 0) & (step > 0), ratio(weight, step), 1.0)

@@ -38,6 +38,7 @@ from megalite.mesh.collectives import gather_texts
 from megalite.mesh.context import ParallelContext
 from megalite.model.parameters import describe_parameters
 from megalite.ops.attention import why_masked
+from megalite.optim.check_buckets import check_buckets
 from megalite.pipeline.record import Recorder
 from megalite.train.engine import Engine
 from megalite.train.gpu_readings import GpuReadings
@@ -80,6 +81,7 @@ def open_run(
         datasets = _open_same_data(cfg, ctx, tokenizer, train_data, valid_data)
         heartbeat.beat("set-up: model", patience=OWN)
         engine = agree(ctx, lambda: restore.build(cfg, ctx))
+        check_buckets(engine.optimizer.buckets, ctx)
         run_dir = cfg.run.folder
         agree(ctx, lambda: make_run_dir(run_dir))
         agree(ctx, lambda: setup_logging(ctx.rank, run_dir / "logs" / f"rank_{ctx.rank}.log"))

@@ -19,11 +19,12 @@ from megalite.optim.optimizer import DistributedOptimizer
 from megalite.optim.shares import GradKind, Sharding, bucket_layout, plan_buckets
 from megalite.sharding import Layout, ParamSpec, Shard
 from megalite.sharding.parameter import ShardedParameter
+from tests.spmd.ranks import context_of
 from tests.workers import WorkerPool
 
 CPU = torch.device("cpu")
 SINGLE = ParallelContext.single()
-KIND = GradKind(weight_decay=True, reduce=("dp",), is_owner=True)
+KIND = GradKind(weight_decay=True, reduce=("dp",))
 
 
 @pytest.mark.parametrize(
@@ -254,33 +255,35 @@ def test_nine_bytes_a_parameter_at_dp_4(pool: WorkerPool) -> None:
 
 
 def test_kinds() -> None:
-    """Which axes sum a gradient, and on which rank it counts in the norm."""
+    """Which axes sum a gradient and hold copies, the same on all ranks; and which rank counts it in the norm."""
     grid = Grid.of(8, tp=2, pp=2)
+    everywhere = [grid.rank(pp=1, dp=dp, tp=tp) for dp in range(2) for tp in range(2)]
 
-    def kind(sequence_parallel: bool, tied: bool = False, zero: int = 1, dp: int = 0, **spec: Any) -> GradKind:
-        layout = Layout(
-            grid,
-            grid.rank(pp=1, dp=dp, tp=1),
-            sequence=("tp",) if sequence_parallel else (),
-            tied=frozenset({"w"} if tied else ()),
-        )
-        param = ShardedParameter.empty(Shard(ParamSpec("w", (4, 4), **spec), layout), torch.float32, CPU)
-        return GradKind.of(param, Sharding.stage(zero))
+    def made(sequence_parallel: bool, tied: bool = False, zero: int = 1, **spec: Any) -> tuple[GradKind, list[bool]]:
+        kinds, owners = set(), []
+        for rank in everywhere:
+            sequence = ("tp",) if sequence_parallel else ()
+            layout = Layout(grid, rank, sequence=sequence, tied=frozenset({"w"} if tied else ()))
+            param = ShardedParameter.empty(Shard(ParamSpec("w", (4, 4), **spec), layout), torch.float32, CPU)
+            kinds.add(kind := GradKind.of(param, Sharding.stage(zero)))
+            bucket = Bucket([param], kind, context_of(grid, rank), sharded=Sharding.stage(zero))
+            owners.append(bucket.is_owner)
+        (kind,) = kinds
+        return kind, owners
 
-    dims = (("tp", 0),)
-    assert kind(True, sharded_dims=dims) == GradKind(True, ("dp",), is_owner=True)
-    assert kind(True) == GradKind(True, ("dp",), is_owner=False)
+    cut: dict[str, Any] = {"sharded_dims": (("tp", 0),)}
     norm: dict[str, Any] = {"weight_decay": False, "partial": ("sequence",)}
-    assert kind(True, **norm) == GradKind(False, ("dp", "tp"), is_owner=False)
-    assert kind(False, **norm) == GradKind(False, ("dp",), is_owner=False)
-    assert kind(False, partial=("tp",)) == GradKind(True, ("dp", "tp"), is_owner=False)
-    assert kind(False, tied=True, sharded_dims=dims) == GradKind(True, ("dp", "ends"), is_owner=True)
-    assert kind(False, tied=True, sharded_dims=dims, tied_to="embed_tokens.weight") == GradKind(
-        True, ("dp", "ends"), False
-    )
-    # Under ZeRO every data-parallel rank owns its share, else the first owns all of it.
-    assert kind(True, sharded_dims=dims, dp=1) == GradKind(True, ("dp",), is_owner=True)
-    assert kind(True, sharded_dims=dims, dp=1, zero=0) == GradKind(True, ("dp",), is_owner=False)
+    # Of ranks (dp, tp): (0, 0), (0, 1), (1, 0), (1, 1). Under ZeRO each of dp owns its share, else the first all of it.
+    all_ranks, first_of_tp, first_of_dp = [True] * 4, [True, False] * 2, [True, True, False, False]
+    assert made(True, **cut) == (GradKind(True, ("dp",)), all_ranks)
+    assert made(True) == (GradKind(True, ("dp",), ("tp",)), first_of_tp)
+    assert made(True, **norm) == (GradKind(False, ("dp", "tp"), ("tp",)), first_of_tp)
+    assert made(False, **norm) == (GradKind(False, ("dp",), ("tp",)), first_of_tp)
+    assert made(False, partial=("tp",)) == (GradKind(True, ("dp", "tp"), ("tp",)), first_of_tp)
+    assert made(False, True, **cut) == (GradKind(True, ("dp", "ends")), all_ranks)
+    assert made(False, True, tied_to="embed_tokens.weight", **cut) == (GradKind(True, ("dp", "ends")), [False] * 4)
+    assert made(True, zero=0, **cut) == (GradKind(True, ("dp",)), first_of_dp)
+    assert made(True, zero=0) == (GradKind(True, ("dp",), ("tp",)), [True, False, False, False])
 
 
 def test_kinds_do_not_share_a_bucket() -> None:

@@ -48,7 +48,7 @@ def gathered(rank: int, world: int, cases: range) -> list[str]:
             param.data.copy_(w)
             param.fp8 = fp8
             params.append(param)
-        kind = GradKind(weight_decay=True, reduce=("dp",), is_owner=True)
+        kind = GradKind(weight_decay=True, reduce=("dp",))
         bucket = Bucket(params, kind, ctx, sharded=Sharding.stage(3))
         for turn in range(2):
             bucket.forget_codes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -105,7 +104,7 @@ def replicas_never_reduced(engine: Engine) -> None:
 
 def norm_counted_twice(engine: Engine) -> None:
     for bucket in engine.optimizer.buckets:
-        bucket.kind = dataclasses.replace(bucket.kind, is_owner=True)
+        bucket.is_owner = True
 
 
 # With sequence parallelism or without, and the error.

@@ -1,0 +1,175 @@
+"""Ranks of one stage make the same buckets, whatever they own: else their sums meet unlike ones."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.base.errors import UserError
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.extras.estimate.record import recorded_world
+from megalite.families import FAMILIES
+from megalite.mesh.context import ParallelContext
+from megalite.mesh.grid import Grid
+from megalite.optim.check_buckets import describe
+from megalite.train.build import build_engine
+from tests.parity import jobs
+from tests.parity.families import tiny
+from tests.parity.test_resume import losses, train
+from tests.rows import always_run
+from tests.workers import WorkerPool
+
+# World and layout; "apart" stands for no sequence parallelism, where more parameters are copies without further sums.
+Layout = tuple[int, dict[str, Any]]
+APART = {"sequence_parallel": False}
+STRONG: list[Layout] = [
+    (4, {"tp": 2, "zero": 0, **APART}),
+    (8, {"tp": 2, "pp": 2, "zero": 1, **APART}),
+    (8, {"tp": 2, "cp": 2, "zero": 3}),
+]
+GRID: list[Layout] = [
+    (world, {**layout, "zero": zero})
+    for world, layout in (
+        *((world, {"tp": tp, **apart}) for world, tp in ((2, 2), (4, 2), (4, 4)) for apart in ({}, APART)),
+        (4, {"cp": 2}),
+        (8, {"cp": 2, "tp": 2, **APART}),
+        (4, {"pp": 4}),
+        (4, {"pp": 2, "vp": 2, "schedule": "zb-v"}),
+        (8, {"pp": 2, "vp": 2, "tp": 2, **APART}),
+        (8, {"pp": 2, "cp": 2, "tp": 2}),
+        (8, {"zero_group": "2", "tp": 2, **APART}),
+    )
+    for zero in range(4)
+]
+EXPERTS: list[Layout] = [(8, {"ep": 2, "tp": 2, "zero": 1, **APART}), (8, {"ep": 4, "tp": 2, "etp": "1", "zero": 0})]
+EXPERTS_GRID: list[Layout] = [
+    (world, {**layout, "zero": zero})
+    for world, layout in (
+        (4, {"ep": 2}),
+        (4, {"ep": 2, "tp": 2}),
+        (8, {"ep": 2, "tp": 2, "pp": 2, **APART}),
+        (8, {"ep": 2, "cp": 2, "tp": 2, **APART}),
+        (8, {"ep": 2, "cp": 2, "tp": 2, "etp": "1"}),
+        (8, {"ep": 2, "zero_group": "2"}),
+        (8, {"ep": 4, "tp": 2, "pp": 2, "etp": "1"}),
+    )
+    for zero in range(4)
+]
+
+
+def check_layout(model: ModelConfig, world: int, parallel: dict[str, Any]) -> None:
+    """Build the engine of every rank, without peers, and compare the buckets over all axes."""
+    cfg = jobs.make_config(model, {"zero_whole_below": 500, **parallel})
+    grid = Grid.from_config(cfg.parallel, world)
+    of_stage, of_ends, owned = defaultdict(set), defaultdict(set), Counter[str]()
+    sizes: dict[str, int] = {}
+    for rank in range(world):
+        with recorded_world(rank, grid):
+            ctx = ParallelContext.create(grid, torch.device("cpu"))
+            buckets = build_engine(cfg, ctx).optimizer.buckets
+        all_of_them, ends = describe(buckets)
+        of_stage[ctx.pp.rank].add(all_of_them)
+        of_ends[ctx.axis("ends").ranks].add(ends)
+        for bucket in buckets:
+            for own in bucket.param_shares:
+                shard = own.param.shard
+                if shard.spec.tied_to is None:
+                    cut = [shard.layout.grid[axis] for axis, _ in shard.spec.sharded_dims]
+                    sizes[shard.spec.name] = own.param.numel() * math.prod(cut)
+                owned[shard.spec.name] += own.numel * bucket.is_owner
+    for what, groups in (("stage", of_stage), ("ends", of_ends)):
+        for key, lists in groups.items():
+            assert len(lists) == 1, f"{parallel}, {what} {key}: " + "\n--\n".join(sorted(lists))
+    assert +owned == sizes, f"{parallel}: each element counts once"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_buckets_on_every_rank(family: str) -> None:
+    model = tiny(family)
+    for world, parallel in STRONG + (EXPERTS if model.num_experts else []):
+        check_layout(model, world, parallel)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_buckets_in_every_layout(family: str) -> None:
+    model = tiny(family)
+    for world, parallel in GRID + (EXPERTS_GRID if model.num_experts else []):
+        check_layout(model, world, parallel)
+
+
+# What dies, hangs or saves nothing where the buckets of tp ranks 0 and 1 differ: (world, options).
+LINES: dict[str, tuple[int, str]] = {
+    "unlike sums over dp": (4, "--arch gpt2 --zero 0"),
+    "unlike sums over cp": (4, "--arch gpt2 --zero 0 --cp 2"),
+    "unlike norms over tp": (2, "--arch gpt2 --optimizer lamb"),
+    "unlike norms of latents": (2, "--arch llama --kv-lora-rank 8 --optimizer lars"),
+    "unlike copies": (2, "--arch llama --mtp-num-layers 1"),
+    "unlike copies of expert biases": (2, "--arch gpt_oss --num-experts 4 --sequence-parallel"),
+    # Copies beside other elements are rounded in other blocks, or compete with other elements to be sent.
+    "copies drift apart in codes": (4, "--arch mixtral --num-experts 4 --compress int8"),
+    "copies drift apart in the largest": (4, "--arch gpt2 --compress topk:0.1"),
+}
+SHORT = ("unlike sums over dp", "unlike norms over tp", "unlike copies", "unlike copies of expert biases")
+TINY = (
+    "--device cpu --mock-data --num-layers 2 --hidden-size 32 --num-heads 4 --vocab-size 97 --seq-len 16 "
+    "--global-batch-size 4 --tp 2"
+)
+
+
+@pytest.mark.parametrize("line", always_run(LINES, *SHORT))
+def test_command_lines_train_and_save(pool: WorkerPool, tmp_path: Path, line: str) -> None:
+    """Two steps are those of one process, and the end of the run finds its copies equal."""
+    world, options = LINES[line]
+    apart = [] if "--sequence-parallel" in options else ["--no-sequence-parallel"]
+    common = [*TINY.split(), *options.split(), *apart, "--train-steps", "2", "--run-dir"]
+    pool.run(world, train, [*common, str(tmp_path / "ranks")], world, timeout=60)
+    assert (tmp_path / "ranks" / "checkpoints" / "step_00000002").is_dir()
+    if "--compress" not in options:
+        train(0, [*common, str(tmp_path / "one"), "--tp", "1", "--cp", "1"], 1)
+        np.testing.assert_allclose(losses(tmp_path / "ranks"), losses(tmp_path / "one"), rtol=1e-5)
+
+
+def swapped(rank: int, cfg: Config) -> list[str]:
+    """What the checks of the start and of a save say of a rank with its buckets in another order."""
+    from megalite.checkpoint.check_replicas import check_replicas
+    from megalite.checkpoint.save import SaveError
+    from megalite.optim.check_buckets import check_buckets
+
+    engine = jobs.start(rank, cfg, 2)
+    optimizer, said = engine.optimizer, []
+    check_buckets(optimizer.buckets, engine.ctx)
+    check_replicas(optimizer.copies(), engine.ctx)
+    if rank == 1:
+        optimizer.buckets = optimizer.buckets[::-1]
+    try:
+        check_buckets(optimizer.buckets, engine.ctx)
+    except UserError as e:
+        said.append(str(e))
+    # Saves compare by name: the order alone does not matter.
+    check_replicas(optimizer.copies(), engine.ctx)
+    if rank == 1:
+        optimizer.buckets = [b for b in optimizer.buckets if b.kind.weight_decay]
+    try:
+        check_replicas(optimizer.copies(), engine.ctx)
+    except SaveError as e:
+        said.append(str(e))
+    return said
+
+
+def test_other_buckets_are_refused_as_what_they_are(pool: WorkerPool) -> None:
+    cfg = jobs.make_config(jobs.gpt2(2), {"tp": 2, **APART})
+    first, second = pool.run(2, swapped, cfg)
+    assert first == second
+    start, save = first
+    assert start.startswith("the parameters of rank 1: must lie in the same buckets as those of rank 0")
+    assert "rank 1 lists other parameters than rank 0 as copies (tp)" in save
+    assert "hardware" not in save
+    assert not {"\n"} & {*start, *save}
