@@ -20,8 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.ops.fused import CPP, CUDA, triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import CPP, CUDA, TORCH, Op, triton
 
 
 def adamw(
@@ -53,4 +52,4 @@ def adamw(
         out_param.copy_(param)
 
 
-OP = Op("adamw", (adamw,), (CUDA, triton_backend("flat"), CPP, TORCH))
+OP = Op("adamw", (adamw,), (CUDA, triton("flat"), CPP, TORCH))

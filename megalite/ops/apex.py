@@ -66,6 +66,9 @@ def _matmul(op: Op) -> dict[str, Callable[..., Any]]:
     return {**plain, "linear_wgrad": linear_wgrad}
 
 
-NORMS = _backend("fused_layer_norm_cuda", _norms)
-L2_NORM = _backend("amp_C", _l2_norm)
-MATMUL = _backend("fused_weight_gradient_mlp_cuda", _matmul)
+_EXTENSIONS = {
+    "norms": _backend("fused_layer_norm_cuda", _norms),
+    "l2_norm": _backend("amp_C", _l2_norm),
+    "matmul": _backend("fused_weight_gradient_mlp_cuda", _matmul),
+}
+BACKENDS: dict[str, Callable[[str], Backend]] = {"apex": _EXTENSIONS.__getitem__}

@@ -8,55 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.base.errors import UserError
-from megalite.ops import (
-    adamw,
-    attend,
-    attention,
-    causal_conv,
-    clamped_glu,
-    cross_entropy,
-    delta_rule,
-    gelu,
-    glu,
-    grouped,
-    l2_norm,
-    lamb,
-    layernorm,
-    matmul,
-    rmsnorm,
-    rope,
-    stochastic_round,
-)
 from megalite.ops.op import Backend, Missing, Op
 
 BACKEND_NAMES = ("auto", "torch", "triton", "cuda", "cpp", "onednn", "apex")
-_MODULES = (
-    rmsnorm,
-    layernorm,
-    rope,
-    attention,
-    attend,
-    delta_rule,
-    causal_conv,
-    glu,
-    clamped_glu,
-    gelu,
-    cross_entropy,
-    adamw,
-    l2_norm,
-    lamb,
-    stochastic_round,
-    matmul,
-    grouped,
+_NAMES = (
+    "rmsnorm",
+    "layernorm",
+    "rope",
+    "attention",
+    "attend",
+    "delta_rule",
+    "causal_conv",
+    "glu",
+    "clamped_glu",
+    "gelu",
+    "cross_entropy",
+    "adamw",
+    "l2_norm",
+    "lamb",
+    "stochastic_round",
+    "matmul",
+    "grouped",
 )
 # Every op by its name, in the order of the listing.
-OPS: dict[str, Op] = {module.OP.name: module.OP for module in _MODULES}
+OPS: dict[str, Op] = {name: import_module(f"megalite.ops.{name}").OP for name in _NAMES}
 
 
 @dataclass(frozen=True)

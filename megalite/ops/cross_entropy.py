@@ -23,8 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.ops.fused import CPP, triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import CPP, TORCH, Op, triton
 
 # Logits per group of rows, so that fp32 temporaries stay in the CPU's cache.
 _CHUNK_ELEMENTS = 1 << 18
@@ -104,4 +103,4 @@ def softcap_grad_(dlogits: Tensor, tanh: Tensor | None) -> Tensor:
     return dlogits
 
 
-OP = Op("cross_entropy", (cross_entropy_stats, cross_entropy_grad_), (triton_backend("cross_entropy"), CPP, TORCH))
+OP = Op("cross_entropy", (cross_entropy_stats, cross_entropy_grad_), (triton("cross_entropy"), CPP, TORCH))

@@ -81,6 +81,7 @@ def triton_backend(module: str) -> Backend:
 
 CPP = Backend("cpp", lambda op: functions(op, "cpp"), native.why_no_cpp)
 CUDA = Backend("cuda", lambda op: functions(op, "cuda"), native.why_no_cuda)
+BACKENDS: dict[str, Callable[[str], Backend]] = {"triton": triton_backend, "cpp": lambda _: CPP, "cuda": lambda _: CUDA}
 
 
 class _Norm(torch.autograd.Function):

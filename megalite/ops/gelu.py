@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.fused import triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import TORCH, Op, triton
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -18,4 +17,4 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-OP = Op("gelu", (gelu,), (triton_backend("activation"), TORCH))
+OP = Op("gelu", (gelu,), (triton("activation"), TORCH))

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops.fused import CPP, triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import CPP, TORCH, Op, triton
 
 
 class _GLU(torch.autograd.Function):
@@ -57,4 +56,4 @@ def geglu(gate_up: Tensor, approximate: str = "none") -> Tensor:
     return _GLU.apply(gate_up, approximate)
 
 
-OP = Op("glu", (swiglu, geglu), (triton_backend("activation"), CPP, TORCH))
+OP = Op("glu", (swiglu, geglu), (triton("activation"), CPP, TORCH))

@@ -30,13 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.ops.fused import triton_backend
 from megalite.ops.matmul import linear_wgrad
-from megalite.ops.onednn import product, why_not, window
-from megalite.ops.op import TORCH, Backend, Op
-
-# oneDNN's product needs a transposed copy, and its result another addition: worth it for as many rows.
-_MANY_ROWS = 32
+from megalite.ops.op import ONEDNN, TORCH, Backend, Op, triton
 
 
 def groups(sizes: Sequence[int]) -> list[slice]:
@@ -65,34 +60,6 @@ def grouped_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]
     """Torch implementation of `grouped_wgrad`; see the module's contract."""
     for grad, rows in zip(main_grad, groups(sizes), strict=True):
         linear_wgrad(grad, dy[rows], x[rows], accumulate)
-
-
-def _onednn_linear(x: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
-    y = x.new_empty(len(x), w.shape[1])
-    for matrix, rows in zip(w, groups(sizes), strict=True):
-        if rows.start < rows.stop:
-            near = window(rows, len(x))
-            y[rows] = product(x[near], matrix)[rows.start - near.start : rows.stop - near.start]
-    return y
-
-
-def _onednn_dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
-    return _onednn_linear(dy, w.transpose(1, 2), sizes)
-
-
-def _onednn_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulate: bool = True) -> None:
-    for grad, rows in zip(main_grad, groups(sizes), strict=True):
-        if rows.stop - rows.start < _MANY_ROWS:
-            linear_wgrad(grad, dy[rows], x[rows], accumulate)
-            continue
-        near = window(rows, len(x))
-        dy_t = dy.new_zeros(dy.shape[1], near.stop - near.start)  # neighbors count as zeros
-        dy_t[:, rows.start - near.start : rows.stop - near.start] = dy[rows].t()
-        (grad.add_ if accumulate else grad.copy_)(product(dy_t, x[near].t()))
-
-
-def _load_onednn(op: Op) -> Mapping[str, Callable[..., Any]]:
-    return {"grouped_linear": _onednn_linear, "grouped_dgrad": _onednn_dgrad, "grouped_wgrad": _onednn_wgrad}
 
 
 def numbers(values: Iterable[int], like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,7 +99,7 @@ def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if fast else "torch's grouped GEMM is for Hopper and Blackwell data-center GPUs"
 
 
-_TRITON = triton_backend("grouped")
+_TRITON = triton("grouped")
 
 
 def _why_no_triton_auto(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -149,7 +116,7 @@ OP = Op(
     (
         Backend("cuda", _load, _why_not),
         replace(_TRITON, why_not_auto=_why_no_triton_auto),
-        Backend("onednn", _load_onednn, why_not),
+        ONEDNN,
         TORCH,
     ),
 )

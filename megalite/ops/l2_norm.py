@@ -12,9 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.ops import apex
-from megalite.ops.fused import CPP, CUDA, triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import CPP, CUDA, TORCH, Op, apex, triton
 
 _ROW = 256
 # Elements converted to fp32 at a time, so that the copy stays in cache.
@@ -36,4 +34,4 @@ def l2_norm(flat: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dtype=torch.float64).float()
 
 
-OP = Op("l2_norm", (l2_norm,), (CUDA, triton_backend("flat"), CPP, apex.L2_NORM, TORCH))
+OP = Op("l2_norm", (l2_norm,), (CUDA, triton("flat"), CPP, apex("l2_norm"), TORCH))

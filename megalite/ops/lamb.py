@@ -20,9 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.ops.fused import CUDA
 from megalite.ops.l2_norm import l2_norm
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import CUDA, TORCH, Op
 
 
 def lamb_direction(

@@ -16,9 +16,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops import apex
-from megalite.ops.fused import triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import TORCH, Op, apex, triton
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -32,4 +30,4 @@ def add_layernorm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps
     return layernorm(total, weight, bias, eps), total
 
 
-OP = Op("layernorm", (layernorm, add_layernorm), (triton_backend("norm"), apex.NORMS, TORCH))
+OP = Op("layernorm", (layernorm, add_layernorm), (triton("norm"), apex("norms"), TORCH))

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops import apex
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import TORCH, Op, apex
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -53,4 +52,4 @@ def linear_wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, accumulate: bool = Tr
         (main_grad.add_ if accumulate else main_grad.copy_)(dy_t @ x)
 
 
-OP = Op("matmul", (linear, linear_dgrad, linear_wgrad), (TORCH, apex.MATMUL))
+OP = Op("matmul", (linear, linear_dgrad, linear_wgrad), (TORCH, apex("matmul")))

@@ -7,11 +7,20 @@ has it for all: one core of an AMD EPYC of the fifth generation does 200 GFLOP/s
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megalite.ops.grouped import groups
+from megalite.ops.matmul import linear_wgrad
+from megalite.ops.op import Backend, Op
+
+# oneDNN's product needs a transposed copy, and its result another addition: worth it for as many rows.
+_MANY_ROWS = 32
 
 
 @lru_cache(maxsize=1)
@@ -48,3 +57,34 @@ def window(rows: slice, length: int) -> slice:
     num = min((rows.stop - rows.start + 15) // 16 * 16, length)
     start = min(rows.start, length - num)
     return slice(start, start + num)
+
+
+def _linear(x: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
+    y = x.new_empty(len(x), w.shape[1])
+    for matrix, rows in zip(w, groups(sizes), strict=True):
+        if rows.start < rows.stop:
+            near = window(rows, len(x))
+            y[rows] = product(x[near], matrix)[rows.start - near.start : rows.stop - near.start]
+    return y
+
+
+def _dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
+    return _linear(dy, w.transpose(1, 2), sizes)
+
+
+def _wgrad(main_grad: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int], accumulate: bool = True) -> None:
+    for grad, rows in zip(main_grad, groups(sizes), strict=True):
+        if rows.stop - rows.start < _MANY_ROWS:
+            linear_wgrad(grad, dy[rows], x[rows], accumulate)
+            continue
+        near = window(rows, len(x))
+        dy_t = dy.new_zeros(dy.shape[1], near.stop - near.start)  # neighbors count as zeros
+        dy_t[:, rows.start - near.start : rows.stop - near.start] = dy[rows].t()
+        (grad.add_ if accumulate else grad.copy_)(product(dy_t, x[near].t()))
+
+
+def _load(op: Op) -> Mapping[str, Callable[..., Any]]:
+    return {"grouped_linear": _linear, "grouped_dgrad": _dgrad, "grouped_wgrad": _wgrad}
+
+
+BACKENDS: dict[str, Callable[[str], Backend]] = {"onednn": lambda _: Backend("onednn", _load, why_not)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,3 +54,38 @@ class Op:
 
 
 TORCH = Backend("torch", lambda op: dict(zip(op.functions, op.reference)))
+
+
+def _of(module: str, name: str, part: str = "") -> Backend:
+    """Return a backend of a module of kernels, which is imported when the backend is first asked.
+
+    Args:
+        module: module whose `BACKENDS` has it.
+        name: name of the backend.
+        part: which of its kernels, where they are in several modules.
+    """
+
+    @lru_cache(maxsize=1)
+    def found() -> Backend:
+        backend: Backend = import_module(f"megalite.ops.{module}").BACKENDS[name](part)
+        return backend
+
+    return Backend(
+        name,
+        lambda op: found().load(op),
+        lambda device, dtype: found().why_not(device, dtype),
+        lambda device, dtype: found().why_not_auto(device, dtype),
+    )
+
+
+def triton(part: str) -> Backend:
+    """Return the backend of the Triton kernels in one module."""
+    return _of("fused", "triton", part)
+
+
+def apex(part: str) -> Backend:
+    """Return the backend of one of apex's extensions."""
+    return _of("apex", "apex", part)
+
+
+CPP, CUDA, ONEDNN = _of("fused", "cpp"), _of("fused", "cuda"), _of("onednn", "onednn")

@@ -22,9 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops import apex
-from megalite.ops.fused import CPP, triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import CPP, TORCH, Op, apex, triton
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -89,4 +87,4 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return _RMSNorm.apply(x, residual, weight, eps)
 
 
-OP = Op("rmsnorm", (rmsnorm, add_rmsnorm), (triton_backend("norm"), apex.NORMS, CPP, TORCH))
+OP = Op("rmsnorm", (rmsnorm, add_rmsnorm), (triton("norm"), apex("norms"), CPP, TORCH))

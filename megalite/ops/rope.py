@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops.fused import CPP, triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import CPP, TORCH, Op, triton
 
 
 def _rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -82,4 +81,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rope.apply(x, cos, sin)
 
 
-OP = Op("rope", (rope_qkv, rope), (triton_backend("rope"), CPP, TORCH))
+OP = Op("rope", (rope_qkv, rope), (triton("rope"), CPP, TORCH))

@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.ops.fused import triton_backend
-from megalite.ops.op import TORCH, Op
+from megalite.ops.op import TORCH, Op, triton
 
 # Elements at a time: temporary tensors stay in the cache of a processor.
 _BLOCK = 1 << 16
@@ -59,4 +58,4 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 15) & 0x1FFFF)
 
 
-OP = Op("stochastic_round", (stochastic_round,), (triton_backend("flat"), TORCH))
+OP = Op("stochastic_round", (stochastic_round,), (triton("flat"), TORCH))
