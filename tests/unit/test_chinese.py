@@ -63,7 +63,7 @@ def inside_fence(text: str, at: int) -> bool:
 def test_the_chinese_readme_follows_the_english_one() -> None:
     english, chinese = (sections((ROOT / name).read_text()) for name in ("README.md", "README.zh.md"))
     assert len(english) >= 5
-    assert sum(len(part.rows) for part in english) >= 30
+    assert sum(len(part.rows) for part in english) >= 20
     for number, (ours, theirs) in enumerate(zip(english, chinese)):
         assert theirs == ours, f"README.zh.md must follow README.md in section {number}"
     assert len(chinese) == len(english)
@@ -75,7 +75,7 @@ def test_the_chinese_readme_follows_the_english_one() -> None:
         ("Python 3.10 or newer", "Python 3.11 or newer"),
         ("agree to 1e-5", "agree to 1e-6"),
         ("--train-steps 10000", "--train-steps 20000"),
-        ("| loss curves |", "| `a` | b |\n| loss curves |"),
+        ("| finetuning on", "| `a` | b |\n| finetuning on"),
         ("(docs/offload.md) ·", "(docs/layout.md) ·"),
         ("## Read the code", "### Read the code"),
         ("`--emit k8s`", "`--emit slurm`"),
