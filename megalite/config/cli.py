@@ -81,8 +81,10 @@ def parse(
         **{f.name: flags.pop(f.name).value for f in dataclasses.fields(dialect.start) if f.name in flags}
     )
     layers = [_preset_layer(start.preset), *(read_yaml(Path(path), dialect) for path in start.config), flags]
-    if read_model is not None and "init_from_hf" in (merged := _merge(layers)):
-        layers.insert(0, _folder_layer(merged["init_from_hf"], _values(layers)["cache_dir"], read_model))
+    folder = _merge(layers).get("init_from_hf")
+    # A file that holds every option has null.
+    if read_model is not None and folder is not None and folder.value is not None:
+        layers.insert(0, _folder_layer(folder, _values(layers)["cache_dir"], read_model))
     layers.insert(0, _family_layer(layers))
     if world is None and not (start.print_config or start.dry_run):
         world = 1

@@ -81,7 +81,9 @@ def batches(steps: int = STEPS, seed: int = 7) -> np.ndarray:
 def train(rank: int, cfg: Config, world: int, steps: int = STEPS) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step."""
     engine = start(rank, cfg, world)
-    return run_steps(engine, steps)
+    figures = run_steps(engine, steps)
+    check_copies(engine)
+    return figures
 
 
 def start(rank: int, cfg: Config, world: int) -> Any:
@@ -92,19 +94,33 @@ def start(rank: int, cfg: Config, world: int) -> Any:
 
 
 def engines(cfgs: Sequence[Config], world: int) -> Iterator[Any]:
-    """An engine with initial parameters per config, on one grid: making process groups takes longer than a step."""
+    """An engine with initial parameters per config, on one grid: making process groups takes longer than a step.
+
+    Ranks must have the same buckets, and where the caller asks for the next engine, the same weights in all copies.
+    """
     import torch
 
     from megalite.mesh.context import ParallelContext
     from megalite.mesh.grid import Grid
+    from megalite.optim.check_buckets import check_buckets
     from megalite.train.build import build_engine
 
     (grid,) = {Grid.from_config(cfg.parallel, world) for cfg in cfgs}
     ctx = ParallelContext.create(grid, torch.device("cpu"))
     for cfg in cfgs:
         engine = build_engine(cfg, ctx)
+        check_buckets(engine.optimizer.buckets, ctx)
         engine.optimizer.init_parameters(cfg.train.seed)
         yield engine
+        check_copies(engine)
+
+
+def check_copies(engine: Any) -> None:
+    """Compare copies, as a save would."""
+    from megalite.checkpoint.check_replicas import check_replicas
+
+    engine.optimizer.wait_weights()
+    check_replicas(engine.optimizer.copies(), engine.ctx)
 
 
 def spoil_gradients(engine: Any) -> None:

@@ -195,6 +195,8 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> lis
         "counted again by recomputation": (RoutingLog, "add", again),
     }
     with pytest.MonkeyPatch.context() as patch:
+        # Copies drift apart; figures must show the mistake by themselves.
+        patch.setattr(jobs, "check_copies", lambda engine: None)
         patch.setattr(*wrong[fault])
         return balanced(rank, cfgs, world)
 

@@ -295,6 +295,8 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
         return out
 
     with pytest.MonkeyPatch.context() as patch:
+        # Copies drift apart; figures must show the mistake by themselves.
+        patch.setattr(jobs, "check_copies", lambda engine: None)
         match FAULTS.index(fault):
             case 0:
                 patch.setattr(Positions, "shared", local)

@@ -256,6 +256,8 @@ def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> Any
         "experts by stride": (AllToAll, "__init__", by_stride),
     }
     with pytest.MonkeyPatch.context() as patch:
+        # Copies drift apart; figures must show the mistake by themselves.
+        patch.setattr(jobs, "check_copies", lambda engine: None)
         patch.setattr(*wrong[fault])
         param_map.cache_clear()
         try:

@@ -125,6 +125,7 @@ def trained(rank: int, cfg: Config, world: int, folder: str, root: str) -> list[
     load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
     engine.optimizer.finish_load()
     steps = jobs.run_steps(engine, STEPS)
+    jobs.check_copies(engine)
     checkpointer = Checkpointer(root, engine.ctx)
     model = dataclasses.asdict(cfg.model)
     checkpointer.save(STEPS, engine.optimizer.states(), {"config": {"model": model}})

@@ -88,6 +88,7 @@ def losses(rank: int, cfg: Config, world: int, steps: int = STEPS) -> list[tuple
         result = train_step(engine, np.split(batch, batch_ranks.size)[batch_ranks.rank], step)
         assert not result.skipped
         out.append((result.loss, result.grad_norm))
+    jobs.check_copies(engine)
     return out
 
 

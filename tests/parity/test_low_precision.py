@@ -57,6 +57,8 @@ def trained(rank: int, cfgs: Sequence[Config], world: int, steps: int = jobs.STE
             figures = jobs.run_steps(engine, 1)
             states = {role: boxes_of(engine, role) for role in ROLES}
             out.append((figures + (jobs.run_steps(engine, steps - 1, first=2) if steps > 1 else []), states))
+            if not fault:
+                jobs.check_copies(engine)
     return out
 
 

@@ -86,6 +86,7 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Outcome]:
         steps, moments = jobs.run_steps(engine, 1), boxes_of(engine, "exp_avg")
         steps += jobs.run_steps(engine, jobs.STEPS - 1, first=2)
         out.append((steps, moments, boxes_of(engine, "master")))
+        jobs.check_copies(engine)
     return out
 
 

@@ -54,6 +54,7 @@ def trained(rank: int, cfgs: list[Config], grid: Grid) -> list[tuple[list[tuple[
             first = jobs.run_steps(engine, 1)
             boxes = boxes_of(engine)
             results.append((first + jobs.run_steps(engine, 2, first=2), boxes))
+            jobs.check_copies(engine)
     return results
 
 

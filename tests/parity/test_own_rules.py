@@ -85,6 +85,7 @@ def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[tuple[list[tu
                 views = [(box, state.flat[box.at : box.at + box.numel].view(box.shape)) for box in state.slices]
                 held += [(box.index, view.numpy().copy()) for box, view in views]
         out.append((steps + jobs.run_steps(engine, jobs.STEPS - 1, first=2), boxes))
+        jobs.check_copies(engine)
     return out
 
 

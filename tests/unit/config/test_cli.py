@@ -247,6 +247,13 @@ def test_printed_preset_reads_back_equal(preset: str, tmp_path: Path) -> None:
     assert config("--config", str(tmp_path / "c.yaml"), "--seed", "5").train.seed == 5
 
 
+def test_a_file_of_all_options_names_no_folder(tmp_path: Path) -> None:
+    """Starts of runs read the model of an `--init-from-hf` folder; config.yaml has null for it."""
+    c = config("--num-layers", "3")
+    written = write(tmp_path / "c.yaml", to_yaml(c))
+    assert parse(["--config", written], read_model=lambda folder, _: pytest.fail(folder)).config == c
+
+
 positive = st.floats(min_value=1e-30, max_value=99.0)
 word = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).filter(lambda x: x != "None")
 prefix = word.filter(lambda x: not x.startswith("-"))

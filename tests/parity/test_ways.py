@@ -1,0 +1,133 @@
+"""The way of every run: train, compare copies, save, resume in another layout, train on. For every family and rule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.families import FAMILIES
+from tests.parity import jobs
+from tests.parity.families import tiny
+from tests.rows import always_run
+from tests.workers import WorkerPool
+
+Figures = list[list[tuple[float, float]]]
+Grid = tuple[dict[str, Any], list[dict[str, Any]]]
+APART = {"sequence_parallel": False}
+# Four ranks: a grid -> what its rows add. Every ZeRO stage without sequence parallelism, the outer ones with it.
+STAGES: list[dict[str, Any]] = [*({"zero": zero, **APART} for zero in range(4)), {"zero": 0}, {"zero": 3}]
+GRIDS: list[Grid] = [
+    ({"tp": 2}, STAGES),
+    ({"tp": 2, "cp": 2}, STAGES),
+    ({"tp": 2, "pp": 2}, [APART, {}, {"vp": 2, "schedule": "zb-v", **APART}]),
+]
+OF_EXPERTS: list[Grid] = [
+    ({"tp": 2, "ep": 2}, STAGES),
+    ({"tp": 2, "ep": 4, "etp": "1"}, [{"zero": zero} for zero in range(4)]),
+]
+RATES = {"lamb": 1e-3, "lars": 0.5, "muon": 1e-3, "lion": 1e-4, "ademamix": 3e-4, "adamw": 3e-4}
+Case = tuple[ModelConfig, str]
+
+
+def config(case: Case, parallel: dict[str, Any] | None = None) -> Config:
+    """Weights of more than 500 elements are cut under ZeRO-3; micro-batches of 2, so that some accumulate."""
+    model, optimizer = case
+    cut = {} if parallel is None else {"zero_whole_below": 500, **parallel}
+    cfg = jobs.make_config(model, cut, micro_batch_size=2)
+    options: dict[str, Any] = {"optimizer": optimizer, "lr": RATES[optimizer]}
+    if optimizer == "muon":
+        options |= {"muon_ns": "fp32", "clip_grad": 0}
+    if optimizer == "ademamix":
+        options |= {"ademamix_beta3": 0.99, "ademamix_warmup": 3}
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, **options))
+
+
+def save_each(rank: int, cfgs: Sequence[Config], world: int, root: str) -> Figures:
+    """By config: a step, and a save under the config's number."""
+    from megalite.checkpoint.save import Checkpointer
+
+    checkpointer, out = None, []
+    for number, engine in enumerate(jobs.engines(cfgs, world), 1):
+        out.append(jobs.run_steps(engine, 1))
+        jobs.check_copies(engine)
+        # One for all: a writer's start takes longer than its saves.
+        checkpointer = checkpointer or Checkpointer(root, engine.ctx, keep_last=99)
+        optimizer = engine.optimizer
+        checkpointer.save(number, optimizer.states(), {"scalars": optimizer.scalars()})
+    assert checkpointer is not None
+    checkpointer.close()
+    return out
+
+
+def resume_each(rank: int, cfgs: Sequence[Config], world: int, root: str, numbers: Sequence[int]) -> Figures:
+    """By config: the step after a save of another layout."""
+    from megalite.checkpoint.load import load_checkpoint
+
+    out = []
+    for number, engine in zip(numbers, jobs.engines(cfgs, world)):
+        optimizer = engine.optimizer
+        meta, _ = load_checkpoint(Path(root) / f"step_{number:08d}", optimizer.states(), engine.ctx)
+        optimizer.load_scalars(meta["scalars"])
+        optimizer.finish_load()
+        out.append(jobs.run_steps(engine, 1, first=2))
+        jobs.check_copies(engine)
+    return out
+
+
+@cache
+def one_process(case: Case) -> list[tuple[float, float]]:
+    return jobs.train(0, config(case), 1, 2)
+
+
+def check(
+    pool: WorkerPool, root: Path, case: Case, grids: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]
+) -> None:
+    """Save in the rows of each grid, and resume in those of the next one."""
+    first, second = one_process(case)
+    for i, (grid, rows) in enumerate(grids):
+        folder = root / str(i)
+        saved = pool.run(4, save_each, [config(case, {**grid, **row}) for row in rows], 4, str(folder))
+        for steps in (figures for rank in saved for figures in rank):
+            np.testing.assert_allclose(steps, [first], rtol=1e-5, err_msg=f"{grid}")
+        other, others = grids[(i + 1) % len(grids)]
+        pairs = [(number, others[number % len(others)]) for number in range(1, len(rows) + 1)]
+        cfgs = [config(case, {**other, **row}) for _, row in pairs]
+        resumed = pool.run(4, resume_each, cfgs, 4, str(folder), [number for number, _ in pairs])
+        for rank in resumed:
+            for (number, row), steps in zip(pairs, rank):
+                what = f"{grid} {rows[number - 1]} -> {other} {row}"
+                np.testing.assert_allclose(steps, [second], rtol=1e-5, err_msg=what)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(pool: WorkerPool, tmp_path: Path, family: str) -> None:
+    model = tiny(family)
+    check(pool, tmp_path, (model, "adamw"), GRIDS + (OF_EXPERTS if model.num_experts else []))
+
+
+MODELS = {
+    "gpt2": tiny("gpt2"),
+    "experts": tiny("qwen2_moe"),
+    "expert biases": tiny("gpt_oss"),
+    "latents": tiny("deepseek_v2"),
+    "further tokens": jobs.llama(mtp_num_layers=1),
+}
+RULES = [(rule, model) for rule in RATES for model in MODELS]
+
+
+@pytest.mark.parametrize("rule", always_run(RULES, ("lamb", "further tokens"), ("muon", "expert biases")), ids="-".join)
+def test_every_rule_without_sequence_parallelism(pool: WorkerPool, tmp_path: Path, rule: tuple[str, str]) -> None:
+    optimizer, name = rule
+    model = MODELS[name]
+    rows = [{"zero": 0, **APART}, {"zero": 3, **APART}]
+    second = ({"tp": 2, "ep": 2}, rows[:1]) if model.num_experts else ({"tp": 2, "pp": 2}, [APART])
+    check(pool, tmp_path, (model, optimizer), [({"tp": 2}, rows), second])
