@@ -31,7 +31,9 @@ class OptimConfig:
     """Learning rate at step 0 of the warmup."""
     lr_by: Literal["steps", "samples"] = "steps"
     """With --batch-size-schedule: advance learning-rate and weight-decay schedules per step, or per
-    --global-batch-size samples."""
+    --lr-batch-size samples."""
+    lr_batch_size: int | None = None
+    """With --lr-by samples: number of samples that count as one step of the schedules. Default: --global-batch-size."""
     decoupled_lr: float | None = None
     """Peak learning rate of the embedding and output layers, on the same schedule. Default: --lr."""
     decoupled_min_lr: float | None = None
@@ -49,7 +51,7 @@ class OptimConfig:
     lr_decay_steps: int | None = None
     """Step at which the decay ends. Default: --train-steps."""
     wsd_decay_steps: int | None = None
-    """Number of steps of wsd's final linear decay. Default: a tenth of the run."""
+    """Number of steps of wsd's final linear decay. Default: a tenth of the run, or what the warmup leaves."""
     weight_decay: float = 0.1
     """Decoupled weight decay, not applied to norms and biases."""
     start_weight_decay: float | None = None
@@ -126,7 +128,7 @@ class OptimConfig:
         in_range(self, "warmup_steps ademamix_warmup ademamix_alpha", 0, 10**10)
         in_range(self, "lr_decay_steps wsd_decay_steps loss_scale_window hysteresis muon_ns_steps", 1, 10**10)
         in_range(self, "beta1 beta2 muon_momentum ademamix_beta3", 0, 1)
-        in_range(self, "base_batch_size", 1, 10**7)
+        in_range(self, "base_batch_size lr_batch_size", 1, 10**7)
         require(
             0 <= self.min_lr <= self.lr,
             f"--min-lr {self.min_lr}",
@@ -145,6 +147,12 @@ class OptimConfig:
             f"--lr-decay-steps {self.lr_decay_steps}",
             f"the decay would end before the --warmup-steps {self.warmup_steps} are over",
             "raise it (it counts from the start of the run) or lower --warmup-steps",
+        )
+        require(
+            self.lr_batch_size is None or self.lr_by == "samples",
+            f"--lr-batch-size {self.lr_batch_size}",
+            f"has no effect with --lr-by {self.lr_by}",
+            "give --lr-by samples, or drop it",
         )
         self._check_scale()
         self._check_decoupled()

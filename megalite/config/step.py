@@ -14,6 +14,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.multi_token import check_mtp
 from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.rates import check_decay
 from megalite.config.train import TrainConfig
 from megalite.update_rules import RULES
 
@@ -38,6 +39,7 @@ class StepConfig:
         check_experts(self.model, self.parallel)
         self._check_features()
         check_fp8(self.model, self.parallel, self.train)
+        check_decay(self.optim, self.train)
         self._check_stages()
 
     @property

@@ -178,9 +178,27 @@ class BlendedDataset:
         return self.datasets[chosen].sample(nth)
 
     def content_hash(self) -> str:
-        """Hash the weights and the sets' hashes, in their order."""
-        lines = [f"{w!r} {d.content_hash()}" for w, d in zip(self.weights, self.datasets)]
+        """Hash the weights and the sets' hashes, in their order.
+
+        Raises:
+            UserError: two sets are the same, by their content. Versions of data below 3 only log it.
+        """
+        hashes = [d.content_hash() for d in self.datasets]
+        for i, h in enumerate(hashes):
+            if (first := hashes.index(h)) < i:
+                self._refuse_twice(first, i)
+        lines = [f"{w!r} {h}" for w, h in zip(self.weights, hashes)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _refuse_twice(self, first: int, second: int) -> None:
+        words = [f"{self.weights[i]:g} {self.datasets[i].indexed.prefix}" for i in (first, second)]
+        given = f"{'--valid-data' if self.datasets[0].split == 'valid' else '--data'} {' '.join(words)}"
+        rule = "is the same data twice: some samples would come again before others have come once"
+        prefix = self.datasets[first].indexed.prefix
+        if self.version > 2:
+            weight = self.weights[first] + self.weights[second]
+            raise UserError(given, rule, f"give it once: {weight:g} {prefix}")
+        logger.warning(f"{given} {rule} (a new run would refuse it)")
 
     def identity(self) -> str:
         lines = [f"{w!r} {d.identity()}" for w, d in zip(self.weights, self.datasets)]

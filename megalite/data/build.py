@@ -54,8 +54,12 @@ class Datasets:
 
     def content_hashes(self) -> dict[str, str | None]:
         """Return what identifies the data in a checkpoint's metadata."""
-        valid = self.valid.content_hash() if self.valid is not None else None
-        return {"data_hash": self.train.content_hash(), "valid_data_hash": valid}
+        train, valid = self.train.content_hash(), self.valid.content_hash() if self.valid is not None else None
+        trained_on = _sources(self.train)
+        for content, prefix in _sources(self.valid).items():
+            if content in trained_on:
+                logger.warning(f"--valid-data {prefix} is also in --data: evaluation reads what is trained on")
+        return {"data_hash": train, "valid_data_hash": valid}
 
 
 def parse_data(data: Sequence[str]) -> list[tuple[float, str]]:
@@ -135,6 +139,12 @@ def build_datasets(
     return Datasets(make("train", sources, train, shuffle=shuffle), evaluation)
 
 
+def _sources(dataset: Dataset | None) -> dict[str, str]:
+    """Return the prefixes of a dataset's token files by the hash of their content; none where there are no files."""
+    sets = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+    return {d.content_hash(): d.indexed.prefix for d in sets if isinstance(d, GPTDataset | PackedDataset)}
+
+
 def _short(sources: Sequence[tuple[float, IndexedDataset]], documents: Sequence[tuple[int, int]], seq_len: int) -> bool:
     """Whether a range of documents, one per source, is too short for a sample."""
     for (_, source), (first, stop) in zip(sources, documents):
@@ -166,8 +176,8 @@ def _dataset(
 ) -> Dataset:
     """Make one split of the sources, blended if there are several. `documents`: range of each, all by default."""
     datasets = [
-        kind(indexed, split=name, documents=bounds, **options)
-        for (_, indexed), bounds in zip(sources, documents or [None] * len(sources))
+        kind(indexed, split=name, documents=bounds, source=number, **options)
+        for number, ((_, indexed), bounds) in enumerate(zip(sources, documents or [None] * len(sources)))
     ]
     return datasets[0] if len(datasets) == 1 else BlendedDataset(datasets, [weight for weight, _ in sources])
 

@@ -61,7 +61,8 @@ class OwnDataset:
         """Return the sample at a position.
 
         Raises:
-            UserError: it has another length, ids that are not integers, or an id outside the vocabulary.
+            UserError: it has another length, ids that are not integers, an id outside the vocabulary, or a weight that
+                is not from 0 to `MAX_WEIGHT`.
         """
         epoch, within = divmod(position, len(self.samples))
         return self._read(self._order.sample(epoch, within, self.version) if self.shuffle else within)
@@ -83,8 +84,10 @@ class OwnDataset:
         ):
             rule = "starts[k] must be k where a document starts, and starts[k - 1] elsewhere"
             raise UserError(f"{where} with starts {str(starts)[:80]}", rule, "correct them")
-        weights = None if sample.weights is None else np.asarray(sample.weights, np.float32)
-        return Rows(inputs, targets, None if starts is None else np.asarray(starts, np.int64), weights)
+        with np.errstate(over="ignore"):  # what is too large for float32 is infinite, and refused
+            weights = None if sample.weights is None else np.asarray(sample.weights).astype(np.float32)
+        starts = None if starts is None else np.asarray(starts, np.int64)
+        return Rows(inputs, targets, starts, weights).check_inputs(where)
 
     def _ids(self, tokens: Any, where: str, length: int, name: str) -> Tokens:
         ids = np.asarray(tokens)

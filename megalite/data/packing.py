@@ -22,7 +22,8 @@ from megalite.data.tokens import IndexedDataset
 WINDOW = 4096
 """Number of documents that are packed together: neighbors in the epoch's order."""
 
-_PACK_ORDER = 1 << 32  # added to the epoch: packs are shuffled by another seed than documents
+# Added to the epoch: packs are shuffled by another seed than documents, and so is each source of a blend.
+_PACK_ORDER, _SOURCE = 1 << 32, 1 << 33
 
 
 def pack(sizes: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
@@ -116,6 +117,7 @@ class PackedDataset:
         split: name for messages ("train", "valid", "test").
         per_sample: give the targets of each document the weight 1 together, instead of 1 each.
         long_documents: "cut" truncates documents of more than seq_len + 1 tokens, "drop" skips them.
+        source: number of this source in a blend, part of the key of the order.
 
     Attributes:
         num_samples: samples in the first epoch; later ones may have a few more or less.
@@ -139,11 +141,12 @@ class PackedDataset:
         split: str = "train",
         per_sample: bool = False,
         long_documents: Literal["cut", "drop"] = "cut",
+        source: int = 0,
     ) -> None:
         self.indexed, self.seq_len, self.mask = indexed, seq_len, mask
         self.documents = documents if documents is not None else (0, indexed.num_documents)
         self.seed, self.shuffle, self.vocab_size, self.split = seed, shuffle, vocab_size, split
-        self.per_sample, self.long_documents, self.version = per_sample, long_documents, VERSION_OF_DATA
+        self.per_sample, self.long_documents, self.source = per_sample, long_documents, source
         self.places = np.minimum(indexed.sizes - 1, seq_len)
         first, stop = self.documents
         sizes = indexed.sizes[first:stop]
@@ -158,10 +161,8 @@ class PackedDataset:
                 f"none of its {stop - first} documents has 2 to {seq_len + 1} tokens",
                 "use more data, a longer --seq-len, or --long-documents cut",
             )
-        self._ends = [0]
-        self._epoch, self._packs = -1, [self._usable[:0]]
-        self._load(0)
-        self.num_samples, total = len(self._packs), int(self.places[self._usable].sum())
+        self._version, self.version = 0, VERSION_OF_DATA
+        total = int(self.places[self._usable].sum())
         outcome = "cut" if long_documents == "cut" else "dropped"
         logger.info(
             f"{name}: {len(self._usable)} documents packed into {self.num_samples} samples of {seq_len}, "
@@ -171,6 +172,18 @@ class PackedDataset:
 
     def __len__(self) -> int:
         return self.num_samples
+
+    @property
+    def version(self) -> int:
+        """Version of the order, see `VERSION_OF_DATA`."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if version != self._version:
+            self._version, self._ends, self._epoch = version, [0], -1
+            self._load(0)
+            self.num_samples = len(self._packs)
 
     def sample(self, position: int) -> Rows:
         """Return the sample at a position of the training order (any position >= 0, over all epochs).
@@ -225,10 +238,11 @@ class PackedDataset:
 
     def _pack_epoch(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         documents = self._usable
+        key = epoch + (_SOURCE * self.source if self.version > 2 else 0)
         if self.shuffle:
-            documents = documents[epoch_order(len(documents), self.seed, epoch)]
+            documents = documents[epoch_order(len(documents), self.seed, key)]
         windows = [documents[at : at + WINDOW] for at in range(0, len(documents), WINDOW)]
         packs = [window[items] for window in windows for items in pack(self.places[window], self.seq_len)]
         if self.shuffle:
-            packs = [packs[i] for i in epoch_order(len(packs), self.seed, epoch + _PACK_ORDER)]
+            packs = [packs[i] for i in epoch_order(len(packs), self.seed, key + _PACK_ORDER)]
         return packs

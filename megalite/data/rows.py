@@ -16,6 +16,9 @@ Tokens = npt.NDArray[np.int64]
 IGNORE = -1
 """Target of a token that predicts nothing; any negative number means the same."""
 
+MAX_WEIGHT = 1e10
+"""Largest weight of a target. All targets of a step together weigh at least 1 / MAX_WEIGHT times its tokens."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -26,7 +29,7 @@ class Rows:
         targets: int64, the id that each token is to predict; negative ones are not in the loss.
         starts: int64, index in its sample of the first token of each token's document: attention looks back no further,
             and positions count from there. None: a sample is one document.
-        weights: float32, weight of each target in the mean loss; None: 1.
+        weights: float32 from 0 to `MAX_WEIGHT`, weight of each target in the mean loss; None: 1.
     """
 
     inputs: Tokens
@@ -93,10 +96,11 @@ class Rows:
         return float(counted.sum() if self.weights is None else self.weights[counted].sum(dtype=np.float64))
 
     def check_inputs(self, what: str) -> Rows:
-        """Return these rows.
+        """Return these rows, if a step can train on them.
 
         Raises:
-            UserError: an input is negative; an embedding would return zeros for it, without an error.
+            UserError: an input is negative (an embedding would return zeros for it, without an error), or a weight is
+                not a number from 0 to `MAX_WEIGHT`.
         """
         if self.inputs.size and int(self.inputs.min()) < 0:
             at = tuple(int(i) for i in np.unravel_index(int(self.inputs.argmin()), self.inputs.shape))
@@ -104,4 +108,8 @@ class Rows:
             raise UserError(
                 f"token id {int(self.inputs[at])} in {what}", rule, "mark ignored tokens in the targets instead"
             )
+        if self.weights is not None and (wrong := ~((self.weights >= 0) & (self.weights <= MAX_WEIGHT))).any():
+            at = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))
+            rule = f"the weight of a target, here of token {at[-1]}, is a number from 0 to {MAX_WEIGHT:g}"
+            raise UserError(f"weight {self.weights[at]:g} in {what}", rule, "correct it, or set the target to -1")
         return self

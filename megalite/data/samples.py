@@ -73,6 +73,7 @@ class GPTDataset:
         vocab_size: ids must be below it; None leaves them unchecked.
         split: name for messages ("train", "valid", "test").
         document_mask: mark where documents begin; their last tokens then have no target.
+        source: number of this source in a blend, part of the key of the order.
 
     Attributes:
         num_samples: samples in an epoch, (tokens - 1) // seq_len.
@@ -92,6 +93,7 @@ class GPTDataset:
         vocab_size: int | None = None,
         split: str = "train",
         document_mask: bool = False,
+        source: int = 0,
     ) -> None:
         first, stop = documents if documents is not None else (0, indexed.num_documents)
         self.indexed, self.seq_len, self.documents = indexed, seq_len, (first, stop)
@@ -108,7 +110,7 @@ class GPTDataset:
                 "use more data, a larger part in --split (or 0 for this part), or a shorter --seq-len",
             )
         self.version = VERSION_OF_DATA
-        self._order = EpochOrder(self.num_samples, seed)
+        self._order = EpochOrder(self.num_samples, seed, source)
         self._epochs_reported = False
 
     def __len__(self) -> int:

@@ -89,6 +89,18 @@ class BatchSizes:
                 break
         return completed
 
+    def steps_to(self, samples: int) -> int:
+        """Count the steps, from the first, that it takes to consume `samples`."""
+        complete = self.steps(samples)
+        return complete + (self.samples(complete) < samples)
+
+    def from_then_on(self, step: int, later: BatchSizes) -> BatchSizes:
+        """Return these sizes for the first `step` steps, and those of `later` after them."""
+        before = [phase for phase in self.phases if phase[0] < step]
+        after = [phase for phase in later.phases if phase[0] > step]
+        at = [] if before and before[-1][1] == later.size(step + 1) else [(step, later.size(step + 1))]
+        return BatchSizes((*before, *at, *after))
+
     def following(self, step: int) -> Iterator[int]:
         """Yield the samples of each step after step `step`, without end."""
         return map(self.size, count(step + 1))

@@ -33,7 +33,8 @@ def inverse_square_root(step: float, cfg: Any, end: float) -> float:
 
 def wsd(step: float, cfg: Any, end: float) -> float:
     """Stay at the peak, then fall along a line over the last `wsd_decay_steps`."""
-    return _line(_progress(step, end - (cfg.wsd_decay_steps or max(1, end // 10)), end), cfg)
+    decay = cfg.wsd_decay_steps or max(1, end // 10)
+    return _line(_progress(step, max(end - decay, cfg.warmup_steps), end), cfg)
 
 
 def constant(step: float, cfg: Any, end: float) -> float:

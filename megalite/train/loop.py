@@ -12,6 +12,8 @@ from megalite.base.collector import PeriodicCollector
 from megalite.base.errors import UserError
 from megalite.base.log import logger, warn_on_rank_0
 from megalite.checkpoint.save import SaveError
+from megalite.config.rates import describe_warmup
+from megalite.data.rows import MAX_WEIGHT
 from megalite.train.evaluate import evaluate
 from megalite.train.exit import DivergenceError, leave_unfinished, raise_together
 from megalite.train.fp8_amax import Fp8Amax
@@ -147,6 +149,8 @@ def log_plan(run: Run) -> None:
     logger.info(f"training from step {run.step + 1} of {last}: {size} per step, {lines}; the first step takes longer")
     if cfg.train.batch_size_schedule is not None:
         logger.info(f"--batch-size-schedule: {cfg.train.batches.summary}")
+    if warmup := describe_warmup(cfg.optim, cfg.train):
+        logger.info(warmup)
     if not cfg.run.save_every and last - run.step >= _LONG_RUN:
         warn_on_rank_0(f"--save-every 0: nothing is saved before step {last}; a crash loses everything up to there")
 
@@ -177,8 +181,7 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
         result = once()
     if result.failed:
         raise_together(engine.ctx, failure)
-    if not result.targets:
-        raise _nothing_to_learn(run)
+    _check_weight(run, result.targets)
     if progress.gradients is not None and is_bad(run, result):
         run.heartbeat.beat("training again", step, patience)
         result = replay(run, result, batch, progress.gradients, scalars, once)
@@ -196,11 +199,24 @@ def one_step(run: Run, progress: Progress) -> tuple[StepResult, dict[str, Any]]:
     return result, record
 
 
-def _nothing_to_learn(run: Run) -> UserError:
-    """Describe the step whose samples have no target; every rank raises this."""
+def _check_weight(run: Run, targets: float) -> None:
+    """Check that a step had something to learn.
+
+    Raises:
+        UserError: there was no target, or their weights are so small that squares of gradients are no fp32 numbers, and
+            the gradient norm too small or 0; on every rank.
+    """
     first, cfg = run.consumed_samples, run.engine.cfg
-    return UserError(
-        f"samples {first} to {first + cfg.train.batches.size(run.step + 1) - 1} (step {run.step + 1})",
+    size = cfg.train.batches.size(run.step + 1)
+    least = size * cfg.model.seq_len / MAX_WEIGHT
+    if targets >= least:
+        return
+    given = f"samples {first} to {first + size - 1} (step {run.step + 1})"
+    if targets:
+        rule = f"have targets that weigh {targets:.3g} together, less than {least:.3g}"
+        raise UserError(given, rule, "multiply all weights by one number, so that most are near 1")
+    raise UserError(
+        given,
         f"contain no target token with --loss-on {cfg.data.loss_on or 'answers'}",
         "check the answers marked in PREFIX.mask.bin, or raise --global-batch-size or --seq-len",
     )

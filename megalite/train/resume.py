@@ -21,7 +21,7 @@ from megalite.checkpoint.names import checkpoints_folder, refuse_megatron, step_
 from megalite.checkpoint.safetensors_io import BadCheckpoint
 from megalite.config.optim import OptimConfig
 from megalite.config.options import GROUPS
-from megalite.config.rates import rates_at
+from megalite.config.rates import full_batch, rates_at
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
 from megalite.data import VERSION_OF_DATA
@@ -166,6 +166,8 @@ def resume(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> dict
     _check_tokenizer(path, saved, ours)
     if not source.reset_data:
         _check_data(path, saved, ours)
+    if not source.reset_step:
+        _check_schedules(engine.cfg, path, saved)
     load_checkpoint(source.checkpoint, optimizer.states(), engine.ctx, moments=with_moments)
     if with_moments:
         optimizer.load_scalars(saved["scalars"])
@@ -207,28 +209,41 @@ def log_start(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> N
     ]
     if changed:
         logger.info(f"options changed since that checkpoint: {', '.join(changed)}")
-    _log_rate(engine.cfg, saved, int(state["step"]))
+    _log_rates(engine.cfg, saved, int(state["step"]))
 
 
-def _log_rate(cfg: Config, saved: dict[str, Any], start: int) -> None:
-    """Log both rates if the next step's is above those at which the checkpoint's run ended and would have continued."""
-    if "optim" not in saved["config"]:
+def _log_rates(cfg: Config, saved: dict[str, Any], start: int) -> None:
+    """Log what jumps: is not between the rates at which the checkpoint's run ended and would have continued."""
+    if (theirs := _options_of_rates(saved)) is None:
         return
-    step = saved["step"]
+    step, ours, jumps = saved["step"], rates_at(cfg.optim, cfg.train, start + 1), []
+    named = {"learning rate": "lr", "weight decay": "weight_decay"}
+    if not cfg.optim.decoupled_lr == theirs[0].decoupled_lr is None:
+        named["learning rate of embedding and output layers"] = "decoupled_lr"
+    for name, field in named.items():
+        last, following = (getattr(rates_at(*theirs, at), field) for at in (step, step + 1))
+        next_one = getattr(ours, field)
+        if not min(last, following) <= next_one <= max(last, following):
+            rises = "rises" if next_one > last else "falls"
+            jumps.append(
+                f"the {name} {rises}: {last:.3g} in step {step} of the checkpoint, {next_one:.3g} in the next step"
+            )
+    if jumps:
+        logger.info("; ".join(jumps))
+
+
+def _options_of_rates(saved: dict[str, Any]) -> tuple[OptimConfig, TrainConfig] | None:
+    """Return the options of the run that saved a checkpoint; None without any, or if this version refuses them."""
+    if "optim" not in saved["config"]:
+        return None
     recorded = {group: _recorded(saved, group) for group in ("optim", "train")}
     recorded["train"]["train_steps"] = max(1, recorded["train"]["train_steps"])
     optim, train = ({f.name: options[f.name] for f in dataclasses.fields(GROUPS[group])}
                     for group, options in recorded.items())  # fmt: skip
     try:
-        theirs = OptimConfig(**optim), TrainConfig(**train)
-    except UserError:  # options that this version refuses: nothing to compare with
-        return
-    last, following = (rates_at(*theirs, at).lr for at in (step, step + 1))
-    ours = rates_at(cfg.optim, cfg.train, start + 1).lr
-    if ours > max(last, following):
-        logger.info(
-            f"the learning rate rises: {last:.3g} in step {step} of the checkpoint, {ours:.3g} in the next step"
-        )
+        return OptimConfig(**optim), TrainConfig(**train)
+    except UserError:
+        return None
 
 
 def _recorded(saved: dict[str, Any], section: str) -> dict[str, Any]:
@@ -258,6 +273,35 @@ def _check_model(cfg: Config, source: Source, saved: dict[str, Any]) -> None:
             advice = f"give --mtp-num-layers {count}{why}"
         rule = f"was made with another model ({'; '.join(differ.values())})"
         raise UserError(f"checkpoint {source.path}", rule, advice)
+
+
+def _check_schedules(cfg: Config, path: Path, saved: dict[str, Any]) -> None:
+    """Refuse schedules by samples that count the steps so far otherwise than the checkpoint's run: rates would jump.
+
+    A `--lr-batch-size` that is given may be another.
+    """
+    theirs, step = _options_of_rates(saved), int(saved["step"])
+    if theirs is None or cfg.optim.lr_by != "samples" or not step:
+        return
+    optim, train = theirs
+    here, there = full_batch(cfg.optim, cfg.train), full_batch(optim, train)
+    moved = optim.lr_by == "samples" and cfg.optim.lr_batch_size is None and here != there
+    consumed, claimed = (options.batches.samples(step) for options in (train, cfg.train))
+    if claimed != consumed:
+        whole = train.batches.from_then_on(step, cfg.train.batches)
+        unit = f" --lr-batch-size {there if moved else here}" if whole.sizes[-1] != here or moved else ""
+        batches = f"--batch-size-schedule {cfg.train.batch_size_schedule}"
+        raise UserError(
+            f"--lr-by samples with {batches if cfg.train.batch_size_schedule else f'--global-batch-size {here}'}",
+            f"says {claimed} samples of the {step} steps of checkpoint {path}, which had {consumed}",
+            f"write --batch-size-schedule '{whole}'{unit}, or --lr-by steps",
+        )
+    if moved:
+        raise UserError(
+            f"--lr-by samples with --global-batch-size {here}",
+            f"the schedules of checkpoint {path} count batches of {there} samples: counted by {here}, rates would jump",
+            f"give --lr-batch-size {there} to go on, or --lr-batch-size {here} to count the past anew",
+        )
 
 
 def _check_tokenizer(path: Path, saved: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -32,24 +32,27 @@ def meta_of(run_dir: Path, step: int) -> dict[str, Any]:
     return json.loads((run_dir / "checkpoints" / f"step_{step:08}" / "manifest.json").read_text())["meta"]
 
 
+@pytest.mark.parametrize("version", [1, 2])
 def test_an_older_checkpoint_keeps_its_order(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
     with monkeypatch.context() as old:
-        old.setattr(start, "VERSION_OF_DATA", 1)
+        old.setattr(start, "VERSION_OF_DATA", version)
         train(0, [*arguments, "--train-steps", "6", "--run-dir", str(tmp_path / "whole")], 1)
         train(0, [*arguments, "--train-steps", "3", "--run-dir", str(tmp_path / "half")], 1)
     folder = tmp_path / "half" / "checkpoints" / "step_00000003"
     content = json.loads((folder / "manifest.json").read_text())
-    # As it was before there were versions.
-    assert content["meta"].pop("data_version") == 1
-    del content["meta"]["blend"]
+    assert content["meta"]["data_version"] == version
+    if version == 1:  # as it was before there were versions
+        del content["meta"]["data_version"], content["meta"]["blend"]
     data = json.dumps(content, separators=(",", ":")).encode()
     (folder / "manifest.json").write_bytes(data)
     (folder / "COMMIT").write_bytes(commit_text(data))
     train(0, [*arguments, "--train-steps", "6", "--run-dir", str(tmp_path / "half")], 1)
     assert losses(tmp_path / "half") == losses(tmp_path / "whole")
-    assert meta_of(tmp_path / "half", 6)["data_version"] == 1
+    assert meta_of(tmp_path / "half", 6)["data_version"] == version
+    train(0, [*arguments, "--train-steps", "6", "--run-dir", str(tmp_path / "new")], 1)
+    assert losses(tmp_path / "new") != losses(tmp_path / "whole")
     # With other data it is a new order.
     train(
         0,

@@ -44,6 +44,12 @@ def test_thresholds_in_samples() -> None:
     sizes = BatchSizes.by_samples([(0, 16), (400, 32), (1200, 64)])
     assert str(sizes) == "0:16 25:32 50:64"
     assert [sizes.size(step) for step in (25, 26, 50, 51)] == [16, 32, 32, 64]
+    # What takes more samples than whole steps have takes one more.
+    assert [sizes.steps_to(n) for n in (0, 400, 401, 1200, 1264, 1265)] == [0, 25, 26, 50, 51, 52]
+    for step, text in ((0, "0:8 30:4"), (25, "0:16 25:8 30:4"), (40, "0:16 25:32 40:4"), (30, "0:16 25:32 30:4")):
+        later = "0:8 30:4" if step < 30 else "0:2 29:4"
+        assert str(sizes.from_then_on(step, BatchSizes.read(later))) == text
+    assert str(sizes.from_then_on(60, BatchSizes.read("0:64"))) == str(sizes)
     # A threshold within a step acts after it, and one step may pass several.
     assert str(BatchSizes.by_samples([(0, 16), (3, 20), (5, 24), (33, 28)])) == "0:16 1:24 2:28"
 
@@ -142,6 +148,8 @@ def test_rates_count_steps_or_samples_and_evaluation_does_not_change(tmp_path: P
     for line in ("--batch-size-schedule: 4 samples, 8 from step 3 on, 16 from step 4 on",
                  "global batch size 8 -> 16 from step 4 on", "; 1 to 4 micro-batches of 4 per dp rank"):  # fmt: skip
         assert line in log
+    log = (tmp_path / "samples" / "logs" / "rank_0.log").read_text()
+    assert "warm-up of 32 samples: 4 steps\n" in log
     # The first steps are those of a run with the first size, and so is the evaluation of 16 samples.
     same, others = trained(tmp_path / "constant", global_batch_size=4, train_steps=2, eval_steps=4, eval_every=2)
     assert [step["loss"] for step in steps[:2]] == pytest.approx([step["loss"] for step in same], rel=1e-6)

@@ -29,7 +29,7 @@ COMMON = {
 
 COMPATIBILITY = """
     vocab_divisible_by bucket_size overlap_grad_reduce overlap_tp_reduce overlap_param_gather
-    lr_by init_lr warmup_shape decoupled_lr decoupled_min_lr start_weight_decay weight_decay_ramp
+    lr_by lr_batch_size init_lr warmup_shape decoupled_lr decoupled_min_lr start_weight_decay weight_decay_ramp
     initial_loss_scale loss_scale_window hysteresis consecutive_hysteresis min_loss_scale
     deepspeed_config accelerate_config ignore_megatron_flags
 """

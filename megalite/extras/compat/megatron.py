@@ -148,11 +148,13 @@ def _layers_per_chunk(_: str, written: str, chunk: int, options: Mapping[str, An
 
 def _steps(flag: str, written: str, samples: int, options: Mapping[str, Any]) -> int:
     """Round down to whole steps, as Megatron does for the length of the run; its learning rate decays by samples."""
-    batch, schedule = max(options["global_batch_size"], 1), options["batch_size_schedule"]
+    schedule, by_samples = options["batch_size_schedule"], flag != "--train-steps" and options["lr_by"] == "samples"
+    own = by_samples and options["lr_batch_size"] is not None
     # The final decay, and learning-rate schedules by samples, count full batches.
-    full = flag == "--wsd-decay-steps" or (flag != "--train-steps" and options["lr_by"] == "samples")
-    if schedule is None or full:
-        (steps, left_over), sizing = divmod(samples, batch), f"--global-batch-size {batch}"
+    if schedule is None or flag == "--wsd-decay-steps" or by_samples:
+        batch = max(options["lr_batch_size" if own else "global_batch_size"], 1)
+        steps, left_over = divmod(samples, batch)
+        sizing = f"--{'lr' if own else 'global'}-batch-size {batch}"
     else:
         sizes = _read(BatchSizes.read, f"--batch-size-schedule {schedule}", schedule)
         steps, sizing = sizes.steps(samples), f"--batch-size-schedule {sizes}"
@@ -209,7 +211,7 @@ def _warmup_fraction(_: str, written: str, fraction: float, options: Mapping[str
     last, schedule = options["train_steps"], options["batch_size_schedule"]
     if schedule is not None and options["lr_by"] == "samples":
         sizes = _read(BatchSizes.read, f"--batch-size-schedule {schedule}", schedule)
-        last = sizes.samples(last) / sizes.sizes[-1]
+        last = sizes.samples(last) / (options["lr_batch_size"] or sizes.sizes[-1])
     return round(fraction * (options["lr_decay_steps"] or last))
 
 

@@ -82,6 +82,7 @@ def _alpaca(record: dict[str, Any]) -> list[Message]:
 def _message(turn: int, message: Any) -> Message:
     if not isinstance(message, dict):
         raise BadConversation(f"turn {turn} must be an object, it is {type(message).__name__}")
+    weight = message.get("weight")
     if "from" in message and "role" not in message:
         role = _ROLES.get(str(message["from"]), message["from"])
         if role not in ("user", "assistant", "system", "tool"):
@@ -95,6 +96,8 @@ def _message(turn: int, message: Any) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise BadConversation(f"the content of turn {turn} must be text, it is {type(content).__name__}")
+    if message["role"] == "assistant" and weight not in (None, 1):
+        raise BadConversation(f"turn {turn} has the weight {weight!r:.40}, and every answer is learned with weight 1")
     return {**message, "content": content}
 
 

@@ -61,6 +61,44 @@ def test_a_valid_split_shorter_than_a_sample_is_an_error_only_where_it_is_evalua
     assert build_datasets([prefix], **{**ARGS, "split": "100,0,0"}).valid is None
 
 
+def test_the_same_data_twice_in_a_blend_is_refused(make_dataset: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """By content, and with its remedy. Until version 2 each sample came twice in a row, and half of them not at all."""
+    a, copy, b = (make_dataset([100] * 4, name).prefix for name in ("a", "copy", "b"))
+    Path(b + ".bin").write_bytes(Path(b + ".bin").read_bytes()[::-1])
+    args = {**ARGS, "split": "1"}
+    built = build_datasets(["0.5", a, "0.2", b, "0.3", copy], **args)
+    with pytest.raises(UserError, match=rf"--data 0.5 {a} 0.3 {copy}: is the same .* give it once: 0.8 {a}"):
+        built.content_hashes()
+    assert build_datasets(["0.5", a, "0.5", b], **args).content_hashes()["data_hash"]
+    twice = build_datasets([b], **args, valid_data=["1", a, "1", copy])
+    with pytest.raises(UserError, match=f"--valid-data 1 {a} 1 {copy}: is the same"):
+        twice.content_hashes()
+    old = build_datasets(["0.5", a, "0.5", copy], **args)
+    old.use_version(2)
+    seen = [int(old.train.sample(position)[0]) for position in range(39)]  # type: ignore[index]
+    assert isinstance(old.train, BlendedDataset)
+    assert (old.train.datasets[0].num_samples, len(set(seen))) == (39, 20)
+    assert old.content_hashes()["data_hash"]
+    assert "is the same data twice" in caplog.text
+
+
+def test_sources_of_one_length_are_walked_in_orders_of_their_own(make_dataset: Make) -> None:
+    a, b = (make_dataset([100] * 4, name).prefix for name in ("a", "b"))
+    train = build_datasets(["0.5", a, "0.5", b], **{**ARGS, "split": "1"}).train
+    assert isinstance(train, BlendedDataset)
+    for version, distinct in ((2, 1), (3, 2)):
+        train.version = version
+        assert len({tuple(int(d.sample(p)[0]) for p in range(39)) for d in train.datasets}) == distinct  # type: ignore
+
+
+def test_evaluation_data_that_are_trained_on_are_told(make_dataset: Make, caplog: pytest.LogCaptureFixture) -> None:
+    a, copy, b = (make_dataset([size] * 5, name).prefix for name, size in (("a", 100), ("copy", 100), ("b", 70)))
+    build_datasets(["0.5", a, "0.5", b], **ARGS).content_hashes()
+    assert "evaluation reads" not in caplog.text
+    build_datasets(["0.5", b, "0.5", a], **ARGS, valid_data=[copy]).content_hashes()
+    assert f"--valid-data {copy} is also in --data" in caplog.text
+
+
 @pytest.mark.parametrize("data", [[], ["A", "B", "C"], ["A", "B"], ["0.5", "A", "x", "B"]])
 def test_a_malformed_data_argument_is_refused(data: list[str]) -> None:
     with pytest.raises(UserError, match="must be one PREFIX, or WEIGHT PREFIX pairs"):

@@ -77,7 +77,7 @@ def test_damage_to_the_index_is_found_by_one_rank(tmp_path: Path) -> None:
 
 
 def test_without_checksums_one_rank_reads(tmp_path: Path, reads: dict[str, int]) -> None:
-    prefixes = [write(tmp_path / f"s{i:03}", 100, sums=False) for i in range(100)]
+    prefixes = [write(tmp_path / f"s{i:03}", 100 + i, sums=False) for i in range(100)]
     first = open_all(prefixes, 0, 2)
     assert reads["idx"] >= sum(os.path.getsize(prefix + ".idx") - 34 for prefix in prefixes)
     first.content_hashes()

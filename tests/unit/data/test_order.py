@@ -58,6 +58,18 @@ def test_the_order_is_pinned() -> None:
     assert [permuted(i, 8, 1234, 0) for i in range(8)] == [3, 6, 1, 4, 7, 2, 0, 5]
 
 
+def test_each_source_of_a_blend_has_an_order_of_its_own() -> None:
+    """But the first, which is that of a run without a blend; and none had one before version 3."""
+    orders = [[EpochOrder(50, 3, source).sample(1, i, 3) for i in range(50)] for source in range(4)]
+    assert [sorted(order) for order in orders] == [[*range(50)]] * 4
+    assert len({tuple(order) for order in orders}) == 4
+    assert orders[0] == [permuted(i, 50, 3, 1) for i in range(50)]
+    assert [permuted(i, 8, 1234, 0, source=1) for i in range(8)] == [7, 6, 2, 0, 1, 3, 4, 5]
+    for version in (1, 2):
+        first, second = (EpochOrder(50, 3, source) for source in (0, 1))
+        assert [first.sample(1, i, version) for i in range(50)] == [second.sample(1, i, version) for i in range(50)]
+
+
 def test_old_runs_keep_the_sorted_order() -> None:
     shuffled = EpochOrder(50, 3)
     assert [shuffled.sample(1, i, 1) for i in range(50)] == epoch_order(50, 3, 1).tolist()

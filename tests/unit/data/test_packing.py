@@ -104,6 +104,23 @@ def test_resumes_in_any_layout_over_epochs(tmp_path: Path) -> None:
     assert read(4, 0, 5) + read(2, 40, 7) + read(1, 96, 8) == read(1, 0, 20)
 
 
+def test_sources_of_one_size_are_packed_in_orders_of_their_own(tmp_path: Path) -> None:
+    """From version 3 on; the first is packed as it was."""
+    sizes = np.random.default_rng(2).integers(2, 30, 60).tolist()
+    chats = [packed(write(tmp_path, sizes, name=str(source)), 32, seed=1, source=source) for source in range(3)]
+    alone = packed(str(tmp_path / "0"), 32, seed=1)
+
+    def order(data: PackedDataset) -> list[list[int]]:
+        return [data.documents_at(position) for position in range(2 * alone.num_samples)]
+
+    assert order(chats[0]) == order(alone)
+    assert len({str(order(data)) for data in chats}) == 3
+    for data in chats:
+        data.version = 2
+        assert order(data) == order(alone)
+        assert data.num_samples == alone.num_samples
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path, [4, 3])
     Path(prefix + ".mask.bin").write_bytes(b"\1" * 6)

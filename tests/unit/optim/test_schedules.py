@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
 import pytest
 
+from megalite.base.errors import UserError
 from megalite.config.cli import parse
 from megalite.config.optim import OptimConfig
+from megalite.config.rates import rates_at
+from megalite.extras.compat.dialect import DIALECT
 from megalite.optim.loss_scale import LossScaler, ScaleRule
 from megalite.schedules.lr import LR_DECAYS, learning_rate, weight_decay
 
@@ -88,6 +92,56 @@ def test_warmup_stable_decay_and_constant() -> None:
     assert learning_rate(900, cfg("wsd"), 1000) == pytest.approx(0.1)
     assert learning_rate(950, cfg("wsd"), 1000) == pytest.approx(0.0505)
     assert [learning_rate(s, cfg("constant"), 1000) for s in (50, 100, 5000)] == pytest.approx([0.055, 0.1, 0.1])
+
+
+WSD = "--lr 1 --lr-decay wsd"
+THEIRS = "--lr 1 --lr-decay-style WSD --global-batch-size 16 --rampup-batch-size 8 8 160"
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            f"{WSD} --warmup-steps 10 --wsd-decay-steps 100 --train-steps 50",
+            "--wsd-decay-steps 100: is more than --warmup-steps 10 leaves of the schedule's 50 steps; give 40 or less, "
+            "or raise --train-steps to 110",
+        ),
+        (
+            f"{WSD} --warmup-steps 10 --wsd-decay-steps 41 --lr-decay-steps 50 --train-steps 900",
+            "schedule's 50 steps; give 40 or less, or raise --lr-decay-steps to 51",
+        ),
+        (f"{WSD} --warmup-steps 50 --wsd-decay-steps 1 --train-steps 50", "lower --warmup-steps 50, or raise"),
+        # 100 + 200 samples; 53 steps are 324, of which 320 are needed.
+        (
+            f"{WSD} --warmup-steps 10 --wsd-decay-steps 30 --train-steps 50 --batch-size-schedule '0:4 25:8' "
+            "--lr-by samples",
+            "schedule's 37.5 full batches of 8 samples; give 27 or less, or raise --train-steps to 53",
+        ),
+        (
+            "--lr 1 --lr-decay-style WSD --lr-warmup-iters 10 --lr-wsd-decay-iters 100 --train-iters 50",
+            "schedule's 50 steps; give 40 or less, or raise --train-steps to 110",
+        ),
+        # 50 iterations are 20 of 8 samples and 30 of 16.
+        (f"{THEIRS} --lr-warmup-samples 160 --lr-wsd-decay-samples 640 --train-iters 50", "40 full batches of 16"),
+        (f"{THEIRS} --lr-warmup-samples 160 --lr-wsd-decay-iters 40 --train-samples 640", "40 full batches of 16"),
+    ],
+)
+def test_a_decay_longer_than_the_warmup_leaves_is_refused(words: str, error: str) -> None:
+    """The rate would fall from 0.9 to 0.4 and then 0.39 in the first of these."""
+    with pytest.raises(UserError) as caught:
+        parse(shlex.split(words), dialect=DIALECT)
+    assert error in str(caught.value)
+
+
+def test_a_decay_may_begin_where_the_warmup_ends() -> None:
+    parse(shlex.split(f"{WSD} --warmup-steps 10 --wsd-decay-steps 40 --train-steps 50"))
+    parse(shlex.split(f"{THEIRS} --lr-warmup-samples 160 --lr-wsd-decay-samples 480 --train-iters 50"), dialect=DIALECT)
+    # Within the warm-up the rate rises whatever comes after it.
+    parse(shlex.split(f"{WSD} --warmup-steps 100 --wsd-decay-steps 40 --train-steps 50"))
+    # A decay that nobody asked for takes what is left of its tenth.
+    late = parse(shlex.split(f"{WSD} --warmup-steps 98 --train-steps 100")).config
+    rates = [rates_at(late.optim, late.train, step).lr for step in range(97, 101)]
+    assert rates == pytest.approx([97 / 98, 1.0, 0.5, 0.0])
 
 
 def test_inverse_square_root_is_megatrons() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -100,9 +101,18 @@ def test_the_command_line_runs_the_same(tmp_path: Path, monkeypatch: pytest.Monk
         assert [step["step"] for step in megalite.steps(run)] == [4]
 
 
+def weighted(weight: float) -> Any:
+    """Rows of which token 5 has this weight."""
+    at = np.arange(8)
+    return megalite.Rows(at, at, weights=np.where(at == 5, weight, 1.0))  # type: ignore[arg-type]
+
+
 BAD_SAMPLES = [
     (lambda i: list(range(8)), {}, r"sample 0 of .* of shape \[8\].*seq_len \+ 1 = 9"),
     (lambda i: np.ones(9), {}, "of float64.*integers"),
+    (lambda i: weighted(-1.0), {}, "weight -1 in sample 0 of Bad: .* token 5, is a number from 0 to 1e\\+10"),
+    (lambda i: weighted(1e300), {}, "weight inf in sample 0 of Bad"),
+    (lambda i: weighted(2e10), {}, "weight 2e\\+10 in sample 0 of Bad"),
     (lambda i: [31] * 9, {}, "token id 31 .*below --vocab-size 31"),
     (lambda i: [1] * 9, {"mock_data": True}, "--mock-data with train_data"),
     (lambda i: [1] * 9, {"vocab_size": None}, "no vocab_size"),
@@ -115,6 +125,49 @@ def test_mistakes_in_data_of_ones_own(sample: Any, options: dict[str, Any], word
     mine = type("Bad", (), {"__len__": lambda self: 3, "sample": lambda self, i: sample(i)})()
     with pytest.raises(megalite.UserError, match=words):
         megalite.start(megalite.configure(**{**SIZES, **options}, run_dir=tmp_path), train_data=mine)
+
+
+class Weighted:
+    """Rows that all targets of sample `at` weigh `weight`, in the others 1."""
+
+    def __init__(self, weight: float, at: int) -> None:
+        self.weight, self.at = weight, at
+
+    def __len__(self) -> int:
+        return 8
+
+    def sample(self, i: int) -> megalite.Rows:
+        ids = (np.arange(9) * (i + 1)) % 31
+        weights = np.full(8, self.weight if self.at in (i, -1) else 1.0)
+        return megalite.Rows(ids[:-1], ids[1:], weights=weights)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("weight", "at", "words"),
+    [
+        # The gradient norm was -5.59, and nobody said so.
+        (-1.0, 5, "weight -1 in sample 5 of Weighted: .* token 0,"),
+        (math.nan, 5, "weight nan in sample 5 of Weighted"),
+        # The gradient norm was 0.0139 or 0 where it is 0.68, and nothing was clipped.
+        (1e-30, -1, r"samples 0 to 1 \(step 1\): have targets that weigh 1.6e-29 together, less than 1.6e-09"),
+        (0.0, -1, r"samples 0 to 1 \(step 1\): contain no target"),
+    ],
+)
+def test_weights_that_cannot_be_trained_on(weight: float, at: int, words: str, tmp_path: Path) -> None:
+    options = {**SIZES, "global_batch_size": 2, "micro_batch_size": 2, "train_steps": 4, "shuffle": False}
+    with megalite.start(megalite.configure(**options, run_dir=tmp_path), train_data=Weighted(weight, at)) as run:
+        with pytest.raises(megalite.UserError, match=words):
+            megalite.fit(run)
+        assert run.step == (0 if at == -1 else 2)
+
+
+def test_small_weights_are_as_good_as_large_ones(tmp_path: Path) -> None:
+    norms = []
+    for weight in (1e-9, 1.0, 1e9):
+        options = {**SIZES, "train_steps": 2, "run_dir": tmp_path / str(weight)}
+        with megalite.start(megalite.configure(**options), train_data=Weighted(weight, -1)) as run:
+            norms.append([step["grad_norm"] for step in megalite.steps(run)])
+    np.testing.assert_allclose(norms, [norms[1]] * 3, rtol=1e-5)
 
 
 def test_options_are_those_of_the_command_line() -> None:

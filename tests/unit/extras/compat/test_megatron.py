@@ -14,7 +14,7 @@ import pytest
 from megalite.base.errors import UserError
 from megalite.config import cli
 from megalite.config.options import GROUP_OF, TYPES
-from megalite.config.rates import rates_at
+from megalite.config.rates import describe_warmup, rates_at
 from megalite.config.rope import RopeScaling
 from megalite.config.run import Config
 from megalite.extras.compat import megatron as aliases
@@ -165,6 +165,27 @@ def test_ramp_is_theirs() -> None:
     # 480 samples are ten full batches of warmup; theirs is one step behind.
     assert (c.optim.lr_by, c.optim.warmup_steps, c.optim.lr_decay_steps) == ("samples", 10, 40)
     assert rates_at(c.optim, c.train, 3)[0] == pytest.approx(c.optim.lr * sum(sizes[:3]) / 480)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        # Twenty iterations of half the samples, as the peak comes in Megatron-LM too.
+        ("--rampup-batch-size 8 8 160 --lr-warmup-iters 10", "warm-up of 160 samples: 20 steps"),
+        ("--rampup-batch-size 8 8 160 --lr-warmup-samples 161", "warm-up of 160 samples: 20 steps"),
+        ("--rampup-batch-size 8 8 160 --lr-batch-size 8 --lr-warmup-samples 325", "warm-up of 320 samples: 30 steps"),
+        ("--rampup-batch-size 8 8 160 --lr-batch-size 8 --lr-warmup-fraction 0.2", "warm-up of 288 samples: 28 steps"),
+        ("--rampup-batch-size 8 8 16 --lr-warmup-iters 99", "warm-up of 1584 samples: 100 steps"),
+        ("--rampup-batch-size 8 8 160 --lr-warmup-iters 99", "warm-up of 1584 samples: the 100 steps of the run end"),
+        ("--lr-warmup-iters 101", "warm-up of 101 steps: the 100 steps of the run end within it"),
+        ("--lr-warmup-iters 10", ""),
+    ],
+)
+def test_a_warmup_by_samples_says_how_many_steps_it_takes(argv: str, line: str) -> None:
+    c = config("--global-batch-size", "16", "--train-iters", "100", *argv.split())
+    described = describe_warmup(c.optim, c.train)
+    assert described.startswith(line)
+    assert bool(described) == bool(line)
 
 
 def test_batch_size_schedule_in_tokens() -> None:
