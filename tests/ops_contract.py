@@ -458,7 +458,7 @@ def _attend_oracle(
 
 def _attend_cases() -> Iterator[Case]:
     for queries, keys, heads, kv in ((7, 12, 4, 2), (12, 12, 3, 3), (33, 40, 8, 1)):
-        for kind in ("all", "masked", *(("causal",) if queries == keys else ())):
+        for kind in ("all", "masked", "masked alike", *(("causal",) if queries == keys else ())):
             for softcap in (None, 2.0):
 
                 def inputs(g: torch.Generator, sizes: Any = (queries, keys, heads, kv, kind)) -> list[Tensor]:
@@ -470,6 +470,8 @@ def _attend_cases() -> Iterator[Case]:
                         seen[0, :, 2:4, :5] = False
                         seen[1, :, 1::2, 5:] = False
                         seen[:, :, :, 3] = False
+                    if kind == "masked alike":  # one mask for all samples
+                        seen = seen[:1].tril(2)
                     return [*drawn, seen]
 
                 options = {"softcap": softcap, **({"causal": True} if kind == "causal" else {})}

@@ -102,17 +102,18 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool,
         out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out, lse
     k, v = (_per_query_head(x, q.shape[1]) for x in (k, v))
-    bias = None if visible is None else _aligned(_bias(visible, q), q.shape[1])
+    bias = _whole_bias(visible, q)
     out, lse, *_ = _ops._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
     return out, lse[:, :, : q.shape[2]]
 
 
-def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
-    """Return the bias for every head, in rows that begin at a multiple of 16 bytes, as the kernel requires."""
+def _whole_bias(visible: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return the bias of every sample and head, in rows that begin at multiples of 16 bytes: the kernel requires it."""
+    bias = _bias(visible, q)
     if bias is None:
         return None
     keys = bias.shape[-1]
-    return torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys].expand(-1, heads, -1, -1)
+    return torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys].expand(*q.shape[:2], -1, -1)
 
 
 def _cuda_backward(
@@ -134,7 +135,7 @@ def _cuda_backward(
         )  # fmt: skip
         return dq, dk, dv
     heads, groups = q.shape[1], k.shape[1]
-    bias = None if visible is None else _aligned(_bias(visible, q).expand(q.shape[0], -1, -1, -1), heads)  # type: ignore[union-attr]
+    bias = _whole_bias(visible, q)
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _LSE_ROWS))
     dq, dk, dv, _ = _ops._scaled_dot_product_efficient_attention_backward(
         dout, q, _per_query_head(k, heads), _per_query_head(v, heads), bias, out, padded, zero, zero, 0.0,

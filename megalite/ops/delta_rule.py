@@ -19,7 +19,7 @@ triangular system); `recurrent` below is the definition, token by token, and no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +76,12 @@ def _decays(decay: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     token, and of each token behind the chunk: [B, N, chunks, CHUNK, CHUNK], and twice [B, N, chunks, CHUNK].
     """
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
+    # Sums are products with ones: `cumsum` has no deterministic kernel on a GPU.
+    ones = causal.to(decay.dtype)
     # Each sum from its own first token: a difference of sums loses the digits of mild decays behind a strong one.
-    sums = decay.unsqueeze(-1).masked_fill(~causal.tril(-1), 0.0).cumsum(-2)
+    sums = ones @ decay.unsqueeze(-1).masked_fill(~causal.tril(-1), 0.0)
     exponents = sums.masked_fill(~causal, float("-inf"))
-    before = decay.cumsum(-1).exp()
+    before = (decay @ ones.t()).exp()
     if starts is not None:
         tokens, chunks = len(starts), decay.shape[2]
         # What fills the last chunk up belongs to the last document.
@@ -108,6 +110,14 @@ def _within_chunks(k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Te
     return k, between, before, written, reads, (k * after.unsqueeze(-1)).mT, before[..., -1, None, None]
 
 
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield each chunk of tensors [B, N, chunks, ...].
+
+    All are taken at once: the backward of an index makes zeros for the whole sample, for every chunk.
+    """
+    return zip(*(x.unbind(2) for x in tensors))
+
+
 def _outputs(
     starts: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> Tensor:
@@ -117,10 +127,10 @@ def _outputs(
     seen, q = q @ k.mT * between, q * before.unsqueeze(-1)
     held = k.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state.permute(1, 2, 0, 3)
     out = []
-    for i in range(k.shape[2]):
-        new = written[:, :, i] - reads[:, :, i] @ held
-        out.append(q[:, :, i] @ held + seen[:, :, i] @ new)
-        held = held * kept[:, :, i] + left[:, :, i] @ new
+    for written_i, reads_i, q_i, seen_i, kept_i, left_i in _chunks(written, reads, q, seen, kept, left):
+        new = written_i - reads_i @ held
+        out.append(q_i @ held + seen_i @ new)
+        held = held * kept_i + left_i @ new
     return torch.cat(out, 2).permute(2, 0, 1, 3)[: len(v)].to(v.dtype)
 
 
@@ -134,8 +144,8 @@ def _transition(starts: Tensor | None, k: Tensor, v: Tensor, decay: Tensor, beta
         *k.shape[:2], -1, -1
     )
     written = F.pad(written, (k.shape[-1], 0))
-    for i in range(k.shape[2]):
-        held = held * kept[:, :, i] + left[:, :, i] @ (written[:, :, i] - reads[:, :, i] @ held)
+    for written_i, reads_i, kept_i, left_i in _chunks(written, reads, kept, left):
+        held = held * kept_i + left_i @ (written_i - reads_i @ held)
     return held.permute(2, 0, 1, 3)
 
 

@@ -95,6 +95,21 @@ def quantize(
     return Codes(codes.contiguous(), scale, block)
 
 
+def triton_kernels(module: str) -> Any:
+    """Return torch's operators of megalite, with those of `megalite.ops.triton.<module>`.
+
+    Raises:
+        UserError: Triton is not installed.
+    """
+    try:
+        importlib.import_module(f"megalite.ops.triton.{module}")
+    except ModuleNotFoundError as e:
+        if e.name != "triton":
+            raise
+        raise UserError("--fp8", "requires Triton, which is not installed", "pip install triton, or drop it") from None
+    return torch.ops.megalite
+
+
 def fused_quantize(
     x: Tensor, block: tuple[int, int], dtype: torch.dtype, power_of_2: bool, amax: Tensor | None = None
 ) -> Codes:
@@ -104,8 +119,7 @@ def fused_quantize(
     """
     if all(block) and amax is not None:
         return quantize(x, block, dtype, power_of_2, amax)
-    importlib.import_module("megalite.ops.triton.fp8")
-    kernels = torch.ops.megalite
+    kernels = triton_kernels("fp8")
     if all(block):
         codes, scale = kernels.triton_quantize(x, *block)
         return Codes(codes, scale, block)
@@ -131,8 +145,7 @@ def scaled_product(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool = Fals
 
 def block_product(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Triton implementation of `product` for blocks of 128, of which those of `a` are rows; see the contract."""
-    importlib.import_module("megalite.ops.triton.fp8_product")
-    return torch.ops.megalite.triton_block_product(a.codes, a.scale, b.codes, b.scale, b.block[0], out_dtype)
+    return triton_kernels("fp8_product").triton_block_product(a.codes, a.scale, b.codes, b.scale, b.block[0], out_dtype)
 
 
 def _readable(x: Codes) -> Codes:
@@ -243,6 +256,7 @@ def select(name: str, layers: range, device: torch.device, emulate: bool, notes:
         raise UserError(
             f"--fp8 {name}", reason, f"{others}add --fp8-emulate (its values, slower than bf16), or drop it"
         )
+    triton_kernels("fp8")  # missing: not in the middle of the first step
     # cuBLAS takes blocks of 128 on Hopper alone.
     ours = name == "blockwise" and torch.cuda.get_device_capability(device) != (9, 0)
     return Fp8(RECIPES[name], layers, fused_quantize, block_product if ours else scaled_product, wide, notes)

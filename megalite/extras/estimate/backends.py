@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from megalite.ops import choose, fused, grouped, native
+from megalite.ops import choose, fp8, fused, grouped, native
 from megalite.ops.op import Backend, Missing, Op
 
 
@@ -32,18 +32,22 @@ def target_backends(spec: str | None) -> Iterator[None]:
         name: replace(op, backends=tuple(_on_target(backend, by_name[name], op) for backend in op.backends))
         for name, op in choose.OPS.items()
     }
-    with mock.patch.dict(choose.OPS, target):
+    kernels = fp8.triton_kernels if _has_triton() else lambda module: _fake_kernels()
+    with mock.patch.dict(choose.OPS, target), mock.patch.object(fp8, "triton_kernels", kernels):
         yield
 
 
 def _on_target(backend: Backend, wanted: str, op: Op) -> Backend:
     if backend.name == "triton":
-        installed = importlib.util.find_spec("triton") is not None
-        return replace(backend, load=backend.load if installed else _load_fakes, why_not=_unless_missing(backend))
+        return replace(backend, load=backend.load if _has_triton() else _load_fakes, why_not=_unless_missing(backend))
     if backend.name == "cuda" and op is not grouped.OP:  # whose kernels are torch's own
         reason = None if wanted == "cuda" else "assumed to be absent; name it with --ops"
         return replace(backend, why_not=lambda device, dtype: reason)
     return backend
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _unless_missing(backend: Backend) -> Callable[..., str | None]:
@@ -57,12 +61,13 @@ def _unless_missing(backend: Backend) -> Callable[..., str | None]:
 
 
 def _load_fakes(op: Op) -> dict[str, Callable[..., Any]]:
-    _define_triton()
+    _fake_kernels()
     return fused.functions(op, "triton")
 
 
 @lru_cache
-def _define_triton() -> None:
-    """Define what `megalite.ops.triton` would, without implementations."""
+def _fake_kernels() -> Any:
+    """Define what `megalite.ops.triton` would, without implementations; return torch's operators of megalite."""
     for name in native.KERNELS:
         native.define(name, "triton_")
+    return torch.ops.megalite

@@ -306,3 +306,12 @@ def test_recipes_by_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, 
         else:
             with pytest.raises(UserError, match="needs compute capability"):
                 select(name, range(2), torch.device("cuda"), emulate=False)
+
+
+def test_a_gpu_without_triton_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [name for name in sys.modules if name.startswith("megalite.ops.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(UserError, match="requires Triton, which is not installed"):
+        select("blockwise", range(1), torch.device("cuda"), emulate=False)

@@ -155,6 +155,18 @@ def test_an_installed_triton_changes_nothing(runs: Runs) -> None:
     assert "triton: rmsnorm, layernorm" in runs.zero3["ops"]
 
 
+def test_fp8_where_triton_is_not_installed(runs: Runs) -> None:
+    """`runs` for the compiler that it requires."""
+    sizes = "--world 1 --json --num-layers 2 --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 --vocab-size 512"
+    common = f"{sizes} --seq-len 128 --global-batch-size 1 --precision bf16 --fp8"
+    recipes = ("blockwise", "rowwise", "tensorwise")
+    *found, _ = answers([f"{common} {recipe}" for recipe in recipes], without=("triton",))
+    calls = [json.loads(answer)["calls"] for answer in found]
+    assert [run["forward"]["aten::_scaled_mm"] for run in calls] == [8, 8, 8]
+    # Whole rows and tensors are cast after their maxima.
+    assert ["megalite::triton_quantize" in run["forward"] for run in calls] == [True, False, False]
+
+
 def test_a_library_that_is_named_is_there(runs: Runs) -> None:
     named, _ = answers([f"--world 2 --json {TINY} --ops adamw=cuda"], without=("triton",))
     assert "cuda: adamw" in json.loads(named)["ops"]

@@ -1,0 +1,54 @@
+"""Steps of all families on fake CUDA tensors: torch's kernels for GPUs take what reaches them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.families import FAMILIES, PRESETS
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no C++ compiler, which a CPU build of torch requires to imitate a GPU"
+)
+ROOT = Path(__file__).resolve().parents[4]
+# Rows of a mask that are no multiple of 16 bytes long.
+SIZES = "--num-layers 4 --seq-len 516 --vocab-size 512 --micro-batch-size 2 --global-batch-size 2 --device cuda"
+
+
+def options_of(family: str) -> str:
+    """A layer of each kind of a family's first preset, at its sizes but for the number of experts."""
+    preset = next(iter(FAMILIES[family].presets), None)
+    if preset is None:
+        return f"--arch {family} --hidden-size 256 --num-heads 4 --ffn-hidden-size 512 {SIZES}"
+    options = PRESETS[preset]
+    dense = [str(i) for i in options.get("moe_dense_layers", ()) if i < 4]
+    experts = " --num-experts 16" * ("num_experts" in {**FAMILIES[family].options, **options})
+    return f"--preset {preset}{experts}{' --moe-dense-layers ' * bool(dense)}{' '.join(dense)} {SIZES}"
+
+
+# Families with a kind of layer that no other one has; the others run with all.
+KINDS = ("deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text", "mixtral", "qwen3_next")
+WINDOWS = "--precision bf16 --cp 2 --window 100 --cp-comm"
+CASES = {
+    **{family: f"{options_of(family)} --precision bf16 --deterministic" for family in KINDS},
+    **{f"gpt_oss cp {comm}": f"{options_of('gpt_oss')} {WINDOWS} {comm}" for comm in ("gather", "ring", "a2a")},
+    "gemma3_text cp": f"{options_of('gemma3_text')} {WINDOWS} gather",
+    "gemma3_text in fp32": f"{options_of('gemma3_text')} --window 100",
+}
+MORE = {family: f"{options_of(family)} --precision bf16 --deterministic" for family in FAMILIES if family not in KINDS}
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.full)], ids=["kinds", "families"])
+def test_kernels_take_what_reaches_them(cases: dict[str, str]) -> None:
+    """Deterministic ones where they are asked for, and masks of every sample and head in aligned rows."""
+    lines = "".join(json.dumps([*words.split(), "--mock-data"]) + "\n" for words in cases.values())
+    command = [sys.executable, "-m", "tests.unit.extras.estimate.fake_checks"]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    faults = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    assert faults == dict.fromkeys(cases, [])
