@@ -1,10 +1,15 @@
-"""Counts of the package's source: code lines, functions, files, and which module imports which."""
+"""Counts of the package's source: code lines, functions, files, and which module imports which.
+
+python -m tests.unit.house      the figures of this checkout
+"""
 
 from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -80,3 +85,172 @@ class House:
 def _dotted(path: Path) -> str:
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+_WING_OF = {
+    "extras": ("extras",),
+    "core": (
+        *(
+            "core",
+            "batch",
+            "mesh",
+            "sharding",
+            "model",
+            "tensor_parallel",
+            "context_parallel",
+            "pipeline",
+            "optim",
+            "ops",
+        ),
+        *("families", "schedules", "update_rules"),
+        *(f"base.{name}" for name in ("delta_slices", "dtypes", "errors", "fp8_recipes", "hardware", "log", "slices")),
+        *(f"config.{name}" for name in ("attention", "context_parallel", "expert_parallel", "experts", "fp8", "rates")),
+        *(f"config.{name}" for name in ("latent_attention", "layer_types", "linear_attention", "multi_token", "rope")),
+        *(f"config.{name}" for name in ("model", "names", "optim", "parallel", "run", "train")),
+        *(f"train.{name}" for name in ("build", "engine", "fp8_amax", "moments", "offload_memory", "routing_figures")),
+        "train.step",
+    ),
+}
+_WINGS = {prefix: wing for wing, prefixes in _WING_OF.items() for prefix in prefixes}
+"""Rooms and modules -> wing; the longest prefix counts. All others keep a run alive: the runtime."""
+
+
+def wing_of(module: str) -> str:
+    """Return the wing of a module: core, runtime or extras."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((_WINGS[prefix] for prefix in prefixes if prefix in _WINGS), "runtime")
+
+
+class Figures:
+    """What is counted and printed, and no test asserts: a cliff at a number means that a limit cut, not an idea."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.house = root, House(root / "megalite")
+        self.trees = {name: ast.parse(text) for name, text in self.house.texts.items()}
+        self.lines = {name: code_lines(text) for name, text in self.house.texts.items()}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<48} {figure}" for name, figure in self.rows())
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield (what is counted, the figure)."""
+        texts, functions = self.house.texts, [lines for _, lines in self.house.functions()]
+        files = [len(text.splitlines()) for text in texts.values()]
+        for wing in ("core", "runtime", "extras"):
+            of_wing = [lines for name, lines in self.lines.items() if wing_of(name) == wing]
+            yield f"{wing}: files / code lines", f"{len(of_wing)} / {sum(of_wing)}"
+        yield "all: files / code lines", f"{len(files)} / {sum(self.lines.values())}"
+        closure = self.closure(next(name for name in ("core.step", "train.step") if name in texts))
+        yield "closure of the step: modules / code lines", f"{len(closure)} / {sum(self.lines[n] for n in closure)}"
+        yield "imports core -> runtime", str(len(self.upward()))
+        yield "files of 296-300 / 301-305 lines", f"{_within(files, 296, 300)} / {_within(files, 301, 305)}"
+        yield "functions of 48-50 / 51-53 lines", f"{_within(functions, 48, 50)} / {_within(functions, 51, 53)}"
+        yield "fmt: skip", str(sum(text.count("fmt: skip") for text in texts.values()))
+        yield "assignments that pack three or more values", str(sum(map(_packs, self._nodes())))
+        yield (
+            "parameters typed Any in options and checks",
+            str(sum(map(_any_parameters, self.trees, self.trees.values()))),
+        )
+        program = ast.walk(ast.parse((self.root / "pretrain_gpt.py").read_text()))
+        yield "guard()", str(sum(_called(node) == "guard" for node in (*self._nodes(), *program)))
+        recovery = [tree for name, tree in self.trees.items() if ".recover" in name]
+        yield "keys of messages that are strings", str(sum(_is_key(n) for tree in recovery for n in ast.walk(tree)))
+        kinds = self.kind_methods()
+        without = [name for name, called in kinds.items() if not called]
+        yield "methods of a kind without a caller in core", f"{len(without)} of {len(kinds)}"
+        yield "test files that import test files", str(self.importing_tests())
+        names = Counter(path.name for path in (self.root / "megalite").rglob("*.py") if path.name != "__init__.py")
+        yield "files whose name another file has", str(sum(count for count in names.values() if count > 1))
+        for word, pattern in (("fp8", "(?i)fp8"), ("URLs", "(?i)url"), ('"cp"', r"\bcp\b")):
+            found = [wing_of(name) == "extras" for name, text in texts.items() if re.search(pattern, text)]
+            yield f"files that name {word}: core and runtime / extras", f"{found.count(False)} / {found.count(True)}"
+        yield (
+            "lines of tests",
+            str(sum(len(path.read_text().splitlines()) for path in (self.root / "tests").rglob("*.py"))),
+        )
+
+    def closure(self, module: str) -> set[str]:
+        """Return the modules that a module imports, by way of others too, wherever the import stands."""
+        found: set[str] = set()
+        left = {module}
+        while left:
+            found |= left
+            left = set().union(*(self.house.imports[name] for name in left)) - found
+        return found
+
+    def upward(self) -> list[tuple[str, str]]:
+        """List the imports of the runtime by the core."""
+        pairs = ((a, b) for a, imported in self.house.imports.items() for b in imported if wing_of(a) == "core")
+        return sorted((a, b) for a, b in pairs if wing_of(b) == "runtime" and self.lines[b])
+
+    def kind_methods(self) -> dict[str, bool]:
+        """Method of a kind of layer -> whether the core calls it, outside of the kinds themselves."""
+        classes = [
+            (name, node) for name, tree in self.trees.items() for node in tree.body if isinstance(node, ast.ClassDef)
+        ]
+        sorts = {"LayerKind", *(node.name for _, node in classes if "LayerKind" in map(ast.unparse, node.bases))}
+        kinds = {name for name, node in classes if node.name in sorts or sorts & set(map(ast.unparse, node.bases))}
+        functions = (
+            f for _, node in classes if node.name in sorts for f in node.body if isinstance(f, ast.FunctionDef)
+        )
+        core = [tree for name, tree in self.trees.items() if wing_of(name) == "core" and name not in kinds]
+        called = {_called(node) for tree in core for node in ast.walk(tree)}
+        return {f.name: f.name in called for f in functions}
+
+    def importing_tests(self) -> int:
+        """Count the files of tests that import one whose tests pytest collects."""
+        found = 0
+        for path in (self.root / "tests").rglob("*.py"):
+            imports = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
+            names = [f"{getattr(n, 'module', '')}.{alias.name}" for n in imports for alias in n.names]
+            found += any(re.search(r"\btests\..*\btest_", name) for name in names)
+        return found
+
+    def _nodes(self) -> Iterator[ast.AST]:
+        for tree in self.trees.values():
+            yield from ast.walk(tree)
+
+
+def _within(values: list[int], low: int, high: int) -> int:
+    return sum(low <= value <= high for value in values)
+
+
+def _packs(node: ast.AST) -> bool:
+    """Whether `a, b, c = x, y, z`, or more of them."""
+    packed = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+    return packed and any(isinstance(to, ast.Tuple) and len(to.elts) > 2 for to in node.targets)
+
+
+def _any_parameters(module: str, tree: ast.Module) -> int:
+    """Count the parameters typed Any of functions in rooms of options, and of those that check something elsewhere."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    counted = (f for f in functions if {"config", "options"} & {*module.split(".")[:-1]} or f.name.startswith("check"))
+    return sum(ast.unparse(arg.annotation) == "Any" for f in counted for arg in f.args.args if arg.annotation)
+
+
+def _called(node: ast.AST) -> str | None:
+    """Return the name of the function or method that a node calls, if it calls one."""
+    if not isinstance(node, ast.Call):
+        return None
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+
+
+def _is_key(node: ast.AST) -> bool:
+    """Whether a message is asked for a string: message["x"], message.get("x"), "x" in message."""
+    of: ast.AST | None = None
+    if isinstance(node, ast.Subscript) and _is_string(node.slice):
+        of = node.value
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn) and _is_string(node.left):
+        of = node.comparators[0]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+        of = node.func.value if node.args and _is_string(node.args[0]) else None
+    return of is not None and re.search("message|turn|asked|hello|_broken|_meeting|_hear", ast.unparse(of)) is not None
+
+
+def _is_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+if __name__ == "__main__":
+    print(Figures(Path(__file__).resolve().parents[2]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.house import House, code_lines
+from tests.unit.house import Figures, House, code_lines, wing_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,6 +89,49 @@ def test_counts_of_a_house_by_hand(tmp_path: Path) -> None:
     assert house.arrows() == {("a", "b"), ("b", "a")}
     assert dict(house.functions()) == {"a.one.f": 4}
     assert house.in_circles() == {"a.one", "b.two", "b.three"}
+
+
+def test_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = Figures(ROOT)
+    with capsys.disabled():
+        print(f"\n{figures}")
+    assert {"train.step", "config.model"} <= figures.closure("train.step")
+
+
+def test_figures_of_a_house_by_hand(tmp_path: Path) -> None:
+    files = {
+        "megalite/__init__.py": "",
+        "megalite/train/step.py": "from megalite.data import rows\nfrom megalite.mesh import grid\na, b, c = 1, 2, 3\n",
+        "megalite/data/rows.py": "# fmt: skip\nx = 1\n",
+        "megalite/mesh/grid.py": "def check_it(m: Any, n: int, flags: dict[str, Any]) -> None:\n    m.asked()\n",
+        "megalite/model/kinds.py": (
+            "class LayerKind:\n    def asked(self):\n        pass\n\n\n"
+            "class Mixer(LayerKind):\n    def unasked(self):\n        self.asked()\n"
+        ),
+        "megalite/model/rows.py": "class Own(Mixer):\n    def unasked(self):\n        self.unasked()\n",
+        "megalite/train/recover/hub.py": (
+            "y = 'go' in message or message['to'] or message.get('by') or other['x']\nguard()\n"
+        ),
+        "pretrain_gpt.py": "guard()\n",
+        "tests/test_a.py": "from tests import test_b\n",
+        "tests/test_b.py": "import tests.jobs\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    figures = Figures(tmp_path)
+    assert [wing_of(name) for name in ("core.step", "train.step", "train.loop", "extras.plan")] == [
+        *("core", "core", "runtime", "extras")
+    ]
+    assert figures.upward() == [("train.step", "data.rows")]
+    assert figures.closure("train.step") == {"train.step", "data.rows", "mesh.grid"}
+    assert figures.kind_methods() == {"asked": True, "unasked": False}
+    rows = dict(figures.rows())
+    assert {name: rows[name] for name in list(rows)[4:6]} == {
+        "closure of the step: modules / code lines": "3 / 6",
+        "imports core -> runtime": "1",
+    }
+    assert [rows[name] for name in rows][8:17] == ["1", "1", "1", "2", "3", "1 of 2", "1", "2", "0 / 0"]
 
 
 def test_no_pickle_in_the_library() -> None:
