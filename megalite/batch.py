@@ -174,6 +174,8 @@ class MicroBatch:
             document. None: a sample is one document.
         weights_SB: fp32 [S, B], weight of each target in the loss; None: 1.
         further: the same positions with the tokens and targets 1, 2, ... further on, for modules that predict those.
+        router_weights_SB: fp32 [S, B], weight of each token in the losses of routers, which count the tokens that have
+            one; None: 1.
     """
 
     tokens_SB: Tensor
@@ -182,6 +184,7 @@ class MicroBatch:
     documents: Documents | None = None
     weights_SB: Tensor | None = None
     further: tuple[MicroBatch, ...] = ()
+    router_weights_SB: Tensor | None = None
 
     @classmethod
     def of_samples(
@@ -196,32 +199,36 @@ class MicroBatch:
         return cls(tokens_SB, targets_SB, positions, documents, weights_SB)
 
     def in_chunks(self, sizes: Iterable[int | None]) -> dict[int | None, Documents | None]:
-        """Return the documents cut into chunks of each of some sizes, counted from the start of the sample (Llama 4);
-        None: not cut. Masks are those of one pass, see `without_masks`.
+        """Return the documents cut into chunks of each of some sizes, counted from the start of each document as its
+        positions are, or from that of the sample where it is one (Llama 4); None: not cut. Masks are those of one pass,
+        see `without_masks`.
         """
-        whole, samples, device = self.documents, self.tokens_SB.shape[1], self.tokens_SB.device
-        out: dict[int | None, Documents | None] = {None: whole and whole.without_masks()}
-        for size in sizes:
-            if size is not None:
-                at = np.arange(self.positions.length) // size * size
-                starts_BS = np.tile(at, (samples, 1))
-                starts_SB = torch.from_numpy(at).to(device)[:, None].expand(-1, samples)
-                if whole is not None:
-                    starts_SB = torch.maximum(starts_SB, whole.starts_SB)
-                    host = whole.host_starts_BS
-                    starts_BS = starts_BS if host is None else np.maximum(starts_BS, host)
-                out[size] = Documents.of(starts_BS, starts_SB)
-        return out
+        whole = self.documents and self.documents.without_masks()
+        return {size: whole if size is None else self._cut(size) for size in (None, *sizes)}
+
+    def _cut(self, size: int) -> Documents:
+        length, samples = self.positions.length, self.tokens_SB.shape[1]
+        at_S1 = torch.arange(length, device=self.tokens_SB.device)[:, None]
+        if self.documents is None:
+            starts_SB: Tensor = at_S1.new_zeros(1, samples)
+            host: npt.NDArray[np.int64] | None = np.zeros((samples, length), np.int64)
+        else:
+            starts_SB, host = self.documents.starts_SB, self.documents.host_starts_BS
+        starts_SB = starts_SB + (at_S1 - starts_SB) // size * size
+        if host is None:
+            return Documents(starts_SB)
+        return Documents.of(host + (np.arange(length) - host) // size * size, starts_SB)
 
     def shared(self, ranks: int, rank: int) -> MicroBatch:
         """Return what a rank holds of whole samples that `ranks` ranks share: the one place where a sequence is cut."""
         positions = self.positions.shared(ranks, rank)
-        tokens, targets, weights = (
-            None if x is None else _rows(x, positions.runs) for x in (self.tokens_SB, self.targets_SB, self.weights_SB)
+        targets, weights, router_weights = (
+            None if x is None else _rows(x, positions.runs)
+            for x in (self.targets_SB, self.weights_SB, self.router_weights_SB)
         )
-        assert tokens is not None
         further = tuple(batch.shared(ranks, rank) for batch in self.further)
-        return MicroBatch(tokens, targets, positions, self.documents, weights, further)
+        tokens = _rows(self.tokens_SB, positions.runs)
+        return MicroBatch(tokens, targets, positions, self.documents, weights, further, router_weights)
 
 
 class Message(NamedTuple):
@@ -241,6 +248,7 @@ class ForwardPass:
         microbatch: index of the micro-batch among those of the replica.
         training: whether dropout and label smoothing apply, and backward follows.
         grad_scale: gradient of the sum of all token losses that backward will start from.
+        router_weights_SB: those of the tokens that the blocks work on, see `MicroBatch`.
     """
 
     step: int
@@ -248,3 +256,4 @@ class ForwardPass:
     microbatch: int
     training: bool
     grad_scale: float = 1.0
+    router_weights_SB: Tensor | None = field(default=None, compare=False)

@@ -109,8 +109,8 @@ class ModelConfig:
     """With --window: sliding_attention or full_attention for each layer, as config.json of Hugging Face names them; a
     shorter list is repeated. Overrides --window-pattern."""
     attention_chunk_size: int | None = None
-    """Layers of attention with rope attend within chunks of this many positions (Llama 4: 8192). Default: within the
-    sequence."""
+    """Layers of attention with rope attend within chunks of this many positions (Llama 4: 8192), counted from the start
+    of the document where documents are masked. Default: within the sequence."""
     no_rope_freq: int = 0
     """Every n-th layer has no rope, and attends to the whole sequence (Llama 4: 4); 0: none."""
     attention_temperature: float = 0.0

@@ -87,7 +87,11 @@ class OwnDataset:
         with np.errstate(over="ignore"):  # what is too large for float32 is infinite, and refused
             weights = None if sample.weights is None else np.asarray(sample.weights).astype(np.float32)
         starts = None if starts is None else np.asarray(starts, np.int64)
-        return Rows(inputs, targets, starts, weights).check_inputs(where)
+        padding = None if sample.padding is None else np.asarray(sample.padding, np.bool_)
+        if padding is not None and (padding.shape != at.shape or (targets[padding] >= 0).any()):
+            rule = f"must have seq_len = {self.seq_len} entries, and no target where it is true"
+            raise UserError(f"{where} with padding {str(padding)[:80]}", rule, "mark places without a token alone")
+        return Rows(inputs, targets, starts, weights, padding).check_inputs(where)
 
     def _ids(self, tokens: Any, where: str, length: int, name: str) -> Tokens:
         ids = np.asarray(tokens)

@@ -204,7 +204,8 @@ class PackedDataset:
             starts[place], weights[place] = at, 1 / max(int(learned.sum()), 1)
             at += places
         starts[at:] = at
-        return Rows(inputs, targets, starts, weights if self.per_sample else None)
+        padding = np.arange(self.seq_len) >= at
+        return Rows(inputs, targets, starts, weights if self.per_sample else None, padding)
 
     def documents_at(self, position: int) -> list[int]:
         """Return the documents of the sample at a position, in their order there."""

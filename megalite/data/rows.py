@@ -30,12 +30,15 @@ class Rows:
         starts: int64, index in its sample of the first token of each token's document: attention looks back no further,
             and positions count from there. None: a sample is one document.
         weights: float32 from 0 to `MAX_WEIGHT`, weight of each target in the mean loss; None: 1.
+        padding: bool, places without a token: routers of experts do not count them, and they have no target. A token
+            that is not learned is none. None: there is a token everywhere.
     """
 
     inputs: Tokens
     targets: Tokens
     starts: Tokens | None = None
     weights: npt.NDArray[np.float32] | None = None
+    padding: npt.NDArray[np.bool_] | None = None
 
     @classmethod
     def of(cls, tokens: npt.NDArray[np.integer[Any]]) -> Rows:
@@ -45,14 +48,16 @@ class Rows:
         """
         ids: Tokens = tokens.astype(np.int64, copy=False)
         inputs, targets = ids[..., :-1], ids[..., 1:]
-        if ids.size and ids.min() < 0:
-            padding = np.logical_and.accumulate(ids[..., ::-1] < 0, axis=-1)[..., ::-1]
-            inputs = np.where(padding[..., :-1], 0, inputs)
-        return cls(inputs, targets)
+        if not ids.size or ids.min() >= 0:
+            return cls(inputs, targets)
+        padding = np.logical_and.accumulate(ids[..., ::-1] < 0, axis=-1)[..., :0:-1]
+        return cls(np.where(padding, 0, inputs), targets, padding=padding)
 
     @classmethod
     def stack(cls, samples: Sequence[Rows]) -> Rows:
-        """Stack single samples. If some have documents or weights, the others are one document, and have weight 1."""
+        """Stack single samples. If some have documents, weights or padding, the others are one document, have weight 1
+        and no padding.
+        """
 
         def side_by_side(name: str, default: int) -> Any:
             arrays = [getattr(sample, name) for sample in samples]
@@ -62,21 +67,21 @@ class Rows:
             return np.stack([filler if x is None else x for x in arrays])
 
         inputs, targets = (np.stack([getattr(sample, name) for sample in samples]) for name in ("inputs", "targets"))
-        return cls(inputs, targets, side_by_side("starts", 0), side_by_side("weights", 1))
+        more = side_by_side("starts", 0), side_by_side("weights", 1), side_by_side("padding", False)
+        return cls(inputs, targets, *more)
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def __getitem__(self, samples: slice) -> Rows:
         """Return some of the samples."""
-        starts = None if self.starts is None else self.starts[samples]
-        weights = None if self.weights is None else self.weights[samples]
-        return Rows(self.inputs[samples], self.targets[samples], starts, weights)
+        parts: dict[str, Any] = {name: x if x is None else x[samples] for name, x in vars(self).items()}
+        return Rows(**parts)
 
     def ahead(self, steps: int) -> Rows:
         """Return the inputs and targets `steps` tokens further on, at the places of these: [n, S].
 
-        Where those lie in another document or behind the sample, there is no target.
+        Where those lie in another document or behind the sample, there is padding, and no target.
         """
 
         def moved(x: npt.NDArray[Any], filler: int) -> Any:
@@ -85,15 +90,23 @@ class Rows:
             return out
 
         targets = moved(self.targets, IGNORE)
+        own = np.zeros(targets.shape, np.bool_) if self.padding is None else self.padding
+        padding = own | moved(own, True)
         if self.starts is not None:
-            targets[moved(self.starts, -1) != self.starts] = IGNORE
+            elsewhere = moved(self.starts, -1) != self.starts
+            targets[elsewhere] = IGNORE
+            padding |= elsewhere
         weights = None if self.weights is None else moved(self.weights, 0)
-        return Rows(moved(self.inputs, 0), targets, self.starts, weights)
+        return Rows(moved(self.inputs, 0), targets, self.starts, weights, padding)
 
     def total_weight(self) -> float:
         """Sum the weights of all targets; without weights, count the targets."""
         counted = self.targets >= 0
         return float(counted.sum() if self.weights is None else self.weights[counted].sum(dtype=np.float64))
+
+    def num_tokens(self) -> int:
+        """Count the places that are not padding."""
+        return self.inputs.size if self.padding is None else int((~self.padding).sum())
 
     def check_inputs(self, what: str) -> Rows:
         """Return these rows, if a step can train on them.

@@ -28,7 +28,7 @@ class Dataset(Protocol):
 
     seq_len: int
     version: int  # of the order of samples and of the hash, see `VERSION_OF_DATA`
-    has_documents: bool  # whether samples may mark documents, which attention on every pipeline stage needs
+    has_documents: bool  # whether samples may mark documents or padding, which every pipeline stage needs to know
 
     def sample(self, position: int) -> Tokens | Rows:
         """Return int64 [seq_len + 1], inputs are [:-1], targets [1:]; or `Rows` with targets of their own."""

@@ -6,6 +6,7 @@ Shapes: S sequence (s = S / tp with sequence parallelism), B micro-batch, H hidd
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,6 +131,7 @@ class GPTStage(nn.Module):
             if hasattr(self, "embed_positions"):
                 x = self.embed_positions(x, batch.positions)
             x = self.embedding_dropout(x, fwd)
+        fwd = replace(fwd, router_weights_SB=batch.router_weights_SB)
         # The tables of each kind of layer are made once.
         ropes = {rotary: rotary and rotary(batch.positions, x.device) for rotary in set(self._rotary)}
         seen = [(ropes[rotary], documents[chunk]) for rotary, chunk in zip(self._rotary, self._chunks)]
@@ -141,6 +143,7 @@ class GPTStage(nn.Module):
         x = self.norm(x)
         loss = self.lm_head(x, batch, fwd)
         for k, (block, sees, further) in enumerate(zip(self._predicting, seen[len(self._blocks) :], batch.further)):
+            fwd = replace(fwd, router_weights_SB=further.router_weights_SB)
             x = self._run(block, x, self.mtp_embed_tokens(further.tokens_SB), *sees, fwd)
             loss_SB = self.lm_head(x, further, fwd)
             self.mtp_losses[k] = self.mtp_losses[k] + loss_SB.detach().sum(dtype=torch.float64)

@@ -7,6 +7,9 @@ counts the tokens of e, p are the probabilities, and 1 is balanced (Fedus et al.
 coeff T_u times it for every unit, beside the losses of the tokens: each rank adds what its own tokens contribute, with
 C summed over the ranks that share the unit. C is of the largest p, whatever a bias or groups make of the choice
 (DeepSeek-V3, equation 18). The z-loss is coeff logsumexp(logits)^2 for every token (Zoph et al. 2022).
+
+Padding is routed, and counts nowhere. The gradients of a step are divided by the weight of its targets: with that over
+the number of tokens as the weight of each (`train.step.weigh_parts`), both losses become means over tokens.
 """
 
 from __future__ import annotations
@@ -78,6 +81,7 @@ class Router(WideLinear):
         self.aux_coeff = 0.0 if cfg.moe_router_load_balancing_type == "none" else cfg.moe_aux_loss_coeff
         # Axes whose ranks hold other tokens of the same samples.
         self.sharing: Sequence[Axis] = [layers.cp, *([layers.tp] if layers.sequence_parallel else [])]
+        self.shard = layers.tp.rank if layers.sequence_parallel else 0
 
     def route(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> Routing:
         """Choose experts for the tokens x_SBH (x_sBH)."""
@@ -96,9 +100,10 @@ class Router(WideLinear):
         p_TE = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=least) if self.sigmoid else scores_TE
         plain = self.choice_bias is None and self.groups == 1
         largest_TK = ids_TK if plain else scores_TE.detach().topk(self.k).indices
-        balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), largest_TK)
-        counts = counts if plain else count(ids_TK.flatten(), self.num_experts)
-        z = logits_TE.logsumexp(-1).square().sum()
+        weights_SB = self._weights(x_SBH, fwd)
+        balance, counts = self._balance(p_TE.view(*x_SBH.shape[:2], -1), largest_TK, weights_SB)
+        counts = counts if plain else self._count(ids_TK, weights_SB).sum(0)
+        z = (logits_TE.logsumexp(-1).square() * weights_SB.flatten()).sum()
         if not self.log.recomputing:
             self.log.add(key, ids_TK, torch.cat((balance.detach()[None], z.detach()[None], counts)).double())
         wanted = self.aux_coeff or self.z_coeff
@@ -115,15 +120,33 @@ class Router(WideLinear):
             choice_TE = by_group.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
         return choice_TE.topk(self.k).indices
 
-    def _balance(self, p_SBE: torch.Tensor, ids_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what these tokens add to the sum of T_u times the balance loss, and how often experts are chosen."""
-        length, samples, num = p_SBE.shape
+    def _weights(self, x_SBH: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
+        """Return the weights of the tokens x_SBH (x_sBH) in the losses, fp32 [S, B] ([s, B])."""
+        if fwd.router_weights_SB is None:
+            return torch.ones(x_SBH.shape[:2], device=x_SBH.device)
+        return fwd.router_weights_SB[len(x_SBH) * self.shard :][: len(x_SBH)]
+
+    def _count(self, ids_TK: torch.Tensor, weights_SB: torch.Tensor) -> torch.Tensor:
+        """Count how often each expert is chosen in every sample by tokens that have a weight, int64 [B, E]."""
+        samples, num = weights_SB.shape[1], self.num_experts
         places = torch.arange(len(ids_TK), device=ids_TK.device) % samples
-        counts_BE = count((places[:, None] * num + ids_TK).flatten(), samples * num).view(samples, num)
+        counted = (weights_SB != 0).flatten().repeat_interleave(self.k)
+        return count((places[:, None] * num + ids_TK).flatten(), samples * num, counted).view(samples, num)
+
+    def _balance(
+        self, p_SBE: torch.Tensor, ids_TK: torch.Tensor, weights_SB: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what these tokens add to the sum of T_u times the balance loss, and how often experts are chosen."""
+        counts_BE = self._count(ids_TK, weights_SB)
         counts = counts_BE.sum(0)
-        chosen_UE, tokens = (counts_BE, length) if self.by_sequence else (counts[None].clone(), length * samples)
+        p_SBE = p_SBE * weights_SB.unsqueeze(-1)
+        if self.by_sequence:
+            chosen_UE, p_UE = counts_BE, p_SBE.sum(0)
+        else:
+            chosen_UE, p_UE = counts[None].clone(), p_SBE.sum((0, 1))[None]
         for axis in self.sharing:
             collectives.all_reduce(chosen_UE, axis).wait()
-            tokens *= axis.size
-        p_UE = p_SBE.sum(0) if self.by_sequence else p_SBE.sum((0, 1))[None]
-        return (chosen_UE * p_UE).sum() * (num / (self.k * tokens)), counts
+        # K T_u, as each token chooses K; a unit without a token has nothing to balance.
+        choices_U = chosen_UE.sum(1).clamp(min=1)
+        scale_U = torch.full_like(choices_U, self.num_experts) / choices_U
+        return ((chosen_UE * p_UE).sum(1) * scale_U).sum(), counts

@@ -18,7 +18,8 @@ class RoutingLog:
 
     Attributes:
         choices: experts chosen in a forward pass that is to be repeated, int64 [T, K].
-        sums: what this rank's tokens add to [T_u x balance loss, z-loss, tokens of each expert], fp64 [2 + E].
+        sums: what this rank's tokens add to [T_u x balance loss, z-loss, tokens of each expert], fp64 [2 + E];
+            the losses as they are in the objective, but for their coefficients.
         biases: of every router that has one, by layer; they stay from step to step.
         recomputing: whether a forward pass repeats an earlier one.
         remembers: whether every forward pass will be repeated: its choices are kept until then.

@@ -194,9 +194,14 @@ class AllGather(Dispatch):
 DISPATCHES: dict[str, type[Dispatch]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
-def count(ids: torch.Tensor, num: int) -> torch.Tensor:
-    """Count how often each of 0 to num - 1 occurs in `ids` (flat), int64 [num]; the host does not wait."""
-    return torch.zeros(num, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, torch.ones_like(ids))
+def count(ids: torch.Tensor, num: int, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """Count how often each of 0 to num - 1 occurs in `ids` (flat), int64 [num]; the host does not wait.
+
+    Args:
+        counted: bool, which of the ids count; None: all.
+    """
+    ones = torch.ones_like(ids) if counted is None else counted.to(ids.dtype)
+    return torch.zeros(num, dtype=torch.int64, device=ids.device).scatter_add_(0, ids, ones)
 
 
 def start_host_counts(*counts: torch.Tensor) -> Callable[[], list[list[int]]]:

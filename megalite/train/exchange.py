@@ -130,7 +130,7 @@ def _suspects(pairs: Sequence[tuple[int, int]], odd: set[int], replica: Callable
 
 def _sums(rows: Rows, gradients: LocalGradients) -> Sums:
     samples = hashlib.sha256()
-    for array in (rows.inputs, rows.targets, rows.starts, rows.weights):
+    for array in (rows.inputs, rows.targets, rows.starts, rows.weights, rows.padding):
         samples.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
     sums = hashlib.sha256(json.dumps(gradients.read()).encode())
     return Sums(samples.hexdigest()[:16], sums.hexdigest()[:16], gradients.are_finite())

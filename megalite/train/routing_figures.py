@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ class RoutingFigures(NamedTuple):
         layers: numbers of these layers.
         aux_loss: balance loss without its coefficient, [layers]: mean over units, weighed by their tokens.
         z_loss: squared log-sum-exp of the logits without its coefficient, [layers]: mean over the tokens.
-        tokens: tokens of each expert, [layers, E]; not in metrics.jsonl.
+        tokens: tokens of each expert, [layers, E]; not in metrics.jsonl. Padding is in none of the three.
     """
 
     layers: tuple[int, ...]
@@ -55,12 +56,14 @@ def layers_with_experts(cfg: ModelConfig) -> tuple[int, ...]:
     return tuple(filter(cfg.is_moe, (*range(cfg.num_layers), *cfg.mtp_layers)))
 
 
-def routing_figures(cfg: ModelConfig, sums: Sequence[float], tokens: int) -> RoutingFigures | None:
-    """Make the figures of the sums over all ranks and `tokens` tokens; None without experts."""
+def routing_figures(cfg: ModelConfig, sums: Sequence[float], targets: float) -> RoutingFigures | None:
+    """Make the figures of the sums over all ranks and the weight of the step's targets, which losses are multiplied by
+    (`train.step.weigh_parts`); None without experts.
+    """
     if not sums:
         return None
     by_layer = torch.tensor(sums, dtype=torch.float64).view(-1, 2 + (cfg.num_experts or 0))
-    aux_loss, z_loss = by_layer[:, :2].t() / tokens
+    aux_loss, z_loss = by_layer[:, :2].t() / (targets or math.nan)
     return RoutingFigures(layers_with_experts(cfg), aux_loss, z_loss, by_layer[:, 2:])
 
 

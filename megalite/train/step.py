@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,7 @@ def train_step(
     loss, unscale = (loss_sum_all / targets, full / (targets * scale)) if targets else (math.nan, 0.0)
     grad_norm = math.sqrt(squared) * unscale if squared >= 0 else math.nan
     rates = rates_at(cfg.optim, cfg.train, step)
-    routing = routing_figures(cfg.model, routed, len(rows) * engine.ctx.dp.size * cfg.model.seq_len)
+    routing = routing_figures(cfg.model, routed, targets)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and loss > loss_limit
     if finite and not spiked and not failures:
@@ -122,8 +122,8 @@ def forward_backward(
     """
     ctx = engine.ctx
     replica = ctx.batch.rank if replica is None else replica
-    size, further = engine.cfg.train.micro_batch_size, targets_ahead(engine, rows)
-    microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"), further)
+    size = engine.cfg.train.micro_batch_size
+    microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"), *weigh_parts(engine, rows))
     engine.optimizer.start_step(len(microbatches), engine.scaler.scale)
     program = engine.train_program(len(microbatches))
     engine.unit_weights.start_pass()
@@ -193,21 +193,41 @@ def sum_over_world(
     return status
 
 
-def targets_ahead(engine: Engine[StepConfig], rows: Rows) -> list[tuple[Rows, torch.Tensor]]:
-    """List, on ranks of the last stage, the targets of each module that predicts further tokens, and their weight.
+class Further(NamedTuple):
+    """What a module that predicts further tokens reads and is to predict.
 
-    The gradients of a step are divided by the weight of the main targets of the global batch. A module's losses are
-    divided by that of its own, fewer at the ends of samples and documents: they weigh factor / modules x main / own.
+    Attributes:
+        rows: its inputs and targets, at the places of the model's.
+        weight: weight of its losses, fp32, 0-dim.
+        router_weight: weight of a token in the losses of its routers, fp32, 0-dim; None without experts.
     """
-    depth, ctx = engine.cfg.model.mtp_num_layers, engine.ctx
-    if not depth or not _has_last_stage(engine):
-        return []
-    ahead = [rows.ahead(k) for k in range(1, depth + 1)]
-    counts = _to_device(np.array([part.total_weight() for part in (rows, *ahead)]), ctx.device)
+
+    rows: Rows
+    weight: torch.Tensor
+    router_weight: torch.Tensor | None
+
+
+def weigh_parts(engine: Engine[StepConfig], rows: Rows) -> tuple[torch.Tensor | None, list[Further]]:
+    """Weigh what is a mean over something else than the main targets, by whose weight in the global batch the gradients
+    of a step are divided: it weighs main / own.
+
+    Returns:
+        The weight of a token in the losses of routers, whose own number is that of the tokens that are not padding,
+        fp32, 0-dim; None without experts. On ranks of the last stage, each module that predicts further tokens: its
+        targets, fewer at the ends of samples and documents, weigh factor / modules x main / own, and its tokens alike.
+    """
+    m, ctx = engine.cfg.model, engine.ctx
+    ahead = [rows.ahead(k) for k in range(1, m.mtp_num_layers + 1)] if _has_last_stage(engine) else []
+    if m.num_experts is None and not ahead:
+        return None, []
+    own = [(part.total_weight(), float(part.num_tokens())) for part in (rows, *ahead)]
+    counts = _to_device(np.array(own), ctx.device)
     collectives.all_reduce(counts, ctx.dp).wait()
-    own = counts[1:]
-    weights = torch.where(own > 0, counts[0] / own, 0.0) * (engine.cfg.train.mtp_loss_scaling_factor / depth)
-    return list(zip(ahead, weights.float()))
+    of_targets, of_tokens = torch.where(counts > 0, counts[0, 0] / counts, 0.0).t()
+    factor = engine.cfg.train.mtp_loss_scaling_factor / max(len(ahead), 1)
+    router_weights = [None if m.num_experts is None else weight for weight in of_tokens.float()]
+    further = [Further(*part) for part in zip(ahead, (of_targets[1:] * factor).float(), router_weights[1:])]
+    return router_weights[0], further
 
 
 def _further_sums(engine: Engine[StepConfig], is_owner: bool) -> list[torch.Tensor]:
@@ -245,12 +265,13 @@ def to_microbatches(
     size: int,
     device: torch.device,
     cp: Axis = _ALONE,
-    further: Sequence[tuple[Rows, torch.Tensor]] = (),
+    router_weight: torch.Tensor | None = None,
+    further: Sequence[Further] = (),
 ) -> list[MicroBatch]:
     """Cut rows into micro-batches of `size` samples, on the device, and these into the tokens of each rank of `cp`.
 
     Args:
-        further: what modules that predict further tokens read and are to predict, see `targets_ahead`.
+        router_weight, further: see `weigh_parts`.
     """
 
     def split(x_NS: npt.NDArray[Any] | None) -> Iterable[Any]:
@@ -258,20 +279,30 @@ def to_microbatches(
             return repeat(None)
         return [part.contiguous() for part in _to_device(x_NS, device).t().split(size, dim=1)]
 
-    def batches(rows: Rows) -> Iterable[Any]:
-        return zip(split(rows.inputs), split(rows.targets), documents, split(rows.weights))
+    def batches(rows: Rows, router_weight: torch.Tensor | None) -> Iterable[MicroBatch]:
+        padding = None if router_weight is None else rows.padding
+        counted = split(None if padding is None else ~padding)
+        parts = zip(split(rows.inputs), split(rows.targets), documents, split(rows.weights), counted)
+        for *fields, counted_SB in parts:
+            batch = MicroBatch.of_samples(*fields)
+            weights = None if router_weight is None else _times(router_weight, counted_SB, batch)
+            yield replace(batch, router_weights_SB=weights)
 
     documents: Iterable[Documents | None] = repeat(None)
     if rows.starts is not None:
         host_starts = (rows.starts[i : i + size] for i in range(0, len(rows), size))
         documents = [Documents.of(*starts) for starts in zip(host_starts, split(rows.starts))]
-    whole = [MicroBatch.of_samples(*parts) for parts in batches(rows)]
-    for ahead, weight in further:
-        for i, (tokens, targets, _, weights) in enumerate(batches(ahead)):
-            weights = weight.expand(targets.shape) if weights is None else weights * weight
-            part = replace(whole[i], tokens_SB=tokens, targets_SB=targets, weights_SB=weights, further=())
-            whole[i] = replace(whole[i], further=(*whole[i].further, part))
+    whole = list(batches(rows, router_weight))
+    for part in further:
+        for i, ahead in enumerate(batches(part.rows, part.router_weight)):
+            weights = _times(part.weight, ahead.weights_SB, ahead)
+            ahead = replace(ahead, weights_SB=weights, positions=whole[i].positions)
+            whole[i] = replace(whole[i], further=(*whole[i].further, ahead))
     return [batch.shared(cp.size, cp.rank) for batch in whole]
+
+
+def _times(weight: torch.Tensor, x_SB: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+    return weight.expand(batch.tokens_SB.shape) if x_SB is None else x_SB * weight
 
 
 def _to_device(x: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megalite.config.run import Config
 from megalite.families import FAMILIES
 from megalite.model.flops import flops_per_token
 from tests.parity import jobs
+from tests.parity.test_documents import SEQ, alone, packed, token_losses
 from tests.parity.test_experts import EXPERTS, Row, Shape, check, one_process, ranks_of
 from tests.parity.test_oracle import train_packed
 from tests.parity.test_zero import assert_close, config, scaled, trained
@@ -70,16 +71,23 @@ def test_documents_are_cut_too(pool: WorkerPool) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
-def test_chunks_begin_at_multiples_whatever_the_documents() -> None:
+def test_chunks_count_from_the_start_of_the_document() -> None:
     starts = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3, 3, 3]]).t().expand(-1, 2)
     tokens = torch.zeros(10, 2, dtype=torch.long)
     plain, packed = (MicroBatch.of_samples(tokens, None, documents) for documents in (None, Documents(starts)))
-    for batch, expected in ((plain, [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]), (packed, [0, 0, 0, 3, 4, 4, 4, 4, 8, 8])):
+    for batch, expected in ((plain, [0, 0, 0, 0, 4, 4, 4, 4, 8, 8]), (packed, [0, 0, 0, 3, 3, 3, 3, 7, 7, 7])):
         cut = batch.in_chunks({None, 4})
         assert (cut[None] is None) == (batch is plain)
         documents = cut[4]
         assert documents is not None
         assert documents.starts_SB.t().tolist() == [expected] * 2
+
+
+def test_packed_documents_are_cut_as_each_is_alone() -> None:
+    """Token losses, where nearly all documents begin inside a chunk of the sample."""
+    engine = jobs.start(0, jobs.make_config(replace(CHUNKED, seq_len=SEQ)), 1)
+    got, expected = (token_losses(engine, rows()) for rows in (packed, alone))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_work_by_hand() -> None:

@@ -56,21 +56,21 @@ def alone() -> Rows:
     return Rows.stack([sample([doc], mask=False) for docs in documents() for doc in docs])
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_token_losses_are_those_of_each_document_alone(name: str) -> None:
+@torch.no_grad()
+def token_losses(engine: Any, rows: Rows) -> np.ndarray:
     from megalite.train.step import to_microbatches
 
+    (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
+    out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, 0, training=False))
+    return out.t()[batch.targets_SB.t() >= 0].numpy()
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_token_losses_are_those_of_each_document_alone(name: str) -> None:
     engine = jobs.start(0, jobs.make_config(MAKE[name](2, **SIZES)), 1)
-
-    @torch.no_grad()
-    def losses(rows: Rows) -> np.ndarray:
-        (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
-        out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, 0, training=False))
-        return out.t()[batch.targets_SB.t() >= 0].numpy()
-
-    want = losses(alone())
-    np.testing.assert_allclose(losses(packed()), want, rtol=1e-5)
-    assert np.abs(losses(packed(mask=False)) - want).max() > 0.1
+    want = token_losses(engine, alone())
+    np.testing.assert_allclose(token_losses(engine, packed()), want, rtol=1e-5)
+    assert np.abs(token_losses(engine, packed(mask=False)) - want).max() > 0.1
 
 
 def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Any]:

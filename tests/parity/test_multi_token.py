@@ -336,11 +336,11 @@ def with_fault(rank: int, fault: str, cfg: Config, world: int) -> Any:
 
     from megalite.train import build, step
 
-    ahead, layout_of, targets_ahead = Rows.ahead, build.layout_of, step.targets_ahead
+    ahead, layout_of, weigh_parts = Rows.ahead, build.layout_of, step.weigh_parts
 
     def of_main_targets(engine: Any, rows: Rows) -> Any:
-        parts = targets_ahead(engine, rows)
-        return [(part, torch.tensor(FACTOR / len(parts))) for part, _ in parts]
+        router_weight, parts = weigh_parts(engine, rows)
+        return router_weight, [part._replace(weight=torch.tensor(FACTOR / len(parts))) for part in parts]
 
     wrong: dict[str, tuple[Any, str, Any]] = {
         "no mask at the ends of documents": (Rows, "ahead", lambda rows, n: ahead(replace(rows, starts=None), n)),
@@ -350,7 +350,7 @@ def with_fault(rank: int, fault: str, cfg: Config, world: int) -> Any:
             "ahead",
             lambda rows, n: replace(ahead(rows, n + 1), inputs=ahead(rows, n).inputs),
         ),
-        "divided by the number of main targets": (step, "targets_ahead", of_main_targets),
+        "divided by the number of main targets": (step, "weigh_parts", of_main_targets),
         "gradient of the embedding's copy lost": (
             build,
             "layout_of",

@@ -32,7 +32,7 @@ from megalite.extras.inference.load import load_model as load_for_inference
 from megalite.families import FAMILIES
 from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
-from megalite.train.step import targets_ahead, to_microbatches
+from megalite.train.step import to_microbatches, weigh_parts
 from tests.parity.jobs import make_config, start
 from tests.unit.checkpoint.hf_models import CASES, gradients, load_model, logits_of, make_model, tokens
 from tests.unit.checkpoint.jobs import bytes_of_tensors, hf_job
@@ -438,7 +438,7 @@ def assert_same_gradients(hf: Any, module: Any, engine: Any, model: Any, ids: to
     theirs["mtp.pre_fc_norm_hidden.weight"] = extras.hnorm.weight.grad
 
     rows = Rows.of(ids.numpy())
-    batches = to_microbatches(rows, 2, engine.ctx.device, further=targets_ahead(engine, rows))
+    batches = to_microbatches(rows, 2, engine.ctx.device, engine.ctx.axis("cp"), *weigh_parts(engine, rows))
     engine.optimizer.start_step(1)
     loss = engine.executor.run(engine.train_program(1), batches, 1, 0, 1 / 30)
     assert loss.item() / 30 == pytest.approx(losses[0].item(), rel=1e-6)

@@ -63,6 +63,8 @@ def test_a_sample_written_out(tmp_path: Path) -> None:
     assert row.starts is not None
     assert row.starts.tolist() == [0, 0, 0, 0, 4, 4, 4, 7, 7, 9]
     assert row.weights is None
+    assert row.padding is not None
+    assert row.padding.tolist() == [False] * 9 + [True]
     last = packed(prefix, 10, "last", shuffle=False, per_sample=True).sample(0)
     assert last.targets.tolist() == [-1, -1, 10, 11, -1, 2, 3, -1, 6, -1]
     assert last.weights is not None
@@ -146,6 +148,7 @@ def test_chat_data_and_text_in_a_blend(tmp_path: Path) -> None:
         rows = loader.next_batch()
     assert rows.starts is not None
     assert rows.starts.tolist() == [[0, 0, 0, 3, 3], [0] * 5]
+    assert rows.num_tokens() == 10
     assert rows.inputs.tolist() == [[0, 1, 2, 4, 5], [0, 1, 2, 3, 4]]
 
 
@@ -180,6 +183,9 @@ def test_negative_inputs_are_refused_except_as_padding() -> None:
     with BatchLoader(Own(5, 6, 7, -1, -1), 1, 0, 1) as loader:
         rows = loader.next_batch()
         assert (rows.inputs.tolist(), rows.targets.tolist()) == ([[5, 6, 7, 0]], [[6, 7, -1, -1]])
+        assert rows.padding is not None
+        assert rows.padding.tolist() == [[False, False, False, True]]
+        assert rows.num_tokens() == 3
     with BatchLoader(Own(5, -1, 7, 8, -1), 2, 0, 1, consumed_samples=4) as loader:
         with pytest.raises(UserError, match="token id -1 in sample 4: token 1 is followed by others"):
             loader.next_batch()

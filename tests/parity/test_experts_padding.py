@@ -1,0 +1,307 @@
+"""Routers count the tokens that are not padding, whatever the targets weigh: transformers with its attention mask, and
+one process in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megalite.checkpoint.hf.start import hf_model_config, load_hf
+from megalite.config.model import ModelConfig
+from megalite.config.run import Config
+from megalite.data import Rows
+from tests.parity import jobs
+from tests.parity.test_bias import BIASED, biases_of
+from tests.parity.test_experts import MIXTRAL, QWEN, Row, Shape, ranks_of
+from tests.parity.test_zero import Gradients, boxes_of, config, put_together, scaled
+from tests.rows import layout_tests
+from tests.unit.checkpoint.hf_models import make_model
+from tests.workers import WorkerPool
+
+transformers = pytest.importorskip("transformers")
+
+COEFF, SEQ, BATCH, VOCAB = 0.02, 64, 8, 90
+ROUTER = "layers.0.mlp.router.weight"
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A Mixtral of one layer: the balance losses of two layers would be another thing in transformers."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "initializer_range": 0.2}
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, num_hidden_layers=1, max_position_embeddings=SEQ, pad_token_id=None, **sizes, **experts
+    )
+    model = transformers.MixtralForCausalLM._from_config(config, attn_implementation="eager")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def conversations(lengths: Sequence[int], length: int = SEQ) -> np.ndarray:
+    """Samples [n, length] of so many tokens, and -1."""
+    tokens = (np.random.default_rng(6).random((len(lengths), length)) ** 3 * VOCAB).astype(np.int64)
+    return np.where(np.arange(length) < np.array(lengths)[:, None], tokens, -1)
+
+
+def rows_of(tokens: np.ndarray, every: int = 1, per_sample: bool = False) -> Rows:
+    """Samples whose last token has nothing to predict; of the targets one in `every` is learned."""
+    rows = Rows.of(np.append(tokens, np.full((len(tokens), 1), -1), 1))
+    targets = np.where(np.arange(tokens.shape[1]) % every == 0, rows.targets, -1)
+    weights = np.ones(targets.shape, np.float32) / (targets >= 0).sum(1, keepdims=True) if per_sample else None
+    return replace(rows, targets=targets, weights=weights)
+
+
+def router_gradients(folder: Path, rows: Rows, **coeffs: float) -> tuple[np.ndarray, Any]:
+    """The gradient of the router, with some coefficients minus without; figures of the first."""
+    from megalite.train.step import train_step
+
+    out, figures = [], []
+    model = replace(hf_model_config(folder), seq_len=SEQ, moe_router_load_balancing_type="aux_loss")
+    for options in (coeffs, dict.fromkeys(coeffs, 0.0)):
+        cfg = jobs.make_config(replace(model, **options), micro_batch_size=BATCH)
+        cfg = replace(cfg, optim=replace(cfg.optim, clip_grad=0.0))
+        engine = jobs.start(0, cfg, 1)
+        load_hf(folder, cfg.model, engine.optimizer.states(), engine.ctx)
+        engine.optimizer.finish_load()
+        figures.append(train_step(engine, rows, 1).routing)
+        out.append(put_together([boxes_of(engine)])[ROUTER] / (1 - cfg.optim.beta1))
+    return out[0] - out[1], figures[0]
+
+
+def of_transformers(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Of the router its gradient by the balance loss and by the z-loss, each times COEFF; both losses."""
+    ids, mask = torch.from_numpy(tokens).clamp(min=0), torch.from_numpy(tokens >= 0)
+    out = model(ids, attention_mask=mask.long(), output_router_logits=True)
+    z = out.router_logits[0].logsumexp(-1)[mask.flatten()].square().mean()
+    gate = model.model.layers[0].mlp.gate.weight
+    balance, of_z = (torch.autograd.grad(COEFF * loss, gate, retain_graph=True)[0] for loss in (out.aux_loss, z))
+    return balance.numpy(), of_z.numpy(), out.aux_loss.item(), z.item()
+
+
+# Tokens of each sample, one in how many is learned, whether each sample weighs 1. Behind each, how far off the gradient
+# is where it is divided by the weight of the targets and padding counts: ratio, and cosine.
+CASES: dict[str, tuple[Sequence[int], int, bool]] = {
+    "all learned": ([64] * 8, 1, False),  # 1.016, 1.000
+    "1 in 8 learned": ([64] * 8, 8, False),  # 8.0, 1.000
+    "per sample": ([64] * 8, 1, True),  # 64.0, 1.000
+    "1 in 8 learned, per sample": ([64] * 8, 8, True),  # 64.0, 1.000
+    "half padding": ([32] * 8, 1, False),  # 7.1, 0.877
+    "mostly padding": ([16] * 8, 1, False),  # 23.7, 0.787
+    "padding, 1 in 8 learned, per sample": ([64, 32, 16, 40, 9, 64, 23, 50], 8, True),  # 182, 0.835
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_of_the_balance_is_that_of_transformers(mixtral: tuple[Path, Any], case: str) -> None:
+    lengths, every, per_sample = CASES[case]
+    folder, model = mixtral
+    tokens = conversations(lengths)
+    rows = rows_of(tokens, every, per_sample)
+    balance, of_z, aux_loss, z_loss = of_transformers(model, tokens)
+    got, figures = router_gradients(folder, rows, moe_aux_loss_coeff=2 * COEFF)
+    np.testing.assert_allclose(got, balance, rtol=1e-3, atol=1e-4 * np.abs(balance).max())
+    assert figures.tokens.sum() == 2 * sum(lengths)
+    assert figures.record()["aux_loss"] == pytest.approx(aux_loss / 2, rel=1e-5)
+    assert figures.record()["z_loss"] == pytest.approx(z_loss, rel=1e-5)
+    got, _ = router_gradients(folder, rows, moe_z_loss_coeff=COEFF)
+    np.testing.assert_allclose(got, of_z, rtol=1e-3, atol=1e-4 * np.abs(of_z).max())
+
+
+def test_biases_move_by_the_tokens_that_are_not_padding(tmp_path: Path) -> None:
+    """DeepSeek-V3's, by the choices of transformers' routers; with padding some move the other way."""
+    from megalite.train.step import train_step
+
+    hf = make_model("deepseek_v3", tmp_path)
+    tokens = conversations([9, 3, 4, 2, 2, 1, 6, 3], jobs.SEQ)
+    chosen: list[torch.Tensor] = []
+    for gate in (module for name, module in hf.named_modules() if name.endswith(".gate")):
+        # Choices that depend on the token.
+        gate.weight.data *= 5
+        gate.e_score_correction_bias.zero_()
+        gate.register_forward_hook(lambda *args: chosen.append(args[-1][2]))
+    hf.save_pretrained(tmp_path)
+    hf(torch.from_numpy(tokens).clamp(min=0), attention_mask=torch.from_numpy(tokens >= 0).long())
+    mask = torch.from_numpy(tokens >= 0).flatten()
+    counts, with_padding = ([ids[of].flatten().bincount(minlength=8) for ids in chosen] for of in (mask, mask | True))
+    moves, others = (
+        torch.stack([(count.double().mean() - count).sign() for count in held]) for held in (counts, with_padding)
+    )
+    assert (moves != others).sum() >= 3
+
+    model = replace(hf_model_config(tmp_path), seq_len=jobs.SEQ)
+    engine = jobs.start(0, jobs.make_config(model, micro_batch_size=2), 1)
+    load_hf(tmp_path, model, engine.optimizer.states(), engine.ctx)
+    engine.optimizer.finish_load()
+    before = biases_of(engine)
+    figures = train_step(engine, rows_of(tokens), 1).routing
+    assert figures is not None
+    assert torch.equal(figures.tokens, torch.stack(counts).double())
+    got = np.stack([bias - before[name] for name, bias in biases_of(engine).items()])
+    np.testing.assert_allclose(got, model.moe_router_bias_update_rate * moves.numpy(), atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+
+# The module of further tokens has a router of its own.
+FURTHER = replace(BIASED, mtp_num_layers=1)
+STRONG: dict[Shape, list[Row]] = {
+    ranks_of(4, ep=2, tp=2): [
+        (MIXTRAL, 1, {}, {"recompute": "full"}),
+        (BIASED, 3, {"sequence_parallel": False}, {"micro_batch_size": 2}),
+    ],
+    ranks_of(4, ep=2, pp=2): [(FURTHER, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
+    ranks_of(4, ep=4, cp=2): [(QWEN, 1, {}, {"micro_batch_size": 2}), (FURTHER, 1, {}, {})],
+}
+GRID: dict[Shape, list[Row]] = {
+    ranks_of(2): [(FURTHER, 2, {}, {"micro_batch_size": 4}), (MIXTRAL, 0, {}, {"loss_chunk": 5})],
+    # A rank has padding alone.
+    ranks_of(8, ep=4): [(MIXTRAL, 1, {}, {}), (BIASED, 3, {}, {"recompute": "selective"})],
+    ranks_of(4, ep=4, tp=2, etp="1"): [(FURTHER, 3, {}, {"recompute": "full"}), (MIXTRAL, 1, {}, {})],
+    ranks_of(4, cp=4): [(FURTHER, 1, {"cp_comm": "ring"}, {})],
+    ranks_of(8, ep=2, tp=2, pp=2): [
+        (FURTHER, 1, {"schedule": "interleaved", "vp": 2}, {"micro_batch_size": 2}),
+        (QWEN, 1, {"schedule": "zb-h1"}, {"micro_batch_size": 4}),
+    ],
+    ranks_of(8, ep=2, cp=2, tp=2): [(FURTHER, 1, {}, {}), (MIXTRAL, 3, {"sequence_parallel": False}, {})],
+}
+# Tokens of the documents of each sample: full, with padding, or nothing else.
+LENGTHS = ((16,), (5, 9), (), (7,), (3, 4, 2), (1,), (12, 4), (6,))
+
+
+def packed() -> Rows:
+    """Documents behind each other and padding, some targets not learned, the others with weights of their own."""
+    rng, shape = np.random.default_rng(4), (jobs.BATCH, jobs.SEQ)
+    inputs, starts = rng.integers(0, jobs.VOCAB, shape), np.zeros(shape, np.int64)
+    weights = rng.choice([0.0, 0.01, 0.5], shape).astype(np.float32)
+    padding = np.arange(jobs.SEQ) >= np.array([[sum(lengths)] for lengths in LENGTHS])
+    for i, lengths in enumerate(LENGTHS):
+        for at in np.cumsum([0, *lengths])[: len(lengths) + 1]:
+            starts[i, at:] = at
+    targets = np.where(padding | (weights == 0), -1, rng.integers(0, jobs.VOCAB, shape))
+    return Rows(np.where(padding, 0, inputs), targets, starts, weights, padding)
+
+
+Result = tuple[dict[str, float], Gradients, np.ndarray, dict[str, np.ndarray]]
+
+
+def trained(rank: int, cfgs: Sequence[Config], world: int) -> list[Result]:
+    """By config, of one step: figures, boxes of the gradients, tokens of each expert, biases after it."""
+    from megalite.train.step import train_step
+
+    out = []
+    for engine in jobs.engines(cfgs, world):
+        jobs.spoil_gradients(engine)
+        dp, rows = engine.ctx.dp, packed()
+        size = len(rows) // dp.size
+        result = train_step(engine, rows[dp.rank * size : (dp.rank + 1) * size], 1)
+        assert result.routing is not None
+        figures = {"loss": result.loss, "norm": result.grad_norm, **result.routing.record(by_layer=True)}
+        figures |= {f"mtp {k}": loss for k, loss in enumerate(result.mtp_losses)}
+        out.append((figures, boxes_of(engine), result.routing.tokens.numpy(), biases_of(engine)))
+    return out
+
+
+@cache
+def one_process(cfg: Config) -> Result:
+    """As in one process, where no choice of an expert is so close that rounding could turn it."""
+    from megalite.model.routing import Router
+
+    gaps, choose = [], Router._choose
+
+    def noted(self: Router, scores: torch.Tensor) -> torch.Tensor:
+        best = scores.topk(self.k + 1).values
+        gaps.append((best[:, -2] - best[:, -1]).min().item())
+        return choose(self, scores)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "_choose", noted)
+        (result,) = trained(0, [cfg], 1)
+    assert min(gaps) > 1e-6
+    return result
+
+
+def check(pool: WorkerPool, shape: Shape, rows: Sequence[Row]) -> None:
+    world, layout = shape
+    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
+    ranks = pool.run(world, trained, cfgs, world)
+    for i, (model, zero, more, train) in enumerate(rows):
+        single = scaled(jobs.make_config(model, micro_batch_size=train.get("micro_batch_size", 1)))
+        assert_close([rank[i] for rank in ranks], single, f"{shape} zero {zero} {more} {train}")
+
+
+def assert_close(ranks: Sequence[Result], single: Config, what: str) -> None:
+    figures, boxes, tokens, biases = one_process(single)
+    for got, _, counts, moved in ranks:
+        assert got == pytest.approx(figures, rel=1e-5), what
+        assert np.array_equal(counts, tokens), what
+        assert all(np.array_equal(bias, biases[name]) for name, bias in moved.items()), what
+    held = put_together([boxes for _, boxes, *_ in ranks])
+    for name, expected in put_together([boxes]).items():
+        atol = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(held[name], expected, rtol=1e-4, atol=atol, err_msg=f"{what}: {name}")
+
+
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
+
+
+def with_fault(rank: int, fault: str, cfgs: Sequence[Config], world: int) -> list[Result]:
+    """`trained`, wrong in one way."""
+    from megalite.model.routing import Router
+    from megalite.train import step
+
+    init = Router.__init__
+
+    def first_shard(self: Router, *args: Any) -> None:
+        init(self, *args)
+        self.shard = 0
+
+    def of_this_rank(engine: Any, rows: Rows) -> Any:
+        return torch.tensor(rows.total_weight() / rows.num_tokens()), []
+
+    wrong: dict[str, tuple[Any, str, Any]] = {
+        "weights of the first shard": (Router, "__init__", first_shard),
+        "means over a rank's tokens": (step, "weigh_parts", of_this_rank),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*wrong[fault])
+        return trained(rank, cfgs, world)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout"), [("weights of the first shard", {"tp": 2}), ("means over a rank's tokens", {})]
+)
+def test_mistakes_show(pool: WorkerPool, fault: str, layout: dict[str, Any]) -> None:
+    ranks = pool.run(2, with_fault, fault, [config(MIXTRAL, 1, layout)], 2)
+    with pytest.raises(AssertionError):
+        assert_close([rank[0] for rank in ranks], scaled(jobs.make_config(MIXTRAL)), fault)
+
+
+def test_modules_count_what_lies_in_the_document() -> None:
+    """Places of 16, 5 + 9, 7, 3 + 4 + 2, 1, 12 + 4 and 6 tokens; one further on, each document has one less."""
+    *_, tokens, _ = one_process(scaled(jobs.make_config(FURTHER)))
+    assert tokens.sum(1).tolist() == [3 * 69] * (len(tokens) - 1) + [3 * (69 - 11)]
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, FURTHER], ids=["mixtral", "further"])
+def test_passes_without_a_token_add_nothing(model: ModelConfig) -> None:
+    """Gradients of 0, and no NaN: with padding alone, and with tokens of which none is learned."""
+    from megalite.train.step import forward_backward, train_step
+
+    engine = jobs.start(0, jobs.make_config(model), 1)
+    rows = packed()
+    nothing = replace(rows, targets=np.full_like(rows.targets, -1))
+    for batch in (nothing, replace(nothing, padding=np.ones_like(rows.padding))):
+        forward_backward(engine, batch, 1, 0.0)
+        assert engine.optimizer.finish_grads().item() == 0.0
+        result = train_step(engine, batch, 1)
+        assert result.skipped
