@@ -78,7 +78,7 @@ TO_FP8 = "F2FP.SATFINITE.E4M3"
 
 def triton_cases() -> list[Case]:
     """Every Triton kernel in the shapes of a Llama-8B bf16 step; the norms at GPT-3 175B's width too."""
-    from megalite.ops.triton import activation, cross_entropy, flat, norm, rope
+    from megalite.ops.triton import activation, cross_entropy, dropout, flat, norm, rope
     from megalite.ops.triton.support import row_launch
 
     cases, no_codes = [], {"GROUP": 0, "LARGEST": 448.0}
@@ -124,6 +124,7 @@ def triton_cases() -> list[Case]:
         Case("ce_stats", cross_entropy.stats_kernel, {"BLOCK": 4096}, 8, Limit(48, 2, 2)),
         Case("ce_grad", cross_entropy.grad_kernel, {"BLOCK": 2048}, 8, Limit(32, 1, 3)),
         Case("adamw_triton", flat.adamw_kernel, adamw, 4, Limit(56, 7, 1)),
+        Case("keep_mask", dropout.keep_mask_kernel, {"BLOCK": 1024}, 4, Limit(40, 0)),
         Case("stochastic_round", flat.stochastic_round_kernel, {"BLOCK": 1024}, 4, Limit(40, 2)),
         Case("sum_squares_triton", flat.sum_squares_kernel, {"BLOCK": 4096}, 8, Limit(48, 4)),
     ]

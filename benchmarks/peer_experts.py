@@ -80,7 +80,7 @@ def megalite_layer(samples: int) -> Callable[[int, int, int], Step]:
         parameters = list(layer.parameters())
         for parameter in parameters:
             parameter.after_grad = None  # nothing is reduced or updated after a step of one layer
-        run = _stepper(lambda x, i: layer(x, ForwardPass(1, i, 0, training=True)), samples)
+        run = _stepper(lambda x, i: layer(x, ForwardPass(1, 0, training=True)), samples)
 
         def step(batch: np.ndarray) -> float:
             for parameter in parameters:

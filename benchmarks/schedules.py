@@ -90,7 +90,7 @@ def _worker(rank: int, store: str, pp: int, jobs: list[tuple[Schedule, Costs]], 
         for _ in range(steps):
             dist.barrier()
             start = time.perf_counter()
-            executor.run(schedule.programs[rank], batch, step=0, replica=0)
+            executor.run(schedule.programs[rank], batch, step=0, first=0)
             elapsed = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
             times.append(elapsed.item())

@@ -147,6 +147,10 @@ class Positions:
         in_documents_SB = None if self.in_documents_SB is None else self.in_documents_SB[begin:end]
         return Positions(self.length, tuple(run for run in runs if run), in_documents_SB)
 
+    def numbers(self, device: torch.device) -> Tensor:
+        """Return the tokens' positions in the sample, int32 [tokens]."""
+        return torch.cat([torch.arange(run.start, run.stop, dtype=torch.int32, device=device) for run in self.runs])
+
     def look_up(self, table: Tensor) -> Tensor:
         """Return the rows of `table` [at least S, F] at these positions, [tokens, B, F].
 
@@ -240,20 +244,24 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One micro-batch's way through the stages; the key of its dropout masks.
+    """One micro-batch's way through the stages.
+
+    Dropout masks are a function of step, samples and positions, which no layout changes.
 
     Attributes:
         step: number of the optimizer step.
-        replica: data-parallel rank.
         microbatch: index of the micro-batch among those of the replica.
         training: whether dropout and label smoothing apply, and backward follows.
         grad_scale: gradient of the sum of all token losses that backward will start from.
         router_weights_SB: those of the tokens that the blocks work on, see `MicroBatch`.
+        samples: numbers of its samples in the global batch.
+        positions: of its tokens; dropout needs them.
     """
 
     step: int
-    replica: int
     microbatch: int
     training: bool
     grad_scale: float = 1.0
     router_weights_SB: Tensor | None = field(default=None, compare=False)
+    samples: range = range(0)
+    positions: Positions | None = None

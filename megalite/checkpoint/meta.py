@@ -126,6 +126,7 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("data_hash", "valid_data_hash", "tokenizer_sha256"), (_is_text, "text or null")),
     "chat_template": (_is_template, f"text of at most {MAX_TEMPLATE} bytes, or null"),
     "data_version": (lambda value: type(value) is int and value in (1, 2, 3), "1, 2 or 3"),
+    "mask_version": (lambda value: value == 2, "2"),
     "blend": (_is_blend, "samples taken of each set, which sum to a position"),
     "loss_history": (_are_losses, "a list of at most 1000 numbers"),
     "scalars": (_are_scalars, "numbers of the optimizer and the loss scale"),

@@ -34,16 +34,16 @@ def check_attention_options(m: Any) -> None:
 
 
 def check_attention(m: Any, p: Any, t: Any) -> None:
-    """Refuse what sinks and gated delta nets do not know: m, p and t are the options of model, layout and training.
+    """Refuse what attention block by block and gated delta nets do not know: m, p and t are the options of model,
+    layout and training.
 
     Raises:
         UserError: an option is one of these.
     """
     check_linear_attention(m, p, t)
-    if not m.attention_sinks:
-        return
-    for given, refused, why in (
-        (f"--attention-dropout {m.attention_dropout}", m.attention_dropout > 0, "blocks of keys have no dropout"),
-        (f"--attention {t.attention}", t.attention != "auto", "kernels that return a log-sum-exp are torch's choice"),
+    for given, by_block in (
+        ("--attention-sinks", m.attention_sinks),
+        (f"--attention-dropout {m.attention_dropout}", m.attention_dropout > 0),
     ):
-        require(not refused, f"{given} with --attention-sinks", why, "drop one of the two")
+        kernel, why = f"--attention {t.attention}", "kernels that return a log-sum-exp are torch's choice"
+        require(not by_block or t.attention == "auto", f"{kernel} with {given}", why, "drop one of the two")

@@ -34,16 +34,11 @@ def choose_comm(m: ModelConfig, p: ParallelConfig, documents: bool) -> tuple[str
     if m.kv_lora_rank is not None:
         return "gather", "latents are narrower than keys and values"
     group = m.num_heads / m.kv_heads
-    if head_ranks(m, p) == p.cp:
-        if m.attention_dropout:
-            return "a2a", "with dropout, gathered keys would be kept for backward"
-        if p.cp > group + 1:
-            return (
-                "a2a",
-                f"fewer bytes than keys and values: cp {p.cp} is more than {group:g} query heads per key head + 1",
-            )
-    if m.attention_dropout:
-        return "gather", "a ring's blocks of keys have no dropout"
+    if head_ranks(m, p) == p.cp and p.cp > group + 1:
+        return (
+            "a2a",
+            f"fewer bytes than keys and values: cp {p.cp} is more than {group:g} query heads per key head + 1",
+        )
     masked = documents or any(m.window_of(layer) or m.chunk_of(layer) for layer in range(m.num_layers))
     tokens = m.seq_len // p.cp
     if not masked and tokens * group >= _TOKENS_TO_HIDE:
@@ -75,10 +70,4 @@ def check_context_parallel(m: ModelConfig, p: ParallelConfig, documents: bool) -
         f"--cp-comm a2a with --cp {p.cp}",
         f"cannot deal out the {heads} query heads and {kv_heads} key heads of a tensor-parallel rank evenly",
         "use --cp-comm a2a+gather, or gather",
-    )
-    require(
-        "ring" not in comm or not m.attention_dropout,
-        f"--attention-dropout {m.attention_dropout} with --cp {p.cp} --cp-comm {comm}",
-        "a block of keys has no dropout",
-        "set it to 0, or use --cp-comm a2a or gather",
     )

@@ -64,10 +64,5 @@ def check_latent_attention(m: Any, p: Any, t: Any) -> None:
     for given, refused, why in (
         (f"--fp8 {t.fp8}", t.fp8 != "off", "the projections to latents have no FP8 form"),
         (f"--cp-comm {p.cp_comm}", p.cp > 1 and p.cp_comm not in ("auto", "gather"), "latents are gathered"),
-        (
-            f"--attention-dropout {m.attention_dropout} --cp {p.cp}",
-            p.cp > 1 and m.attention_dropout > 0,
-            "blocks of keys have no dropout",
-        ),
     ):
         require(not refused, f"{given} with --kv-lora-rank {m.kv_lora_rank}", why, "drop one of the two")

@@ -21,6 +21,7 @@ def share_attention(
     ops: Ops,
     sinks: bool = False,
     *,
+    dropout: bool = False,
     recomputed: bool,
     long: int | None,
 ) -> Callable[..., Tensor]:
@@ -34,13 +35,15 @@ def share_attention(
         ctx: this rank's axes.
         ops: the kernels in use.
         sinks: whether calls have `sinks`, see `BlockAttention`.
+        dropout: whether calls of training have `dropout`.
         recomputed: whether backward computes attention again.
         long: number of tokens of a sample from which a CPU needs blocks instead of a mask; None: no sample has as many.
     """
     cp, alone = ctx.axis("cp"), Axis("own")
     if cp.size == 1 or comm == "a2a":
         blocks = BlockAttention(Ring(alone), alone, ops)
-        attention = blocks if sinks else ops.attention if long is None else WholeSamples(ops, blocks, long)
+        whole = WholeSamples(ops, blocks, long) if dropout or long is not None else ops.attention
+        attention = blocks if sinks else whole
         return HeadExchange(cp, attention, not recomputed) if cp.size > 1 else attention
     neighbors, others = ctx.split("cp", size=head_ranks) if "a2a" in comm else (None, cp)
     shared = BlockAttention((Ring if "ring" in comm else Gather)(others), others, ops)

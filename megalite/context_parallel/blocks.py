@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.batch import Documents, Mask, in_order, runs_of
-from megalite.mesh.collectives import exchange_rows
+from megalite.batch import Documents, Mask, runs_of
 from megalite.mesh.context import Axis
 from megalite.ops import Ops
-from megalite.ops.attention import masked
+from megalite.ops.dropout import HeadDropout
 
 _ROWS = 512
 """Queries of a block that needs a mask: its keys are those from the first that one of the queries sees."""
+_ROWS_ON_CPU = 128
+"""The same with dropout on a CPU, where all scores of a block exist: few stay in its cache."""
 
 
 class Block(NamedTuple):
@@ -35,23 +37,28 @@ class Block(NamedTuple):
 
 
 def blocks_of(
-    query_runs: tuple[range, ...], key_runs: tuple[range, ...], window: int, documents: Documents | None
+    query_runs: tuple[range, ...],
+    key_runs: tuple[range, ...],
+    window: int,
+    documents: Documents | None,
+    dropped: int | None = None,
 ) -> Iterator[Block]:
     """List the blocks in which some query sees a key; the runs are the positions of the tensors' tokens, in order.
 
-    A run of keys holds a run of queries, or has none of its positions.
+    A run of keys holds a run of queries, or has none of its positions. With dropout, every block needs a mask, and has
+    `dropped` queries.
     """
     at = 0
     for run in query_runs:
-        rows = len(run) if documents is None and run.stop <= window else _ROWS
+        rows = dropped or (len(run) if documents is None and run.stop <= window else _ROWS)
         for first in range(run.start, run.stop, rows):
             queries = run[first - run.start : first - run.start + rows]
-            yield from _blocks_of(queries, at + first - run.start, key_runs, window, documents)
+            yield from _blocks_of(queries, at + first - run.start, key_runs, window, documents, dropped is not None)
         at += len(run)
 
 
 def _blocks_of(
-    queries: range, at: int, key_runs: tuple[range, ...], window: int, documents: Documents | None
+    queries: range, at: int, key_runs: tuple[range, ...], window: int, documents: Documents | None, dropout: bool
 ) -> Iterator[Block]:
     begin, last = queries.start, queries.stop - 1
     sees, last_sees = begin - window + 1, last - window + 1  # first keys of the first query and of the last
@@ -64,7 +71,7 @@ def _blocks_of(
         before += len(run)
         if not keys:
             continue
-        if keys.start < last_sees:
+        if dropout or keys.start < last_sees:
             yield Block(rows, _slice(keys, offset), (begin, keys.start), masked=True)
             continue
         # Two calls without a mask: all of the keys before the queries, and the queries' own.
@@ -99,6 +106,7 @@ class Case:
         queries: positions of this rank's tokens.
         mask, documents: as of `ops.attention`; documents are of whole samples.
         options: "scale" and "softcap" of the scores.
+        dropout: of the probabilities; None: none.
     """
 
     ops: Ops
@@ -106,11 +114,12 @@ class Case:
     mask: Mask
     documents: Documents | None
     options: dict[str, float | None]
+    dropout: HeadDropout | None = None
 
     def attend(self, total: Total, q: Tensor, kv: Tensor, key_runs: tuple[range, ...]) -> None:
         """Add what the queries get from these keys to the total."""
         k, v = unpack(kv)
-        for block, options in self._blocks(key_runs, q.device):
+        for block, options in self._blocks(key_runs, q):
             rows, keys = block.queries, block.keys
             total.add(rows, *self.ops.attend(q[:, :, rows], k[:, :, keys], v[:, :, keys], **options))
 
@@ -120,7 +129,7 @@ class Case:
         """Add the queries' gradient from these keys to dq; return the keys' and values', like kv in fp32 or wider."""
         dkv = kv.new_zeros(kv.shape, dtype=dq.dtype)
         (k, v), (dk, dv) = unpack(kv), unpack(dkv)
-        for block, options in self._blocks(key_runs, q.device):
+        for block, options in self._blocks(key_runs, q):
             rows, keys = block.queries, block.keys
             of_rows = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows]
             parts = self.ops.attend_backward(*of_rows, **options)
@@ -128,14 +137,17 @@ class Case:
                 grad[:, :, at] += part
         return dkv
 
-    def _blocks(self, key_runs: tuple[range, ...], device: torch.device) -> Iterator[tuple[Block, dict[str, Any]]]:
+    def _blocks(self, key_runs: tuple[range, ...], q: Tensor) -> Iterator[tuple[Block, dict[str, Any]]]:
         end = max(run.stop for run in self.queries)
-        window = end if self.mask.window is None else self.mask.window
-        for block in blocks_of(self.queries, key_runs, window, self.documents):
-            rows = (x.stop - x.start for x in (block.queries, block.keys))
-            queries, keys = (torch.arange(begin, begin + n, device=device) for begin, n in zip(block.begins, rows))
+        window, drop = end if self.mask.window is None else self.mask.window, self.dropout
+        dropped = None if drop is None else _ROWS if q.is_cuda else _ROWS_ON_CPU
+        for block in blocks_of(self.queries, key_runs, window, self.documents, dropped):
+            sizes = (x.stop - x.start for x in (block.queries, block.keys))
+            rows, columns = (range(begin, begin + size) for begin, size in zip(block.begins, sizes))
+            queries, keys = (torch.arange(at.start, at.stop, device=q.device) for at in (rows, columns))
             visible = self.visible(queries, keys, window) if block.masked else None
-            yield block, {"visible": visible, "causal": block.causal, **self.options}
+            kept = {} if drop is None else {"keep": drop.keep(rows, columns, q.shape[1]), "rate": drop.rate}
+            yield block, {"visible": visible, "causal": block.causal, **self.options, **kept}
 
     def visible(self, queries: Tensor, keys: Tensor, window: int) -> Tensor:
         """Return bool [B or 1, 1, queries, keys], given their positions."""
@@ -221,8 +233,6 @@ class _BlockAttention(torch.autograd.Function):
 class BlockAttention:
     """`ops.attention` of this rank's queries with the keys of all ranks of an axis.
 
-    Blocks of keys have no dropout: with it, gathered keys are attended to at once, and kept for backward.
-
     Attributes:
         exchange: how the keys come, an `Exchange`; latents are gathered only.
         cp: the axis whose ranks share samples as `batch.runs_of` says.
@@ -235,7 +245,7 @@ class BlockAttention:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask, documents: Documents | None = None, *,
-        dropout: float = 0.0, scale: float | None = None, softcap: float | None = None,
+        dropout: HeadDropout | None = None, scale: float | None = None, softcap: float | None = None,
         expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend; q, k and v are of this rank's tokens, documents of whole samples.
@@ -244,33 +254,32 @@ class BlockAttention:
         """
         tokens = q.shape[2] * self.cp.size
         runs = runs_of(tokens, self.cp.size, self.cp.rank)
-        case = Case(self.ops, runs, mask, documents, {"scale": scale, "softcap": softcap})
+        case = Case(self.ops, runs, mask, documents, {"scale": scale, "softcap": softcap}, dropout)
         if expand is not None:
-            return self.exchange.attend_latents(case, q, k, expand)
+            if self.cp.size > 1:
+                return self.exchange.attend_latents(case, q, k, expand)
+            k, v = expand(k)
         assert v is not None
-        if dropout:
-            # An exchange of copies gathers, and its backward sums.
-            kv, each = pack(k, v), [1] * self.cp.size
-            k, v = unpack(in_order(exchange_rows(kv.expand(self.cp.size, *kv.shape), self.cp, each, each)))
-            own = torch.cat([torch.arange(run.start, run.stop, device=q.device) for run in runs])
-            visible = case.visible(own, torch.arange(tokens, device=q.device), mask.window or tokens)
-            return masked(q, k, v, visible, dropout, scale, softcap)
-        return _BlockAttention.apply(q, k, v, sinks, self.exchange, case)
+        width = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
+        out = _BlockAttention.apply(q, k, v, sinks, self.exchange, case)
+        return out[..., :width] if width < q.shape[-1] else out
 
 
 @dataclass(frozen=True)
 class WholeSamples:
-    """`ops.attention` over whole samples. On a CPU, long ones with a mask go block by block: S x S is too much memory.
+    """`ops.attention` over whole samples. What would need S x S of memory goes block by block: dropout, which needs a
+    mask of the samples' own, and on a CPU long samples with a mask.
 
     Attributes:
         ops: the kernels in use.
         blocks: attention over blocks, of an axis with one rank.
-        long: number of tokens of a sample from which it is long.
+        long: number of tokens of a sample from which it is long; None: no sample has as many.
     """
 
     ops: Ops
     blocks: BlockAttention
-    long: int
+    long: int | None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor | None, mask: Mask, documents: Documents | None = None, **options: Any
@@ -278,6 +287,6 @@ class WholeSamples:
         """Attend as `ops.attention`."""
         tokens = q.shape[2]
         masked = documents is not None or (mask.window or tokens) < tokens
-        by_block = q.device.type == "cpu" and masked and tokens >= self.long and not options.get("dropout")
-        attention = self.blocks if by_block and v is not None else self.ops.attention
-        return attention(q, k, v, mask, documents, **options)
+        by_block = q.device.type == "cpu" and masked and self.long is not None and tokens >= self.long
+        blocks = "dropout" in options or (by_block and v is not None)
+        return (self.blocks if blocks else self.ops.attention)(q, k, v, mask, documents, **options)

@@ -44,6 +44,8 @@ class HeadExchange:
         """Attend; q, k and v are of this rank's tokens, documents of whole samples, sinks of all heads."""
         if "sinks" in options:
             options["sinks"] = options["sinks"].chunk(self.axis.size)[self.axis.rank]
+        if "dropout" in options:
+            options["dropout"] = options["dropout"].from_head(q.shape[1] // self.axis.size * self.axis.rank)
         received, kept = self.deal_out(q, k, v), _Kept()
         parts = (x.permute(1, 2, 0, 3) for x in received.split(self._heads(q, k, v), 2))
         with saved_tensors_hooks(kept.keep, kept.get) if self.again else nullcontext():

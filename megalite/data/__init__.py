@@ -10,7 +10,7 @@ from megalite.data.build import (
 from megalite.data.loader import BatchLoader
 from megalite.data.own import OwnDataset, Samples
 from megalite.data.packing import LossMask, PackedDataset, mask_path
-from megalite.data.rows import Rows
+from megalite.data.rows import Rows, share_of
 from megalite.data.samples import Dataset, GPTDataset, MockDataset, split_documents
 from megalite.data.shuffle import VERSION_OF_DATA
 from megalite.data.sidecar import chat_template_of, read_sidecar
@@ -41,6 +41,7 @@ __all__ = [
     "mask_path",
     "prefixes_of",
     "read_sidecar",
+    "share_of",
     "split_documents",
     "token_dtype",
 ]

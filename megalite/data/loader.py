@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from megalite.base.errors import UserError
-from megalite.data.rows import Rows
+from megalite.data.rows import Rows, share_of
 from megalite.data.samples import Dataset
 
 
@@ -19,8 +19,8 @@ class BatchLoader:
     """Read ahead one data-parallel rank's share of each global batch, in a background thread.
 
     A global batch of B samples that follows N consumed samples takes positions N .. N + B - 1 of the dataset's order;
-    data-parallel rank r of d takes B / d of them, from N + r B / d on. So the samples of a step do not depend on d, and
-    a run resumes from N alone, even with another d or B.
+    data-parallel rank r of d takes B / d of them, see `share_of`. So the samples of a step do not depend on d, and a
+    run resumes from N alone, even with another d or B.
 
     Args:
         dataset: samples by position.
@@ -86,13 +86,14 @@ class BatchLoader:
         except Exception as e:
             if not self._ahead:
                 raise
-            return self._zeros(self._ahead[0][0] // self._dp_size), e
+            return self._zeros(len(share_of(self._ahead[0][0], self._dp_size, self._dp_rank))), e
 
     def read_share(self, dp_rank: int, rows: int) -> tuple[Rows, Exception | None]:
         """Read the `rows` rows of the last batch that another rank has; like `next`, return zeros if that fails."""
-        first = self.consumed_samples - (self._dp_size - dp_rank) * rows
+        size = rows * self._dp_size
+        share = share_of(size, self._dp_size, dp_rank)
         try:
-            return self._reader.submit(self._read_rows, first, rows).result(), None
+            return self._reader.submit(self._read_rows, self.consumed_samples - size, share).result(), None
         except Exception as e:
             return self._zeros(rows), e
 
@@ -120,13 +121,12 @@ class BatchLoader:
         self._next_start += size
 
     def _read(self, start: int, size: int) -> Rows:
-        rows = size // self._dp_size
-        return self._read_rows(start + self._dp_rank * rows, rows)
+        return self._read_rows(start, share_of(size, self._dp_size, self._dp_rank))
 
-    def _read_rows(self, first: int, rows: int) -> Rows:
+    def _read_rows(self, start: int, share: range) -> Rows:
         if not self.reads:
-            return self._zeros(rows)
-        return Rows.stack([self._sample(position) for position in range(first, first + rows)])
+            return self._zeros(len(share))
+        return Rows.stack([self._sample(start + number) for number in share])
 
     def _sample(self, position: int) -> Rows:
         sample = self.dataset.sample(position)

@@ -20,6 +20,12 @@ MAX_WEIGHT = 1e10
 """Largest weight of a target. All targets of a step together weigh at least 1 / MAX_WEIGHT times its tokens."""
 
 
+def share_of(samples: int, replicas: int, replica: int) -> range:
+    """Return which samples of a global batch one of its data-parallel replicas has: their numbers in the batch."""
+    each = samples // replicas
+    return range(replica * each, (replica + 1) * each)
+
+
 @dataclass(frozen=True)
 class Rows:
     """One or more samples of one length S; every array is [n, S], or [S] for a single sample.

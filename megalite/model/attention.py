@@ -5,7 +5,6 @@ Shapes: S sequence, B micro-batch, H hidden, N local query heads, G local key/va
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class Attention(nn.Module):
         self.head_dim, self.recompute_core = cfg.head_size, recompute_core
         self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
         self.attention, self.rope_qkv = layers.ops.attention, layers.ops.rope_qkv
-        self.dropout = layers.dropout("attention", index)
+        self.dropout, self.first_head = layers.dropout("attention", index), layers.tp.rank * self.num_heads
         self.gated = cfg.attention_output_gate
         self.sinks = layers.param(f"{name}.sinks") if cfg.attention_sinks else None
         self.qkv_proj = layers.column(f"{name}.qkv_proj")
@@ -51,7 +50,7 @@ class Attention(nn.Module):
             x_SBH: normed hidden states.
             rope: what the layer knows of the positions.
             documents: documents (or chunks of them) that attention stays within; None: a sample is one document.
-            fwd: the forward pass, key of the dropout masks.
+            fwd: the forward pass.
         """
         qkv = self.qkv_proj(x_SBH)
         if self.recompute_core and fwd.training:
@@ -87,12 +86,11 @@ class Attention(nn.Module):
         if rope is not None and len(rope) == 1:
             q = (q * rope[0].unsqueeze(-1)).to(v.dtype)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
-        rate = self.dropout.rate_in(fwd)
-        options: dict[str, Any] = {"dropout": rate, "scale": self.scale, "softcap": self.softcap}
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap}
+        options |= self.dropout.of_heads(fwd, self.first_head, qkv.device)
         if self.sinks is not None:
             options["sinks"] = self.sinks
-        with self.dropout.masks(fwd, qkv.device) if rate else nullcontext():
-            out = self.attention(q, k, v, self.mask, documents, **options)
+        out = self.attention(q, k, v, self.mask, documents, **options)
         out = out.permute(2, 0, 1, 3).reshape(seq, batch, n * d)
         return out if gate is None else out * gate.sigmoid()
 

@@ -119,7 +119,7 @@ class GPTStage(nn.Module):
         Args:
             x: token ids [S, B] on the first stage, else the previous stage's hidden states x_SBH (x_sBH).
             batch: the micro-batch.
-            fwd: the forward pass, key of the dropout masks.
+            fwd: the forward pass.
 
         Returns:
             Hidden states x_SBH (x_sBH); on the last stage the (weighted) loss of every token, fp32 [S, B], or this

@@ -9,7 +9,7 @@ head size, C width of a latent.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class LatentAttentionLayer(nn.Module):
         self.latent_parts = (cfg.latent_size, cfg.rotary_dim)
         self.mask, self.scale, self.softcap = Mask(cfg.window_of(index)), cfg.attention_scale, cfg.attention_softcap
         self.attention, self.rope = layers.ops.attention, layers.ops.rope
-        self.dropout = layers.dropout("attention", index)
+        self.dropout, self.first_head = layers.dropout("attention", index), layers.tp.rank * self.num_heads
         self.tp = layers.tp
         # The heads of all ranks read the latents: their gradient is partial.
         self.enter = exchange.gather_sequence if layers.sequence_parallel else collectives.copy_to
@@ -86,10 +86,9 @@ class LatentAttentionLayer(nn.Module):
         q = torch.cat((q, self._rotated(q_rope, rope)), dim=-1).permute(1, 2, 0, 3)
         latents, shared_key = latents.split(self.latent_parts, dim=-1)
         latents = torch.cat((latents, self._rotated(shared_key.unsqueeze(2), rope).squeeze(2)), dim=-1)
-        rate = self.dropout.rate_in(fwd)
-        options = {"dropout": rate, "scale": self.scale, "softcap": self.softcap, "expand": self._expanded}
-        with self.dropout.masks(fwd, q.device) if rate else nullcontext():
-            out = self.attention(q, latents, None, self.mask, documents, **options)
+        options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "expand": self._expanded}
+        options |= self.dropout.of_heads(fwd, self.first_head, q.device)
+        out = self.attention(q, latents, None, self.mask, documents, **options)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _expanded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

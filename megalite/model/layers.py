@@ -1,23 +1,20 @@
-"""The parts of every block: the factory that makes modules from declared parameters, norms and dropout."""
+"""The parts of every block: the factory that makes modules from declared parameters, and norms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from megalite.batch import ForwardPass
 from megalite.config.model import ModelConfig
 from megalite.families.parts import Function
 from megalite.mesh.context import Axis
-from megalite.mesh.seeding import RngStreams
+from megalite.model.dropout import Dropout, MaskWords
 from megalite.model.rotary import Rotary, Temperature
 from megalite.model.routing_log import RoutingLog
 from megalite.model.specs import layout_holding
@@ -52,7 +49,7 @@ class Layers:
         dtype, device: type and device of parameters and activations.
         layout: where parameters live.
         ops: the kernels in use.
-        rng: dropout streams.
+        words: of this rank's samples and tokens, for dropout.
         queue: weight-gradient queue of the stage.
         fp8: quantization of the blocks' matrices; None: no block's.
         cp, ep: context- and expert-parallel axes.
@@ -71,7 +68,7 @@ class Layers:
     device: torch.device
     layout: Layout
     ops: Ops
-    rng: RngStreams
+    words: MaskWords
     queue: WgradQueue
     fp8: Fp8 | None = None
     cp: Axis = field(default_factory=lambda: Axis("cp"))
@@ -186,15 +183,9 @@ class Layers:
         return Norm(self.param(f"{name}.weight"), bias, self.cfg.norm_eps, functions, self.cfg.zero_centered_norm)
 
     def dropout(self, site: str, layer: int) -> Dropout:
-        """Make the dropout of one site of a layer; site "attention" means attention probabilities.
-
-        On the residual stream, all tensor-parallel ranks draw the same mask, or with sequence parallelism each rank
-        draws its own.
-        """
-        attention = site == "attention"
-        rate = self.cfg.attention_dropout if attention else self.cfg.hidden_dropout
-        stream = "tensor_parallel" if attention or self.sequence_parallel else "replicated"
-        return Dropout(rate, self.rng, stream, (layer, site))
+        """Make the dropout of one site of a layer; site "attention" means attention probabilities."""
+        rate = self.cfg.attention_dropout if site == "attention" else self.cfg.hidden_dropout
+        return Dropout(rate, self.words, (layer, site), self.ops.keep_mask)
 
     def rotary(self, layer: int) -> Rotary | Temperature | None:
         """Return the tables of positions of a layer, shared by all layers with equal ones; None where it has none."""
@@ -251,34 +242,3 @@ class NoNorm:
         """Add: (x + residual, x + residual)."""
         total = residual_SBH + x_SBH
         return total, total
-
-
-class Dropout:
-    """Dropout at one place of the model, in training only.
-
-    Its masks are a function of (step, replica, micro-batch, place): the same under every schedule and recomputation.
-
-    Args:
-        rate: probability that an element becomes 0.
-        rng: the streams to draw from.
-        stream: name of the stream, which decides which ranks draw the same mask.
-        place: (layer, site); layer -1 stands for what comes before the blocks.
-    """
-
-    def __init__(self, rate: float, rng: RngStreams, stream: str, place: tuple[int, str]) -> None:
-        self.rate, self.rng, self.stream, self.place = rate, rng, stream, place
-
-    def rate_in(self, fwd: ForwardPass) -> float:
-        """Return the rate that applies to a pass: 0 in evaluation."""
-        return self.rate if fwd.training else 0.0
-
-    def masks(self, fwd: ForwardPass, device: torch.device) -> AbstractContextManager[None]:
-        """Make torch draw the masks of this place and pass inside the context."""
-        return self.rng.fork(self.stream, device, fwd.step, fwd.replica, fwd.microbatch, *self.place)
-
-    def __call__(self, x: torch.Tensor, fwd: ForwardPass) -> torch.Tensor:
-        """Drop elements of x, of any shape, and scale the others by 1 / (1 - rate)."""
-        if not self.rate_in(fwd):
-            return x
-        with self.masks(fwd, x.device):
-            return F.dropout(x, self.rate)

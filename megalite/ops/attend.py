@@ -1,7 +1,8 @@
 """Attention of some queries to some keys, with the log-sum-exp by which results for different keys are merged.
 
-attend(q, k, v, visible=None, *, causal=False, scale=None, softcap=None) -> out, lse
-attend_backward(dout, q, k, v, out, lse, visible=None, *, causal=False, scale=None, softcap=None) -> dq, dk, dv
+attend(q, k, v, visible=None, *, causal=False, scale=None, softcap=None, keep=None, rate=0.0) -> out, lse
+attend_backward(dout, q, k, v, out, lse, visible=None, *, causal=False, scale=None, softcap=None, keep=None, rate=0.0)
+    -> dq, dk, dv
     q and out [B, N, Q, D], k and v [B, G, K, D] of one dtype, with contiguous heads; query head n reads key/value head
     n // (N / G). A query sees all keys; with causal (Q = K) those up to its own place; with visible, bool [B or 1, 1,
     Q, K], those where it is True. scale and softcap as in ops/attention.py.
@@ -14,12 +15,16 @@ attend_backward(dout, q, k, v, out, lse, visible=None, *, causal=False, scale=No
     takes out and lse of all keys that a query sees, and returns these keys' part of the gradients. Source: Dao et al.
     2022, "FlashAttention", section 3.1 and appendix B; Liu et al. 2023, "Ring Attention".
 
-    torch's kernels keep no scores. Soft-capped scores have no kernel: they exist for the keys of this call, and are
-    computed again in backward.
+    With keep, bool [B, N, Q, K], only probabilities where it is True count, divided by 1 - rate: dropout. lse is then
+    still that of all probabilities.
+
+    torch's kernels keep no scores. Soft-capped scores, and on a CPU those with dropout, have no kernel: they exist for
+    the keys of this call, and are computed again in backward. On a GPU kernels serve dropout in two calls.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,17 +49,24 @@ def _scores(
         scores = bounded * softcap
     if causal:
         visible = torch.ones(queries, k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
-    return scores if visible is None else scores.masked_fill(~visible.unsqueeze(1), float("-inf")), bounded
+    if visible is not None:
+        hidden = ~visible.expand(-1, heads, -1, -1).unflatten(1, (k.shape[1], -1))
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores, bounded
 
 
 def _plain(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool, scale: float, softcap: float | None,
+    keep: Tensor | None, rate: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the formula, with the scores in memory."""
     scores, _ = _scores(q, k, visible, causal, scale, softcap)
     lse = scores.logsumexp(-1)
-    p = (scores - lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp().to(q.dtype)
-    return (p.flatten(2, 3) @ v).view(q.shape), lse.flatten(1, 2)
+    p = scores.sub_(lse.masked_fill(lse.isinf(), 0.0).unsqueeze(-1)).exp_()
+    if keep is not None:
+        p.mul_(keep.view(p.shape))
+        v = v / (1 - rate)
+    return (p.to(q.dtype).flatten(2, 3) @ v).view(q.shape), lse.flatten(1, 2)
 
 
 def _plain_backward(
@@ -68,14 +80,21 @@ def _plain_backward(
     causal: bool,
     scale: float,
     softcap: float | None,
+    keep: Tensor | None,
+    rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores, bounded = _scores(q, k, visible, causal, scale, softcap)
     rows = (q.shape[0], k.shape[1], -1, q.shape[-1])  # query heads of a group stacked along the sequence
-    dout_rows, wide = dout.reshape(rows), scores.dtype
-    p = (scores - lse.view(scores.shape[:-1]).unsqueeze(-1)).exp()
-    dp = (dout_rows @ v.transpose(2, 3)).view(scores.shape).to(wide)
+    wide = scores.dtype
     delta = (dout.to(wide) * out.to(wide)).sum(-1).view(scores.shape[:-1])
-    ds = p * (dp - delta.unsqueeze(-1))
+    dout_rows = dout.reshape(rows) if keep is None else dout.reshape(rows) / (1 - rate)
+    p = scores.sub_(lse.view(scores.shape[:-1]).unsqueeze(-1)).exp_()
+    dp = (dout_rows @ v.transpose(2, 3)).view(scores.shape).to(wide)
+    if keep is not None:
+        dp.mul_(keep.view(dp.shape))
+    ds = dp.sub_(delta.unsqueeze(-1)).mul_(p)
+    if keep is not None:
+        p.mul_(keep.view(p.shape))
     if bounded is not None:
         ds = ds * (1 - bounded.square())
     ds, p = (x.to(q.dtype).flatten(2, 3) for x in (ds * scale, p))
@@ -154,11 +173,54 @@ def attend(
     causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
+    keep: Tensor | None = None,
+    rate: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attend, and return the log-sum-exp too; see the module's contract."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if softcap is not None:
-        return _plain(q, k, v, visible, causal, scale, softcap)
+    if softcap is not None or (keep is not None and not q.is_cuda):
+        return _plain(q, k, v, visible, causal, scale, softcap, keep, rate)
+    if keep is not None:
+        return dropped(q, k, v, visible, causal, scale, keep, rate)
+    return _by_kernel(q, k, v, visible, causal, scale)
+
+
+def dropped(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool, scale: float, keep: Tensor, rate: float
+) -> tuple[Tensor, Tensor]:
+    """Attend with dropout by kernels without: what is kept is visible to one call; the other has its share of all."""
+    _, lse = _by_kernel(q, k, v, visible, causal, scale)
+    out, kept = _by_kernel(q, k, v, _seen(keep, visible, causal), False, scale)
+    # A query that sees no key has 0: -inf less -inf is not a number.
+    share = (kept - lse.masked_fill(lse.isinf(), 0.0)).exp_() / (1 - rate)
+    return (out * share.unsqueeze(-1)).to(q.dtype), lse
+
+
+def dropped_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor | None, causal: bool,
+    scale: float, keep: Tensor, rate: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of `dropped`: p (keep dp / (1 - rate) - delta), one term in each call.
+
+    delta is 0 where out is, dp where v is, and p / (1 - rate) has another log-sum-exp.
+    """
+    kept = _seen(keep, visible, causal)
+    less = lse + math.log1p(-rate)
+    dq, dk, dv = _by_kernel_backward(dout, q, k, v, torch.zeros_like(out), less, kept, False, scale)
+    dq_all, dk_all, _ = _by_kernel_backward(dout, q, k, torch.zeros_like(v), out, lse, visible, causal, scale)
+    return dq + dq_all, dk + dk_all, dv
+
+
+def _seen(keep: Tensor, visible: Tensor | None, causal: bool) -> Tensor:
+    """Return which keys are visible and kept, bool [B, N, Q, K]."""
+    if visible is not None:
+        return keep & visible
+    return keep.tril() if causal else keep
+
+
+def _by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
         out, lse = _cuda(q, k, v, visible, causal, scale)
     else:
@@ -182,11 +244,29 @@ def attend_backward(
     causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
+    keep: Tensor | None = None,
+    rate: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients that come from these keys; see the module's contract."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if softcap is not None:
-        return _plain_backward(dout, q, k, v, out, lse, visible, causal, scale, softcap)
+    if softcap is not None or (keep is not None and not q.is_cuda):
+        return _plain_backward(dout, q, k, v, out, lse, visible, causal, scale, softcap, keep, rate)
+    if keep is not None:
+        return dropped_backward(dout, q, k, v, out, lse, visible, causal, scale, keep, rate)
+    return _by_kernel_backward(dout, q, k, v, out, lse, visible, causal, scale)
+
+
+def _by_kernel_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    visible: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     if q.is_cuda:
         return _cuda_backward(dout, q, k, v, out, lse, visible, causal, scale)
     dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -1,19 +1,19 @@
 """Causal scaled dot-product attention with grouped heads (Vaswani et al. 2017; Ainslie et al. 2023).
 
-attention(q, k, v, mask, documents=None, *, dropout=0.0, scale=None, softcap=None, expand=None) -> out
+attention(q, k, v, mask, documents=None, *, scale=None, softcap=None, expand=None) -> out
     q [B, N, S, D], k and v [B, G, S, D] of one dtype, any strides; query head n reads key/value head n // (N / G);
     out [B, N, S, D] like q. v may be narrower, and then so is out: kernels take one width, so zeros fill v up, in a
     copy that backward keeps. mask is a `Mask`, documents are `Documents` or None.
 
         scores = q k^T * scale                        scale: 1 / sqrt(D) unless given
         scores = softcap * tanh(scores / softcap)     with softcap only (Gemma 2, arXiv:2408.00118, section 2)
-        out = dropout(softmax(scores, -inf where masked)) v
+        out = softmax(scores, -inf where masked) v
 
     With expand, k holds latents [S, B, C] instead, of which expand(k) makes k and v, and v is None: where ranks share
     samples, latents travel.
 
-    Dropout draws from the default generator of q's device, which the caller seeds. The softmax is fp32. With softcap
-    the scores [B, N, S, S] are kept for backward, because no fused kernel of torch supports it.
+    The softmax is fp32. With softcap the scores [B, N, S, S] are kept for backward, because no fused kernel of torch
+    supports it. Dropout goes block by block (`attend`): the masks of kernels know the call, not the sample.
 
     With documents or a window, no S x S mask exists where `why_masked` returns None (on a GPU in bf16 or fp16): the
     variable-length kernel skips what a query does not see. Elsewhere torch's attention runs with a mask.
@@ -47,9 +47,7 @@ def _visible(seq: int, window: int, device: torch.device) -> Tensor:
     return (_band.__wrapped__ if torch.compiler.is_compiling() else _band)(seq, window, device)
 
 
-def _capped(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, dropout: float, scale: float | None, softcap: float
-) -> Tensor:
+def _capped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None, softcap: float) -> Tensor:
     """Compute soft-capped attention in plain torch, with the scores in memory."""
     batch, heads, queries, width = q.shape
     scale = width**-0.5 if scale is None else scale
@@ -57,13 +55,10 @@ def _capped(
     scores = (q.reshape(batch, k.shape[1], -1, width) @ k.transpose(2, 3)).view(batch, heads, queries, -1)
     wide = scores.to(torch.promote_types(q.dtype, torch.float32)) * (scale / softcap)
     p = (wide.tanh() * softcap).masked_fill(~visible, float("-inf")).softmax(-1).to(q.dtype)
-    p = F.dropout(p, dropout) if dropout else p
     return (p.view(batch, k.shape[1], -1, k.shape[2]) @ v).view(q.shape)
 
 
-def why_masked(
-    device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float, softcap: float | None
-) -> str | None:
+def why_masked(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
     """Return why documents and windows need a mask instead of FlashAttention's variable-length kernel, or None."""
     if device.type != "cuda":
         return f"variable-length kernels require a GPU, not {device.type}"
@@ -73,8 +68,8 @@ def why_masked(
         return f"FlashAttention requires a head size up to 256 and divisible by 8, not {head_dim}"
     if _capability(device) < (8, 0):
         return "FlashAttention requires compute capability 8.0 or above"
-    if dropout or softcap is not None:
-        return "the variable-length kernel supports neither dropout nor soft-capped scores"
+    if softcap is not None:
+        return "the variable-length kernel does not support soft-capped scores"
     return None
 
 
@@ -132,7 +127,6 @@ def attention(
     mask: Mask,
     documents: Documents | None = None,
     *,
-    dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
@@ -143,36 +137,34 @@ def attention(
     assert v is not None
     seq, missing = q.shape[2], q.shape[-1] - v.shape[-1]
     if missing:
-        wide = attention(q, k, F.pad(v, (0, missing)), mask, documents, dropout=dropout, scale=scale, softcap=softcap)
+        wide = attention(q, k, F.pad(v, (0, missing)), mask, documents, scale=scale, softcap=softcap)
         return wide[..., : v.shape[-1]]
     window = seq if mask.window is None else min(mask.window, seq)
-    if (documents is not None or window < seq) and (
-        why_masked(q.device, q.dtype, q.shape[-1], dropout, softcap) is None
-    ):
+    if (documents is not None or window < seq) and why_masked(q.device, q.dtype, q.shape[-1], softcap) is None:
         if documents is not None:
             assert documents.bounds is not None
             return _varlen(q, k, v, documents.bounds, documents.longest, window, scale)
         bounds = torch.arange(0, (q.shape[0] + 1) * seq, seq, dtype=torch.int32, device=q.device)
         return _varlen(q, k, v, bounds, seq, window, scale)
     if documents is not None:
-        return masked(q, k, v, documents.visible(window), dropout, scale, softcap)
+        return masked(q, k, v, documents.visible(window), scale, softcap)
     plain = window == seq and softcap is None
-    return masked(q, k, v, None if plain else _visible(seq, window, q.device), dropout, scale, softcap)
+    return masked(q, k, v, None if plain else _visible(seq, window, q.device), scale, softcap)
 
 
 def masked(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float, scale: float | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float | None, softcap: float | None
 ) -> Tensor:
     """Attend to the keys that are visible, bool [.., queries, keys]; None: causally, as many queries as keys."""
     if softcap is not None:
         assert visible is not None
-        return _capped(q, k, v, visible, dropout, scale, softcap)
+        return _capped(q, k, v, visible, scale, softcap)
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.is_cuda and (q.dtype == torch.float32 or visible is not None):
         # No fused kernel supports grouped heads in fp32 or with a mask: torch would fall back to S x S scores.
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
     return F.scaled_dot_product_attention(
-        q, k, v, visible, dropout, is_causal=visible is None, scale=scale, enable_gqa=group > 1
+        q, k, v, visible, is_causal=visible is None, scale=scale, enable_gqa=group > 1
     )
 
 

@@ -29,6 +29,7 @@ _NAMES = (
     "glu",
     "clamped_glu",
     "gelu",
+    "dropout",
     "cross_entropy",
     "adamw",
     "l2_norm",
@@ -71,6 +72,7 @@ class Ops:
     geglu: Callable[..., Tensor]
     clamped_swiglu: Callable[..., Tensor]
     gelu: Callable[..., Tensor]
+    keep_mask: Callable[..., Tensor]
     cross_entropy_stats: Callable[..., Tensor]
     cross_entropy_grad_: Callable[..., Tensor]
     adamw: Callable[..., None]

@@ -22,6 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from megalite.ops import cpp, cuda, native
+from megalite.ops.mixing import least_kept
 from megalite.ops.op import Backend, Missing, Op
 from megalite.sharding.parameter import ShardedParameter
 
@@ -292,6 +293,11 @@ def grouped_wgrad(
 ) -> None:
     """Run `grouped_wgrad` in one launch."""
     _kernel(kernels, "grouped_wgrad_")(main_grad, dy, x, sizes, accumulate)
+
+
+def keep_mask(words: Tensor, key: tuple[int, int], columns: range, rate: float, *, kernels: str) -> Tensor:
+    """Run `keep_mask` in one pass."""
+    return _kernel(kernels, "keep_mask")(words, *key, columns.start, len(columns), least_kept(rate))
 
 
 def stochastic_round(

@@ -122,6 +122,10 @@ KERNELS: dict[str, tuple[str, Callable[..., Any]]] = {
         "-> ()",
         _in_place,
     ),
+    "keep_mask": (
+        "(Tensor words, int key, int second_key, int column, int width, int least) -> Tensor",
+        lambda words, key, second_key, column, width, least: words.new_empty(*words.shape[1:], width, dtype=torch.bool),
+    ),
     "quantize": (
         "(Tensor x, int rows, int columns) -> (Tensor, Tensor)",
         lambda x, rows, columns: (

@@ -11,7 +11,7 @@ stochastic_round(x, out, key, place)
 
         h = mix(mix(row ^ key[0]) ^ key[1]);  bits = mix(h + column * 0x9E3779B1) mod 2^16        modulo 2^32
 
-    mix is the best hash of three rounds and two products of Wellons, Prospecting for Hash Functions (2018).
+    mix is that of `ops/mixing.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.ops.mixing import mix_
 from megalite.ops.op import TORCH, Op, triton
 
 # Elements at a time: temporary tensors stay in the cache of a processor.
@@ -43,19 +44,12 @@ def stochastic_round(x: Tensor, out: Tensor, key: tuple[int, int], place: Place)
     columns = torch.arange(place.column, place.column + width, dtype=torch.int32, device=x.device) * -0x61C8864F
     rows = torch.arange(x.numel() // width, dtype=torch.int32, device=x.device)
     rows = place.row + rows // place.inner * place.jump + rows % place.inner
-    keys = _mix(_mix(rows ^ key[0]) ^ key[1])
+    keys = mix_(mix_(rows ^ key[0]) ^ key[1])
     step = max(1, _BLOCK // width)
     for own, part, target in zip(keys.split(step), x.view(-1, width).split(step), out.view(-1, width).split(step)):
-        bits = _mix(own[:, None] + columns) & 0xFFFF
+        bits = mix_(own[:, None] + columns) & 0xFFFF
         rounded = ((part.view(torch.int32) + bits) >> 16).to(torch.int16).view(torch.bfloat16)
         target.copy_(torch.where(part.isfinite(), rounded, part.bfloat16()))
-
-
-def _mix(x: Tensor) -> Tensor:
-    # int32: products wrap around; shifts copy the sign, which the masks remove.
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x2CA5D269
-    return x ^ ((x >> 15) & 0x1FFFF)
 
 
 OP = Op("stochastic_round", (stochastic_round,), (triton("flat"), TORCH))

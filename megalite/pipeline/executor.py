@@ -72,21 +72,25 @@ class Executor:
             self.observers = before
 
     def run(
-        self, program: Program, microbatches: Sequence[MicroBatch], step: int, replica: int, grad_scale: float = 1.0
+        self, program: Program, microbatches: Sequence[MicroBatch], step: int, first: int, grad_scale: float = 1.0
     ) -> torch.Tensor:
         """Run one program.
 
         Args:
             program: this rank's operations, in order; for evaluation (under `no_grad`), only the forward ones.
             microbatches: micro-batches of this data-parallel rank.
-            step, replica: see `ForwardPass`.
+            step: number of the optimizer step.
+            first: number of their first sample in the global batch; the others follow it.
             grad_scale: gradient of the sum of all token losses.
 
         Returns:
             Sum of the (weighted) token losses of the micro-batches, fp64, 0-dim; 0 on ranks without the last stage.
         """
-        training = torch.is_grad_enabled()
-        passes = [ForwardPass(step, replica, i, training, grad_scale) for i in range(len(microbatches))]
+        training, passes = torch.is_grad_enabled(), list[ForwardPass]()
+        for i, batch in enumerate(microbatches):
+            samples = range(first, first + batch.tokens_SB.shape[1])
+            passes.append(ForwardPass(step, i, training, grad_scale, samples, batch.positions))
+            first = samples.stop
         run = _Run(self, microbatches, passes)
         for op in program:
             for observer in self.observers:

@@ -18,7 +18,7 @@ from megalite.config.step import StepConfig
 from megalite.context_parallel import share_attention
 from megalite.mesh.context import ParallelContext
 from megalite.mesh.rendezvous import local_world_size
-from megalite.mesh.seeding import RngStreams
+from megalite.model.dropout import MaskWords
 from megalite.model.gpt import GPTStage
 from megalite.model.layers import Layers
 from megalite.model.offload import ActivationOffload
@@ -106,14 +106,15 @@ def resolve_ops(cfg: StepConfig, ctx: ParallelContext) -> Ops:
         usable = [kernel for kernel in KERNELS if why_not(kernel, case) is None]
         order = ", ".join(usable)
         taken = f"{name} (torch takes one of {order})" if name == "auto" else name
-        logger.info(f"attention: {'block by block, merged with sinks' if m.attention_sinks else taken}")
+        blocks = "sinks" if m.attention_sinks else "dropout" if m.attention_dropout else None
+        logger.info(f"attention: {taken if blocks is None else f'block by block, with {blocks}'}")
     comm, why = choose_comm(m, cfg.parallel, cfg.within_documents)
     if cfg.parallel.cp > 1 and cfg.parallel.cp_comm == "auto":
         logger.info(f"--cp-comm auto: {comm} ({why})")
     long = LONG_ON_CPU if device.type == "cpu" and m.seq_len >= LONG_ON_CPU else None
     shared = share_attention(
         comm, head_ranks(m, cfg.parallel), ctx, replace(ops, attention=attention), m.attention_sinks,
-        recomputed=cfg.train.recompute != "none", long=long,
+        dropout=m.attention_dropout > 0, recomputed=cfg.train.recompute != "none", long=long,
     )  # fmt: skip
     # What communicates, or goes block by block, stays outside of compiled code.
     if cfg.train.compile and shared is not attention:
@@ -129,7 +130,7 @@ def build_stages(
     if cfg.parallel.moe_dispatch == "auto" and ctx.ep.size > 1:
         logger.info(f"--moe-dispatch auto: {dispatch} ({why})")
     specs = {**param_map(cfg.model), **buffer_map(cfg.model)}
-    rng = RngStreams.for_rank(cfg.train.seed, ctx.tp.rank)
+    words = MaskWords(cfg.train.seed, ctx.tp, cfg.sequence_parallel)
     split = stage_layers(cfg)
     layout = layout_of(cfg, ctx, placement)
     offload = ActivationOffload(ctx.device) if cfg.train.offload == "activations" else None
@@ -144,7 +145,7 @@ def build_stages(
             device=ctx.device,
             layout=layout,
             ops=ops,
-            rng=rng,
+            words=words,
             queue=WgradQueue(cfg.parallel.overlap_tp_reduce, one_behind=cfg.sequence_parallel),
             fp8=fp8,
             cp=ctx.axis("cp"),

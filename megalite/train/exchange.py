@@ -1,7 +1,7 @@
 """Replicas compute each other's samples: what a repetition hides, a fault that comes back, shows on other hardware.
 
-Replicas hold the same weights, and dropout goes with the samples, so a rank's own gradients must be, bit for bit, those
-of the rank whose samples it has.
+Replicas hold the same weights, and dropout masks belong to samples, so a rank's own gradients must be, bit for bit,
+those of the rank whose samples it has.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def exchange(
     rows, failure = loader.read_share(place, len(batch))
     gradients.start(closely=True)
     full = engine.cfg.train.global_batch_size * engine.cfg.model.seq_len
-    neighbors = ctx.batch.size // ctx.dp.size
-    replica = place * neighbors + ctx.batch.rank % neighbors
-    forward_backward(engine, rows, step, loss_scale / full, replica)
+    forward_backward(engine, rows, step, loss_scale / full, place)
     engine.optimizer.finish_grads()
     told = json.dumps([before, _sums(rows, gradients), str(failure or "")])
     texts = [json.loads(text) for text in gather_texts(told, ctx.world, ctx.device)]

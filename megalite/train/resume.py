@@ -28,6 +28,7 @@ from megalite.data import VERSION_OF_DATA
 from megalite.mesh.agree import agree
 from megalite.mesh.collectives import gather_texts
 from megalite.mesh.context import ParallelContext
+from megalite.model.dropout import VERSION_OF_MASKS
 from megalite.train.engine import Engine
 from megalite.train.moments import unfit_moments
 
@@ -209,6 +210,11 @@ def log_start(engine: Engine[Config], source: Source, meta: dict[str, Any]) -> N
     ]
     if changed:
         logger.info(f"options changed since that checkpoint: {', '.join(changed)}")
+    drops = engine.cfg.model.hidden_dropout or engine.cfg.model.attention_dropout
+    if drops and saved.get("data_hash") and saved.get("mask_version") != VERSION_OF_MASKS:
+        logger.info(
+            "dropout masks are those of samples from here on, the same in any layout; before, a replica had its own"
+        )
     _log_rates(engine.cfg, saved, int(state["step"]))
 
 

@@ -32,10 +32,12 @@ from megalite.data import (
     chat_template_of,
     mask_path,
     prefixes_of,
+    share_of,
 )
 from megalite.mesh.agree import agree, check_equal
 from megalite.mesh.collectives import gather_texts
 from megalite.mesh.context import ParallelContext
+from megalite.model.dropout import VERSION_OF_MASKS
 from megalite.model.parameters import describe_parameters
 from megalite.ops.attention import why_masked
 from megalite.optim.check_buckets import check_buckets
@@ -161,6 +163,7 @@ def _hashes(datasets: Datasets, ctx: ParallelContext, tokenizer: Tokenizer | Non
     return {
         **hashes,
         "data_version": datasets.train.version,
+        "mask_version": VERSION_OF_MASKS,
         "tokenizer_sha256": tokenizer.sha256 if tokenizer else None,
     }
 
@@ -235,7 +238,8 @@ def make_run(
     metrics = agree(ctx, make_metrics)
     profiler = agree(ctx, lambda: StepProfiler(cfg, ctx))
     steps = step_range("--record-schedule", cfg.run.record_schedule)
-    count = sizes.size(max(1, steps.start)) // (cfg.train.micro_batch_size * ctx.dp.size)
+    share = share_of(sizes.size(max(1, steps.start)), ctx.dp.size, ctx.dp.rank)
+    count = len(share) // cfg.train.micro_batch_size
     recorder = Recorder(run_dir / "schedule", ctx, engine.executor, engine.schedule_of(count), steps)
     threshold = cfg.run.spike_threshold if cfg.run.on_spike != "ignore" else math.inf
     spikes = SpikeDetector(threshold, state.get("loss_history", ()))
@@ -283,8 +287,9 @@ def _log_documents(engine: Engine[Config]) -> None:
     if not packed and not cfg.data.document_mask:
         return
     model = cfg.model
-    why = why_masked(engine.ctx.device, dtype, model.head_size, model.attention_dropout, model.attention_softcap)
+    why = why_masked(engine.ctx.device, dtype, model.head_size, model.attention_softcap)
     how = "FlashAttention over each" if why is None else f"a mask of seq_len x seq_len ({why})"
+    how = "block by block, with dropout" if model.attention_dropout else how
     logger.info(f"attention within documents: {how}")
 
 

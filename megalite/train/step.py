@@ -17,7 +17,7 @@ from megalite.base.errors import UserError
 from megalite.batch import Documents, MicroBatch
 from megalite.config.rates import StepRates, rates_at
 from megalite.config.step import StepConfig
-from megalite.data.rows import Rows
+from megalite.data.rows import Rows, share_of
 from megalite.mesh import collectives
 from megalite.mesh.context import Axis
 from megalite.pipeline.observe import OPTIMIZER_RANGE
@@ -118,10 +118,10 @@ def forward_backward(
     """Run all micro-batches forward and backward, and start reducing their gradients; return this rank's loss sum.
 
     Args:
-        replica: the rank of the batch axes whose samples and dropout masks these are; None: this one.
+        replica: the rank on dp whose samples these are; None: this one.
     """
     ctx = engine.ctx
-    replica = ctx.batch.rank if replica is None else replica
+    share = share_of(len(rows) * ctx.dp.size, ctx.dp.size, ctx.dp.rank if replica is None else replica)
     size = engine.cfg.train.micro_batch_size
     microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"), *weigh_parts(engine, rows))
     engine.optimizer.start_step(len(microbatches), engine.scaler.scale)
@@ -129,7 +129,7 @@ def forward_backward(
     engine.unit_weights.start_pass()
     for stage in engine.stages.values():
         stage.start_step()
-    loss_sum = engine.executor.run(program, microbatches, step, replica, loss_weight)
+    loss_sum = engine.executor.run(program, microbatches, step, share.start, loss_weight)
     engine.unit_weights.end_pass()
     return loss_sum
 
@@ -153,7 +153,7 @@ def eval_step(engine: Engine[StepConfig], batch: Batch, failed: bool = False) ->
     size, ctx = engine.cfg.train.micro_batch_size, engine.ctx
     microbatches = to_microbatches(rows, size, ctx.device, ctx.axis("cp"))
     engine.unit_weights.start_pass()
-    loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, ctx.batch.rank)
+    loss_sum = engine.executor.run(engine.eval_program, microbatches, 0, 0)
     engine.unit_weights.end_pass()
     loss, targets, _, _, failures, *_ = collectives.to_host(sum_over_world(engine, loss_sum, rows, failed=failed))
     return loss / targets if targets else 0.0, targets, failures > 0
@@ -252,8 +252,8 @@ def to_rows(batch: Batch, engine: Engine[StepConfig]) -> Rows:
     if isinstance(batch, Rows):
         return batch
     tokens = np.asarray(batch.cpu() if isinstance(batch, torch.Tensor) else batch)
-    sizes, length = engine.cfg.train.batches.sizes, engine.cfg.model.seq_len + 1
-    shapes = [(size // engine.ctx.dp.size, length) for size in sizes]
+    sizes, length, dp = engine.cfg.train.batches.sizes, engine.cfg.model.seq_len + 1, engine.ctx.dp
+    shapes = [(len(share_of(size, dp.size, dp.rank)), length) for size in sizes]
     if tokens.shape not in shapes or tokens.dtype.kind not in "iu":
         rule = f"must be token ids [global_batch_size / dp, seq_len + 1] = {' or '.join(str([*s]) for s in shapes)}"
         raise UserError(f"a batch of {tokens.dtype} {list(tokens.shape)}", rule, "reshape the batch to that")

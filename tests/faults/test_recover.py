@@ -337,10 +337,8 @@ def test_a_bit_flips_in_a_copy(zygote: Zygote, tmp_path: Path, whole: Path, dama
 @pytest.mark.full
 def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
     """The last state is saved, and the run goes on elsewhere: in the same layout bit for bit, and in another one."""
-    # Masks of dropout differ between layouts.
-    same = ["--hidden-dropout", "0"]
-    assert codes(begin(zygote, tmp_path, 2, same).end()) == [0, 0]
-    flags = [*same, *RECOVER, "--max-recoveries", "1"]
+    assert codes(begin(zygote, tmp_path, 2, []).end()) == [0, 0]
+    flags = [*RECOVER, "--max-recoveries", "1"]
     left = begin(zygote, tmp_path / "hit", 2, flags, kill(1, 3, tmp_path), kill(0, 6, tmp_path)).end()
     assert codes(left) == [75, 75], left
     assert "there were more than --max-recoveries 1 recoveries: saving, then exiting" in left[0].err
@@ -353,9 +351,9 @@ def test_recoveries_are_used_up(zygote: Zygote, tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "hit", tmp_path / name, symlinks=True)
     assert codes(begin(zygote, tmp_path / "hit", 2, flags).end()) == [0, 0]
     assert outcome(tmp_path / "hit" / "run") == outcome(tmp_path / "run")
-    assert codes(begin(zygote, tmp_path / "other", 2, [*same, "--tp", "2"]).end()) == [0, 0]
+    assert codes(begin(zygote, tmp_path / "other", 2, ["--tp", "2"]).end()) == [0, 0]
     # What a scheduler has left.
-    assert codes(begin(zygote, tmp_path / "fewer", 1, [*same, "--save-every", "0"]).end()) == [0]
+    assert codes(begin(zygote, tmp_path / "fewer", 1, ["--save-every", "0"]).end()) == [0]
     other, fewer, whole = (
         [line[1] for line in outcome(tmp_path / name / "run")[0]] for name in ("other", "fewer", ".")
     )

@@ -14,8 +14,6 @@ from tests.faults.test_runtime_faults import RUN, codes, committed, events, outc
 from tests.faults.zygote import Zygote, members_of
 
 pytestmark = pytest.mark.root
-# Masks of dropout differ between layouts.
-SAME = ["--hidden-dropout", "0"]
 
 
 def run_on(zygote: Zygote, folder: Path, world: int, *flags: str) -> Path:
@@ -31,8 +29,8 @@ def losses(run: Path) -> list[float]:
 
 def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """The run used to end with what was on disk, step 4."""
-    whole, hit = run_on(zygote, tmp_path / "whole", 2, *SAME), tmp_path / "hit"
-    jobs = hosts.begin(hit, [*SAME, "--save-every", "4"], 0, waits_at(7, hit), count=2)
+    whole, hit = run_on(zygote, tmp_path / "whole", 2), tmp_path / "hit"
+    jobs = hosts.begin(hit, ["--save-every", "4"], 0, waits_at(7, hit), count=2)
     jobs[0].wait_for(0, "step 6/")
     zygote.until(lambda: committed(hit / "run") == {"step_00000004"}, 60)
     hosts.power_off(1)
@@ -46,15 +44,15 @@ def test_a_host_is_lost_without_a_reserve(hosts: Hosts, zygote: Zygote, tmp_path
     assert committed(hit / "run") == {"step_00000004", f"step_{at:08}"}
     zygote.until(lambda: not members_of(hit), 30)
     shutil.copytree(hit, tmp_path / "same", symlinks=True)
-    assert losses(run_on(zygote, hit, 1, *SAME)) == pytest.approx(losses(whole), rel=1e-5)
-    assert outcome(run_on(zygote, tmp_path / "same", 2, *SAME)) == outcome(whole)
+    assert losses(run_on(zygote, hit, 1)) == pytest.approx(losses(whole), rel=1e-5)
+    assert outcome(run_on(zygote, tmp_path / "same", 2)) == outcome(whole)
     assert [event["step"] for event in events(hit / "run", "resume")] == [at]
 
 
 @pytest.mark.full
 def test_the_last_reserve_is_used_up(hosts: Hosts, zygote: Zygote, tmp_path: Path) -> None:
     """Two ranks each: those in reserve take over, and then nobody is left but the first host."""
-    flags, hit = [*SAME, "--tp", "2"], tmp_path / "hit"
+    flags, hit = ["--tp", "2"], tmp_path / "hit"
     whole = run_on(zygote, tmp_path / "whole", 4, *flags)
     jobs = hosts.begin(hit, [*flags, "--save-every", "0"], 2, waits_at(6, hit), each=2)
     jobs[0].wait_for(0, "step 5/")
@@ -66,7 +64,7 @@ def test_the_last_reserve_is_used_up(hosts: Hosts, zygote: Zygote, tmp_path: Pat
     at = events(hit / "run", "recovery")[-1]["step"]
     assert committed(hit / "run") == {f"step_{at:08}"}
     shutil.copytree(hit, tmp_path / "same", symlinks=True)
-    other = run_on(zygote, hit, 2, *SAME, "--pp", "2")
+    other = run_on(zygote, hit, 2, "--pp", "2")
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
     assert outcome(run_on(zygote, tmp_path / "same", 4, *flags)) == outcome(whole)
     assert [event["step"] for event in events(other, "resume")] == [at]

@@ -415,7 +415,7 @@ def test_a_run_that_is_stopped_can_exit_as_its_launcher_asks(zygote: Zygote, tmp
 
 def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int, Any]) -> None:
     """A lost host: dp 2 -> 1 -> 2, the same samples in the same order."""
-    run = [*RUN, "--hidden-dropout", "0", "--lr-decay-steps", "8", "--run-dir", str(tmp_path / "run")]
+    run = [*RUN, "--lr-decay-steps", "8", "--run-dir", str(tmp_path / "run")]
     texts = []
     for world, steps in ((2, "3"), (1, "5"), (2, "8")):
         left = zygote.start([*run, "--train-steps", steps], world, tmp_path).end()
@@ -426,7 +426,7 @@ def test_a_smaller_world_goes_on(zygote: Zygote, tmp_path: Path, whole: dict[int
     assert "continuing with world 2" in texts[2]
     other = tmp_path / "other"
     other.mkdir()
-    plain = zygote.start([*RUN, "--hidden-dropout", "0", "--run-dir", str(other / "run")], 2, other)
+    plain = zygote.start([*RUN, "--run-dir", str(other / "run")], 2, other)
     assert codes(plain.end()) == [0, 0]
     ours, theirs = outcome(tmp_path / "run")[0], outcome(other / "run")[0]
     assert [step[3] for step in ours] == [step[3] for step in theirs]

@@ -68,7 +68,6 @@ def test_an_older_checkpoint_keeps_its_order(
 def test_a_blend_resumes_in_another_layout(
     pool: WorkerPool, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [*arguments, "--hidden-dropout", "0"]
     train(0, [*arguments, "--train-steps", "6", "--run-dir", str(tmp_path / "whole")], 1)
     pool.run(2, train, [*arguments, "--train-steps", "3", "--run-dir", str(tmp_path / "half")], 2)
     assert meta_of(tmp_path / "half", 3)["blend"] == {"position": 0, "taken": [0, 0]}

@@ -159,7 +159,7 @@ def packed_logits(model: Any, starts: np.ndarray) -> tuple[torch.Tensor, list[to
 
     engine = jobs.start(0, jobs.make_config(model), 1)
     engine.optimizer.wait_weights()
-    (stage,), fwd = engine.stages.values(), ForwardPass(0, 0, 0, training=False)
+    (stage,), fwd = engine.stages.values(), ForwardPass(0, 0, training=False)
     tokens = torch.from_numpy(jobs.batches(1)[0, :2, :-1]).t()
 
     def logits(tokens: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_states_go_on_where_attention_is_in_chunks() -> None:
 
     engine = jobs.start(0, jobs.make_config(dataclasses.replace(HYBRID, attention_chunk_size=8)), 1)
     engine.optimizer.wait_weights()
-    (stage,), fwd = engine.stages.values(), ForwardPass(0, 0, 0, training=False)
+    (stage,), fwd = engine.stages.values(), ForwardPass(0, 0, training=False)
     tokens = torch.from_numpy(jobs.batches(1)[0, :1, :-1]).repeat(2, 1).t().contiguous()
     tokens[0, 1] += 1
     with torch.no_grad():

@@ -61,7 +61,7 @@ def token_losses(engine: Any, rows: Rows) -> np.ndarray:
     from megalite.train.step import to_microbatches
 
     (batch,) = to_microbatches(rows, len(rows), torch.device("cpu"))
-    out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, 0, training=False))
+    out = engine.stages[0](batch.tokens_SB, batch, ForwardPass(0, 0, training=False))
     return out.t()[batch.targets_SB.t() >= 0].numpy()
 
 

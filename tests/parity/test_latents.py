@@ -198,7 +198,6 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mup_base_width": 16}, {}, "muP has no rule"),
     ({}, {"fp8": "rowwise", "precision": "bf16"}, "have no FP8 form"),
     ({}, {"cp": 2, "cp_comm": "ring"}, "latents are gathered"),
-    ({"attention_dropout": 0.1}, {"cp": 2}, "blocks of keys have no dropout"),
 ]
 
 

@@ -121,7 +121,7 @@ def measured(rank: int, parallel: dict[str, Any], num_layers: int, world: int) -
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        stage(x, MicroBatch.of_samples(tokens, tokens), ForwardPass(1, 0, 0, training=True))
+        stage(x, MicroBatch.of_samples(tokens, tokens), ForwardPass(1, 0, training=True))
     saved = sum(x.untyped_storage().nbytes() for x in kept.values())
     return engine.ctx.pp.rank, sum(p.numel() for p in stage.parameters()), saved
 

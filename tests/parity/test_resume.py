@@ -93,12 +93,10 @@ def test_same_layout_to_the_bit(pool: WorkerPool, tmp_path: Path, layout: str) -
     ],
 )
 def test_another_layout_to_1e_5(pool: WorkerPool, tmp_path: Path, first: str, second: str) -> None:
-    # Dropout masks are a layout's own, so this comparison goes without.
-    model = [*MODEL, "--hidden-dropout", "0"]
-    train(0, [*model, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
+    train(0, [*MODEL, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
     for layout, steps in ((first, "3"), (second, "6")):
         world, flags = LAYOUTS[layout]
-        arguments = [*model, *flags, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
+        arguments = [*MODEL, *flags, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
         pool.run(world, train, arguments, world)
     np.testing.assert_allclose(losses(tmp_path / "b"), losses(tmp_path / "a"), rtol=1e-5)
 

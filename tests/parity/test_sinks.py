@@ -136,8 +136,12 @@ def test_compiled_blocks() -> None:
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"attention_dropout": 0.1}, {}, "blocks of keys have no dropout"),
-    ({}, {"attention": "math"}, "torch's choice"),
+    ({}, {"attention": "math"}, "math with --attention-sinks: .* torch's choice"),
+    (
+        {"attention_sinks": False, "attention_dropout": 0.1},
+        {"attention": "flash"},
+        "with --attention-dropout 0.1",
+    ),
     ({"kv_lora_rank": 8, "num_kv_heads": 8}, {}, "its heads have no sinks here"),
     (
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},

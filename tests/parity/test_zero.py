@@ -209,26 +209,6 @@ def test_gradients_of_bf16(pool: WorkerPool, grid: tuple[int, int]) -> None:
             assert far < 0.02, f"{parallel}: {name}"
 
 
-DROPOUT = jobs.gpt2(hidden_dropout=0.1, attention_dropout=0.1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "train"),
-    [({}, {}), ({"tp": 2, "pp": 2, "schedule": "zb-h1"}, {"recompute": "full"})],
-    ids=["dp4", "dp2-tp2-pp2-zb-h1"],
-)
-def test_dropout(pool: WorkerPool, layout: dict[str, Any], train: dict[str, Any]) -> None:
-    """Masks follow dp, so ZeRO-1 in the same layout is what to compare with."""
-    cfgs = [config(DROPOUT, zero, layout, **train) for zero in (1, 2, 3)]
-    world = 8 if layout else 4
-    ranks = pool.run(world, trained, cfgs, world)
-    steps = ranks[0][0][0]
-    assert not np.allclose(steps, one_process(scaled(jobs.make_config(jobs.gpt2())))[0], rtol=1e-3)
-    gradients = put_together([rank[0][1] for rank in ranks])
-    for i, zero in ((1, 2), (2, 3)):
-        assert_close([rank[i] for rank in ranks], steps, gradients, f"zero {zero}")
-
-
 def compiled(rank: int, cfgs: Sequence[Config], world: int) -> Any:
     """`trained`, its blocks traced by torch.compile, and run as traced."""
     with pytest.MonkeyPatch.context() as patch:

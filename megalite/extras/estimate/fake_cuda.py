@@ -65,8 +65,6 @@ def fake_cuda() -> Iterator[torch.device]:
     On a CPU build of torch, call `guard.install_guard` first.
     """
     with ExitStack() as modes:
-        # Dropout seeds the generator of its device: here one that nothing uses.
-        modes.enter_context(mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)))
         modes.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
         # torch 2.15 prefers cuDNN for documents and windows where it is; its products are FlashAttention's.
         modes.enter_context(mock.patch.object(torch.backends.cudnn, "version", return_value=None))

@@ -55,7 +55,7 @@ class Model:
         tokens_SB = tokens_BS.t().contiguous()
         documents = None if starts_BS is None else Documents(starts_BS.t().contiguous())
         batch = MicroBatch.of_samples(tokens_SB, documents=documents)
-        out = self.stage(tokens_SB, batch, ForwardPass(0, 0, 0, training=False))
+        out = self.stage(tokens_SB, batch, ForwardPass(0, 0, training=False))
         return out[..., : self.cfg.vocab].transpose(0, 1)
 
     @property

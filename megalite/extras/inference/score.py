@@ -17,6 +17,7 @@ from megalite.batch import ForwardPass, MicroBatch
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import Config
 from megalite.config.train import TrainConfig
+from megalite.data import share_of
 from megalite.extras.inference.load import Weights
 from megalite.mesh import collectives
 from megalite.mesh.context import Axis, ParallelContext
@@ -156,8 +157,8 @@ class Scorer:
     def _answer(self, kind: int, both_2BS: torch.Tensor) -> torch.Tensor:
         """Run this rank's part; returns log-probabilities and hits, fp64 [2, B, S], or fp32 logits [B, V]."""
         ctx, (_, rows, length) = self.ctx, both_2BS.shape
-        share = rows // ctx.dp.size
-        mine = slice(share * ctx.dp.rank, share * (ctx.dp.rank + 1))
+        own = share_of(rows, ctx.dp.size, ctx.dp.rank)
+        share, mine = len(own), slice(own.start, own.stop)
         tokens_SB, targets_SB = both_2BS[:, mine].transpose(1, 2)
         size = share // ctx.pp.size
         batches = [
@@ -167,7 +168,7 @@ class Scorer:
         message = self._stage.message(length, size)
         stage = _AnswerStage(self._stage, kind, ctx)
         executor = Executor({self._index: stage}, *(Channel(a, message, ctx.device) for a in (ctx.pp, ctx.pp_grad)))
-        executor.run(self._program, batches, 0, ctx.batch.rank)
+        executor.run(self._program, batches, 0, 0)
         if kind == _SCORE:
             out = torch.zeros(2, rows, length, dtype=torch.float64, device=ctx.device)
         else:

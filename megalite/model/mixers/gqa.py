@@ -46,7 +46,7 @@ class GroupedQueryAttention(Mixer):
         q, kv, scores = m.num_heads * m.head_size, m.kv_heads * m.head_size, m.num_heads * m.seq_len
         # FlashAttention follows the lengths of documents; elsewhere each sample has a mask of its own.
         documents = cfg.within_documents or any(map(m.chunk_of, range(m.num_layers)))
-        by_document = documents and (on_cpu or e == 4 or m.attention_dropout > 0)
+        by_document = documents and (on_cpu or e == 4)
         masks = cfg.train.micro_batch_size if documents else 1
         masked = by_document or (not documents and (m.window or m.seq_len) < m.seq_len)
         gated = ["gates", "output before the gate"] if m.attention_output_gate else []
@@ -67,24 +67,16 @@ class GroupedQueryAttention(Mixer):
                 rows.append(SavedTensor("ones for its weight", e * m.head_size))
         comm, _ = choose_comm(m, cfg.parallel, cfg.within_documents)
         spread = cfg.parallel.cp // (head_ranks(m, cfg.parallel) if "a2a" in comm else 1)
-        if spread > 1 and m.attention_dropout:  # at once: gathered keys are kept
-            rows += [inside(cfg, "gathered keys and values", 2 * (spread - 1) * (4 * q if on_cpu else e * kv))]
-            rows += [] if on_cpu else [SavedTensor("summand of the scores", e * tokens(cfg) * m.seq_len)]
         long = masked and on_cpu and m.seq_len >= LONG_ON_CPU and m.attention_softcap is None
-        if not m.attention_dropout and (
-            spread > 1 or m.attention_sinks or long
-        ):  # block by block: masks and scores are made again
+        if (
+            spread > 1 or m.attention_sinks or m.attention_dropout or long
+        ):  # block by block: masks and scores come again
             return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]
             rows += [inside(cfg, "bounded scores", 4 * scores), inside(cfg, "probabilities", 4 * scores)]
             rows += [inside(cfg, "probabilities in the type of the values", e * scores)] if e == 2 else []
             return [*rows, SavedTensor("mask", masks * m.seq_len**2)]
-        if m.attention_dropout and on_cpu:  # neither, and torch's own works in fp32
-            rows += [inside(cfg, name, 4 * q) for name in ("scaled queries", "scaled keys", "values")]
-            return rows + [
-                inside(cfg, name, 4 * scores) for name in ("probabilities", "kept probabilities", "dropout mask")
-            ]
         rows += [_packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if q > kv and not on_cpu and (e == 4 or masked):
             # No fused kernel takes grouped heads in fp32 or with a mask.

@@ -118,7 +118,7 @@ def hf_job(rank: int, cfg: Config, world: int, folder: str, root: str) -> np.nda
             rows = seq // ctx.tp.size if cfg.sequence_parallel else seq
             x = torch.empty(rows, batch, cfg.model.hidden_size)
             dist.recv(x, ctx.pp.ranks[ctx.pp.rank - 1])
-        y = stage(x, microbatch, ForwardPass(0, 0, 0, training=False))
+        y = stage(x, microbatch, ForwardPass(0, 0, training=False))
         if not stage.last:
             dist.send(y.contiguous(), ctx.pp.ranks[ctx.pp.rank + 1])
             return None

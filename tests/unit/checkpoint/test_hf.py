@@ -489,9 +489,7 @@ def test_transformers_computes_the_logits_of_a_module_too(
     stage.lm_head.register_forward_hook(lambda *args: logits.append(args[-1]))
     tokens_SB, ahead = (MicroBatch.of_samples(x.t().contiguous(), None) for x in (ids[:, :-1], ids[:, 1:]))
     with torch.no_grad():
-        stage(
-            tokens_SB.tokens_SB, dataclasses.replace(tokens_SB, further=(ahead,)), ForwardPass(0, 0, 0, training=False)
-        )
+        stage(tokens_SB.tokens_SB, dataclasses.replace(tokens_SB, further=(ahead,)), ForwardPass(0, 0, training=False))
     for ours, theirs in zip(logits, (seen.logits.numpy(), expected), strict=True):
         np.testing.assert_allclose(ours[..., : model.vocab].transpose(0, 1), theirs, atol=1e-5, rtol=0)
     if family == "qwen3_next":

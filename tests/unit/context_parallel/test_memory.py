@@ -60,14 +60,17 @@ def saved(rank: int, cfgs: Sequence[Config], world: int) -> list[int]:
         tokens = torch.arange(SEQ).remainder(jobs.VOCAB)[:, None]
         batch = MicroBatch.of_samples(tokens, tokens).shared(world, rank)
         with Made() as made:
-            loss = stage(batch.tokens_SB, batch, ForwardPass(1, 0, 0, training=True))
+            fwd = ForwardPass(1, 0, training=True, samples=range(1), positions=batch.positions)
+            loss = stage(batch.tokens_SB, batch, fwd)
             out.append(made.live())
         del loss
     return out
 
 
-def test_dropout_keeps_gathered_keys(pool: WorkerPool) -> None:
-    cfgs = [config(n, 4, "gather", attention_dropout=0.1) for n in (2, 4)]
+@pytest.mark.parametrize("comm", ["gather", "ring", "a2a"])
+def test_dropout_of_attention_keeps_no_more(pool: WorkerPool, comm: str) -> None:
+    cfgs = [config(n, 4, comm, attention_dropout=0.1) for n in (2, 4)]
+    assert block_activations(cfgs[0], BlockKind()) == block_activations(config(2, 4, comm), BlockKind())
     for less, more in pool.run(4, saved, cfgs, 4):
         assert more - less == pytest.approx(2 * block_activations(cfgs[0], BlockKind()), rel=0.02)
 

@@ -33,7 +33,7 @@ def test_a_layer_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> Non
         p.main_grad = torch.zeros_like(p)
     ours = torch.randn(200, 2, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     hidden = ours.detach().clone().requires_grad_()
-    out = layer(ours, None, None, ForwardPass(0, 0, 0, training=True))
+    out = layer(ours, None, None, ForwardPass(0, 0, training=True))
     expected = other(hidden_states=hidden.transpose(0, 1)).transpose(0, 1)
     for x in (out, expected):
         x.backward(torch.arange(x.numel()).view(x.shape).cos())

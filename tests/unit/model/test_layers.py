@@ -1,4 +1,4 @@
-"""Rotary tables against transformers, attention against sums written out, dropout masks over ranks."""
+"""Rotary tables against transformers, attention against sums written out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megalite.config.model import ModelConfig
 from megalite.config.rope import SCALING_FIELDS, RopeScaling
 from megalite.mesh.context import Axis
 from megalite.mesh.grid import Grid
-from megalite.mesh.seeding import RngStreams
 from megalite.model.attention import Attention
+from megalite.model.dropout import MaskWords
 from megalite.model.layers import Layers
 from megalite.model.parameters import param_map
 from megalite.sharding import Layout
@@ -24,7 +24,7 @@ from megalite.tensor_parallel.linear import WgradQueue
 CPU = torch.device("cpu")
 
 
-TRAINING = ForwardPass(1, 0, 0, training=True)
+TRAINING = ForwardPass(1, 0, training=True)
 
 
 def layers_of(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool = False, seed: int = 1) -> Layers:
@@ -38,7 +38,7 @@ def layers_of(cfg: ModelConfig, tp: Axis | None = None, sequence_parallel: bool 
         device=CPU,
         layout=Layout(Grid.of(tp.size, tp=tp.size), tp.rank, multiple=8),
         ops=kernels.resolve("torch", CPU, torch.float32),
-        rng=RngStreams.for_rank(seed, tp.rank),
+        words=MaskWords(seed, tp, sequence_parallel),
         queue=WgradQueue(),
     )
 
@@ -107,63 +107,6 @@ def test_grouped_causal_attention_written_out(kv_heads: int) -> None:
             scores = torch.einsum("bd,sbd->bs", q[t, :, head], k[: t + 1, :, group]) / math.sqrt(8)
             expected = torch.einsum("bs,sbd->bd", scores.softmax(-1), v[: t + 1, :, group])
             torch.testing.assert_close(got[t, :, head], expected, rtol=1e-5, atol=1e-6)
-
-
-def masks(
-    sequence_parallel: bool, fwd: ForwardPass = TRAINING, layer: int = 0, site: str = "mlp_out"
-) -> list[torch.Tensor]:
-    """The residual stream's dropout of ones on both of two tensor-parallel ranks."""
-    cfg = tiny(hidden_dropout=0.25)
-    ranks = [Axis("tp", 2, rank, (0, 1)) for rank in (0, 1)]
-    return [layers_of(cfg, tp, sequence_parallel).dropout(site, layer)(torch.ones(64, 64), fwd) for tp in ranks]
-
-
-def test_residual_dropout_is_alike_on_tensor_parallel_ranks() -> None:
-    first, second = masks(sequence_parallel=False)
-    assert torch.equal(first, second)
-    assert set(first.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
-    assert (first == 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
-
-
-def test_residual_dropout_differs_on_sequence_shards() -> None:
-    first, second = masks(sequence_parallel=True)
-    assert not torch.equal(first, second)
-    # Independent masks agree at 0.75^2 + 0.25^2 of the places.
-    assert (first == second).float().mean().item() == pytest.approx(0.625, abs=0.03)
-
-
-def test_every_site_layer_microbatch_rank_and_step_has_a_mask_of_its_own() -> None:
-    places: list[dict[str, Any]] = [
-        {},
-        {"site": "attention_out"},
-        {"layer": 1},
-        {"fwd": ForwardPass(2, 0, 0, training=True)},
-        {"fwd": ForwardPass(1, 1, 0, training=True)},
-        {"fwd": ForwardPass(1, 0, 1, training=True)},
-    ]
-    drawn = [masks(False, **place)[0] for place in places]
-    for i, a in enumerate(drawn):
-        assert torch.equal(a, masks(False, **places[i])[0])
-        assert not any(torch.equal(a, b) for b in drawn[i + 1 :])
-
-
-def test_attention_dropout_differs_on_tensor_parallel_ranks() -> None:
-    cfg = tiny(attention_dropout=0.5)
-    qkv = torch.randn(16, 2, 3 * 16, generator=torch.Generator().manual_seed(3))
-
-    def core(rank: int, microbatch: int = 0, training: bool = True) -> torch.Tensor:
-        attention = Attention(layers_of(cfg, Axis("tp", 2, rank, (0, 1))), 0, recompute_core=False)
-        return attention._core(qkv.clone(), None, None, ForwardPass(1, 0, microbatch, training))
-
-    assert torch.equal(core(0), core(0))
-    assert not torch.equal(core(0), core(1))
-    assert not torch.equal(core(0), core(0, 1))
-    assert torch.equal(core(0, training=False), core(1, training=False))
-
-
-def test_no_dropout_in_evaluation() -> None:
-    for mask in masks(sequence_parallel=True, fwd=ForwardPass(1, 0, 0, training=False)):
-        assert torch.equal(mask, torch.ones(64, 64))
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt2", "gpt_neox", "qwen3", "olmo2", "gemma2"])

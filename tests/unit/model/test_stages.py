@@ -32,7 +32,7 @@ from tests.parity import jobs
 from tests.shards import tp_shard
 
 CPU = torch.device("cpu")
-EVALUATION = ForwardPass(0, 0, 0, training=False)
+EVALUATION = ForwardPass(0, 0, training=False)
 SIZES: dict[str, Any] = {"num_layers": 8, "hidden_size": 32, "num_heads": 4, "vocab_size": 90, "seq_len": 16}
 MODELS = {
     arch: ModelConfig.from_arch(arch, **SIZES, ffn_hidden_size=48) for arch in ("llama", "gpt2", "gpt_neox", "qwen3")
@@ -94,9 +94,9 @@ def test_blocks_share_their_compiled_code(monkeypatch: pytest.MonkeyPatch, arch:
     batch = MicroBatch.of_samples(torch.zeros(16, 1, dtype=torch.long), torch.zeros(16, 1, dtype=torch.long))
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         for step in range(3):
-            stage(batch.tokens_SB, batch, ForwardPass(step, 0, step, training=True))
+            stage(batch.tokens_SB, batch, ForwardPass(step, step, training=True))
             with torch.no_grad():
-                stage(batch.tokens_SB, batch, ForwardPass(0, 0, step, training=False))
+                stage(batch.tokens_SB, batch, ForwardPass(0, step, training=False))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
@@ -199,7 +199,7 @@ def test_label_smoothing_is_of_the_training_loss_alone() -> None:
     batch = MicroBatch.of_samples(tokens, (tokens + 1) % 90)
     with torch.no_grad():
         logits = stage(tokens, MicroBatch.of_samples(tokens), EVALUATION)[..., :90].flatten(0, 1)
-        for smoothing, fwd in ((0.0, EVALUATION), (0.25, ForwardPass(0, 0, 0, training=True))):
+        for smoothing, fwd in ((0.0, EVALUATION), (0.25, ForwardPass(0, 0, training=True))):
             loss = stage(tokens, batch, fwd).mean().item()
             expected = torch.nn.functional.cross_entropy(
                 logits, ((tokens + 1) % 90).flatten(), label_smoothing=smoothing

@@ -62,6 +62,7 @@ def _registered(device: str) -> dict[str, tuple[Any, ...]]:
         "segment_norms": (r(100), offsets),
         "lamb_direction_": (*flat, r(100), multiplier, *numbers),
         "triton_stochastic_round_": (r(100), r(100).bfloat16(), -5, 7, 3, 2, 6, 1, 10),
+        "triton_keep_mask": (torch.ones(2, 3, 4, dtype=torch.int32, device=device), -5, 7, 3, 10, -9),
         "lamb_apply_": (r(100), r(100), None, r(2), offsets, 0.01),
     }
 

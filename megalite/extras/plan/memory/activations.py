@@ -87,9 +87,8 @@ def gathered_bytes(cfg: Config) -> int:
 
 
 def mask_bytes(cfg: Config) -> int:
-    """Compute the bytes of a dropout mask on the residual stream: bytes on a GPU, the activations' type on a CPU."""
-    element = element_size(cfg) if cfg.parallel.device == "cpu" else 1
-    return element * residual_rows(cfg) * cfg.model.hidden_size if cfg.model.hidden_dropout else 0
+    """Compute the bytes of a dropout mask on the residual stream."""
+    return residual_rows(cfg) * cfg.model.hidden_size if cfg.model.hidden_dropout else 0
 
 
 def _on_residual(cfg: Config, name: str) -> SavedTensor:

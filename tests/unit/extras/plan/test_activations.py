@@ -90,7 +90,7 @@ def _saved(cfg: Config, ctx: Any) -> Counter[int]:
     documents = Documents(starts) if cfg.data.document_mask else None
     batch = MicroBatch.of_samples(tokens, tokens, documents)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        stage(tokens, batch, ForwardPass(1, 0, 0, training=True))
+        stage(tokens, batch, ForwardPass(1, 0, training=True, samples=range(2), positions=batch.positions))
     return Counter(x.untyped_storage().nbytes() for x in kept.values())
 
 

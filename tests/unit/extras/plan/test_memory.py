@@ -36,7 +36,7 @@ from tests.parity import jobs
 
 CPU = torch.device("cpu")
 DENSE = BlockKind()
-TRAINING = ForwardPass(1, 0, 0, training=True)
+TRAINING = ForwardPass(1, 0, training=True)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = {"num_layers": 6, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 300, "seq_len": 32}
 

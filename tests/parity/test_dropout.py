@@ -1,0 +1,174 @@
+"""With dropout too, loss, gradient norm and every gradient are those of one process, in every layout: a mask is a
+function of the sample's place in the global batch, not of the rank or the micro-batch that computes it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.checkpoint.manifest import commit_text
+from megalite.config.model import ModelConfig
+from tests.parity import jobs, test_delta_nets, test_latents, test_multi_token, test_resume
+from tests.parity.test_experts import MIXTRAL, QWEN, Row, Shape, ranks_of
+from tests.parity.test_zero import assert_same, config, scaled, trained
+from tests.rows import always_run, layout_tests
+from tests.workers import WorkerPool
+
+
+def dropped(model: ModelConfig) -> ModelConfig:
+    """The model with dropout in all places, and weights so large that attention feels it."""
+    return replace(model, hidden_dropout=0.1, attention_dropout=0.2, init_std=max(0.1, model.init_std))
+
+
+GPT2, LLAMA, GEMMA2 = dropped(jobs.gpt2()), dropped(jobs.llama()), dropped(jobs.gemma2(attention_softcap=0.5))
+# Heads for two of four ranks; scores of heads that have no value; each layer's own limits.
+FEW_HEADS = dropped(jobs.llama(num_heads=2, num_kv_heads=2, head_dim=16))
+SINKS = dropped(jobs.llama(attention_sinks=True, window=9, window_pattern=2))
+EXPERTS, SHARED = dropped(MIXTRAL), dropped(QWEN)
+LATENT, LITE = dropped(test_latents.LATENT), dropped(test_latents.LITE)
+HYBRID, NEXT = dropped(test_delta_nets.HYBRID), dropped(test_delta_nets.NEXT)
+AHEAD = dropped(test_multi_token.TWO)
+
+Grid = dict[Shape, list[Row]]
+STRONG: Grid = {
+    ranks_of(4): [
+        (GPT2, 0, {}, {}),
+        (GPT2, 3, {}, {"micro_batch_size": 2, "recompute": "full"}),
+        (AHEAD, 2, {}, {}),
+    ],
+    ranks_of(4, cp=2, tp=2): [
+        (GEMMA2, 1, {"cp_comm": "ring"}, {"micro_batch_size": 2}),
+        (LLAMA, 1, {"cp_comm": "a2a"}, {"recompute": "selective"}),
+        (LATENT, 1, {}, {"micro_batch_size": 4}),
+    ],
+    ranks_of(4, pp=2): [(GPT2, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
+    ranks_of(4, ep=2, tp=2): [(SHARED, 1, {}, {})],
+}
+GRID: Grid = {
+    ranks_of(2): [
+        (GPT2, 1, {}, {"micro_batch_size": 4}),
+        (LLAMA, 2, {}, {"recompute": "selective"}),
+        (GEMMA2, 3, {}, {"micro_batch_size": 2}),
+        (SINKS, 1, {}, {"recompute": "full"}),
+        (LATENT, 1, {}, {"recompute": "selective"}),
+        (HYBRID, 1, {}, {}),
+    ],
+    ranks_of(2, tp=2): [
+        (GPT2, 1, {"sequence_parallel": False}, {}),
+        (GPT2, 1, {}, {"micro_batch_size": 2}),
+        (SINKS, 1, {}, {}),
+        (LATENT, 1, {"sequence_parallel": False}, {"micro_batch_size": 2}),
+        (AHEAD, 1, {}, {"recompute": "full"}),
+        (NEXT, 1, {}, {}),
+    ],
+    ranks_of(2, pp=2): [
+        (GPT2, 1, {"schedule": "naive"}, {}),
+        (GPT2, 1, {"schedule": "1f1b"}, {"micro_batch_size": 2}),
+        (LLAMA, 1, {"schedule": "interleaved", "vp": 2}, {"recompute": "full"}),
+        (GPT2, 1, {"schedule": "zb-h1"}, {"recompute": "selective"}),
+        (AHEAD, 1, {"schedule": "zb-v", "vp": 2}, {}),
+    ],
+    ranks_of(2, cp=2): [
+        *((model, 1, {"cp_comm": comm}, {}) for model in (LLAMA, GEMMA2) for comm in ("gather", "ring", "a2a")),
+        (SINKS, 1, {"cp_comm": "gather"}, {"micro_batch_size": 2}),
+        (HYBRID, 3, {"cp_comm": "ring"}, {"recompute": "full"}),
+        (LITE, 1, {}, {}),
+    ],
+    ranks_of(4, cp=4): [
+        (FEW_HEADS, 3, {"cp_comm": "a2a+gather"}, {"recompute": "full"}),
+        (FEW_HEADS, 1, {"cp_comm": "a2a+ring"}, {"micro_batch_size": 2}),
+        (SINKS, 2, {"cp_comm": "a2a"}, {}),
+    ],
+    ranks_of(4, ep=4): [(EXPERTS, 1, {}, {"micro_batch_size": 2}), (SHARED, 3, {}, {"recompute": "full"})],
+    ranks_of(4, ep=2, cp=2): [(EXPERTS, 2, {"cp_comm": "ring"}, {}), (LITE, 1, {}, {})],
+    ranks_of(8): [(GPT2, 1, {}, {}), (LLAMA, 3, {"zero_group": "2"}, {})],
+    ranks_of(8, tp=2, pp=2): [
+        (GPT2, 1, {"schedule": "zb-h1"}, {"recompute": "full", "micro_batch_size": 2}),
+        (GEMMA2, 3, {"schedule": "1f1b", "sequence_parallel": False}, {}),
+    ],
+    ranks_of(8, tp=2, pp=2, ep=2): [(SHARED, 1, {"schedule": "zb-v", "vp": 2}, {"micro_batch_size": 2})],
+    ranks_of(8, tp=2, pp=2, cp=2): [
+        (GPT2, 2, {"schedule": "zb-v", "vp": 2, "cp_comm": "a2a"}, {"micro_batch_size": 2}),
+        (AHEAD, 1, {"schedule": "interleaved", "vp": 2, "cp_comm": "gather"}, {}),
+    ],
+}
+
+
+def check(pool: WorkerPool, shape: Shape, rows: list[Row]) -> None:
+    world, layout = shape
+    cfgs = [config(model, zero, {**dict(layout), **more}, **train) for model, zero, more, train in rows]
+    ranks = pool.run(world, trained, cfgs, world)
+    for i, (model, zero, more, train) in enumerate(rows):
+        # Routers balance a micro-batch; what else there is does not know of them.
+        size = train.get("micro_batch_size", 1) if model.num_experts else 1
+        single = scaled(jobs.make_config(model, micro_batch_size=size))
+        assert_same([rank[i] for rank in ranks], single, f"{shape} {model.arch} zero {zero} {more} {train}")
+
+
+test_same_gradients_in_any_layout, test_grid = layout_tests(check, STRONG, GRID)
+
+
+@pytest.mark.parametrize("size", always_run([2, 4, 8], 4))
+def test_micro_batch_size_changes_nothing(size: int) -> None:
+    """Masks are those of samples, whichever samples a pass has beside them."""
+    for model in (GPT2, GEMMA2):
+        cfg = scaled(jobs.make_config(model, micro_batch_size=size))
+        assert_same(trained(0, [cfg], 1), scaled(jobs.make_config(model)), f"micro-batches of {size}")
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_draws_the_same_masks(recompute: str) -> None:
+    for model in (GPT2, GEMMA2, SINKS, LATENT):
+        want, got = (jobs.train(0, jobs.make_config(model, recompute=mode), 1) for mode in ("none", recompute))
+        assert got == want
+        without = jobs.train(0, jobs.make_config(replace(model, attention_dropout=0.0), recompute=recompute), 1, 1)
+        assert abs(without[0][0] / want[0][0] - 1) > 1e-4
+
+
+# (world, options) of the two halves of a run
+HALVES: list[list[tuple[int, list[str]]]] = [
+    [(4, []), (2, ["--micro-batch-size", "2"])],
+    [(2, ["--micro-batch-size", "4"]), (4, ["--tp", "2", "--cp", "2", "--zero", "2"])],
+    [(4, ["--zero", "3", "--zero-whole-below", "500"]), (1, ["--micro-batch-size", "8"])],
+]
+
+
+@pytest.mark.parametrize("halves", always_run(HALVES, HALVES[0]), ids=str)
+def test_a_resume_on_other_replicas_is_the_run_that_never_stopped(
+    pool: WorkerPool, tmp_path: Path, halves: list[tuple[int, list[str]]]
+) -> None:
+    model = [*test_resume.MODEL, "--attention-dropout", "0.1"]
+    test_resume.train(0, [*model, "--train-steps", "6", "--run-dir", str(tmp_path / "a")], 1)
+    for (world, options), steps in zip(halves, ("3", "6")):
+        arguments: list[Any] = [*model, *options, "--train-steps", steps, "--run-dir", str(tmp_path / "b")]
+        pool.run(world, test_resume.train, arguments, world)
+    (_, *want), (_, *got) = (zip(*test_resume.losses(tmp_path / run)) for run in "ab")
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_checkpoint_with_other_masks_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once: what is saved after that has these masks."""
+    flags = [*test_resume.MODEL, "--run-dir", str(tmp_path / "run")]
+    test_resume.train(0, [*flags, "--train-steps", "1"], 1)
+    folder = tmp_path / "run" / "checkpoints" / "step_00000001"
+    content = json.loads((folder / "manifest.json").read_text())
+    assert content["meta"].pop("mask_version") == 2
+    data = json.dumps(content, separators=(",", ":")).encode()
+    (folder / "manifest.json").write_bytes(data)
+    (folder / "COMMIT").write_bytes(commit_text(data))
+    said = []
+    for run, *options in (
+        ("without", "--resume", str(folder), "--train-steps", "2", "--hidden-dropout", "0"),
+        ("run", "--train-steps", "2"),
+        ("run", "--train-steps", "3"),
+    ):
+        capfd.readouterr()
+        test_resume.train(0, [*flags, "--run-dir", str(tmp_path / run), *options], 1)
+        said.append("dropout masks" in capfd.readouterr().err)
+    assert said == [False, True, False]
