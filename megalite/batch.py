@@ -253,15 +253,15 @@ class ForwardPass:
         microbatch: index of the micro-batch among those of the replica.
         training: whether dropout and label smoothing apply, and backward follows.
         grad_scale: gradient of the sum of all token losses that backward will start from.
-        router_weights_SB: those of the tokens that the blocks work on, see `MicroBatch`.
         samples: numbers of its samples in the global batch.
         positions: of its tokens; dropout needs them.
+        router_weights_SB: those of the tokens that the blocks work on, see `MicroBatch`.
     """
 
     step: int
     microbatch: int
     training: bool
     grad_scale: float = 1.0
-    router_weights_SB: Tensor | None = field(default=None, compare=False)
     samples: range = range(0)
     positions: Positions | None = None
+    router_weights_SB: Tensor | None = field(default=None, compare=False)
