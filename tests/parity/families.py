@@ -26,9 +26,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"window": 5, "head_dim": 8, "query_pre_attn_scalar": 6},
     "gemma3_text": {"window": 5, "window_pattern": 3, "head_dim": 8, "query_pre_attn_scalar": 6},
     "glm4_moe": {"qk_norm": "head", "mtp_num_layers": 1},
-    "gpt_neox": {"head_dim": 8},
-    "gpt_oss": {"window": 5, "moe_topk": 3},
+    "gpt_neox": {"num_heads": 4},
+    "gpt_oss": {"window": 5, "moe_topk": 3, "moe_ffn_size": 48},
     "llama4_text": {"attention_chunk_size": 5, "no_rope_freq": 3, "moe_topk": 1, "moe_dense_layers": (0, 2)},
+    "mixtral": {"moe_ffn_size": 48},
+    "olmoe": {"moe_ffn_size": 48},
     "qwen3_next": {"linear_attention_freq": 2, "head_dim": 8, "norm_eps": 0.1}
     | {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 10},
 }
@@ -37,9 +39,9 @@ UNGROUPED = {"gpt2", "gpt_neox", "deepseek_v2", "deepseek_v3"}
 
 @cache
 def tiny(family: str) -> ModelConfig:
-    """Every part of the family in four layers, of sizes that 4 ranks of tp and of ep divide."""
+    """Every part of the family in four layers, of sizes that 4 ranks of tp and of ep divide, and that export knows."""
     options, own = FAMILIES[family].options, OWN.get(family, {})
     sizes = SIZES | ({} if family in UNGROUPED else {"num_kv_heads": 4})
     if "num_experts" in options:
-        sizes |= EXPERTS | {name: 16 for name in ("moe_shared_ffn_size",) if options.get(name)}
+        sizes |= EXPERTS | ({"moe_shared_ffn_size": 24} if options.get("moe_shared_ffn_size") else {})
     return ModelConfig.from_arch(family, **{**sizes, **own})

@@ -137,6 +137,14 @@ def test_command_lines_train_and_save(pool: WorkerPool, tmp_path: Path, line: st
         np.testing.assert_allclose(losses(tmp_path / "ranks"), losses(tmp_path / "one"), rtol=1e-5)
 
 
+@pytest.mark.full
+def test_shares_of_experts_have_replicas_of_their_own(pool: WorkerPool) -> None:
+    """In groups too small for experts every one of their ranks has its own copy, and other weights one of four."""
+    layout = {"ep": 4, "zero": 3, "zero_group": "2", "zero_whole_below": 0}
+    cfg = jobs.make_config(tiny("mixtral"), layout, offload="optimizer+params")
+    pool.run(8, jobs.train, cfg, 8, 1)
+
+
 def other_order(rank: int, arguments: list[str]) -> str:
     """What the start of a run says where rank 1 has its buckets in another order."""
     from megalite.train import build
