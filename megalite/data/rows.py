@@ -95,13 +95,11 @@ class Rows:
             out[..., : -steps or None] = x[..., steps:]
             return out
 
-        targets = moved(self.targets, IGNORE)
-        own = np.zeros(targets.shape, np.bool_) if self.padding is None else self.padding
+        own = np.zeros(self.targets.shape, np.bool_) if self.padding is None else self.padding
         padding = own | moved(own, True)
         if self.starts is not None:
-            elsewhere = moved(self.starts, -1) != self.starts
-            targets[elsewhere] = IGNORE
-            padding |= elsewhere
+            padding |= moved(self.starts, -1) != self.starts
+        targets = np.where(padding, IGNORE, moved(self.targets, IGNORE))
         weights = None if self.weights is None else moved(self.weights, 0)
         return Rows(moved(self.inputs, 0), targets, self.starts, weights, padding)
 
