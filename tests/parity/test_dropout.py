@@ -26,7 +26,8 @@ def dropped(model: ModelConfig) -> ModelConfig:
     return replace(model, hidden_dropout=0.1, attention_dropout=0.2, init_std=max(0.1, model.init_std))
 
 
-GPT2, LLAMA, GEMMA2 = dropped(jobs.gpt2()), dropped(jobs.llama()), dropped(jobs.gemma2(attention_softcap=0.5))
+GPT2, LLAMA = dropped(jobs.gpt2()), dropped(jobs.llama())
+GEMMA2 = dropped(jobs.gemma2(attention_softcap=0.5, logit_softcap=5.0))
 # Heads for two of four ranks; scores of heads that have no value; each layer's own limits.
 FEW_HEADS = dropped(jobs.llama(num_heads=2, num_kv_heads=2, head_dim=16))
 SINKS = dropped(jobs.llama(attention_sinks=True, window=9, window_pattern=2))
