@@ -15,8 +15,8 @@ attend_backward(dout, q, k, v, out, lse, visible=None, *, causal=False, scale=No
     takes out and lse of all keys that a query sees, and returns these keys' part of the gradients. Source: Dao et al.
     2022, "FlashAttention", section 3.1 and appendix B; Liu et al. 2023, "Ring Attention".
 
-    With keep, bool [B, N, Q, K], only probabilities where it is True count, divided by 1 - rate: dropout. lse is then
-    still that of all probabilities.
+    With keep, bool [B, N, Q, K], beside visible, only probabilities where it is True count, divided by 1 - rate:
+    dropout. lse is still that of all.
 
     torch's kernels keep no scores. Soft-capped scores, and on a CPU those with dropout, have no kernel: they exist for
     the keys of this call, and are computed again in backward. On a GPU kernels serve dropout in two calls.
@@ -181,41 +181,34 @@ def attend(
     if softcap is not None or (keep is not None and not q.is_cuda):
         return _plain(q, k, v, visible, causal, scale, softcap, keep, rate)
     if keep is not None:
-        return dropped(q, k, v, visible, causal, scale, keep, rate)
+        assert visible is not None
+        return dropped(q, k, v, visible, scale, keep, rate)
     return _by_kernel(q, k, v, visible, causal, scale)
 
 
 def dropped(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, causal: bool, scale: float, keep: Tensor, rate: float
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, keep: Tensor, rate: float
 ) -> tuple[Tensor, Tensor]:
     """Attend with dropout by kernels without: what is kept is visible to one call; the other has its share of all."""
-    _, lse = _by_kernel(q, k, v, visible, causal, scale)
-    out, kept = _by_kernel(q, k, v, _seen(keep, visible, causal), False, scale)
+    _, lse = _by_kernel(q, k, v, visible, False, scale)
+    out, kept = _by_kernel(q, k, v, visible & keep, False, scale)
     # A query that sees no key has 0: -inf less -inf is not a number.
     share = (kept - lse.masked_fill(lse.isinf(), 0.0)).exp_() / (1 - rate)
     return (out * share.unsqueeze(-1)).to(q.dtype), lse
 
 
 def dropped_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor | None, causal: bool,
-    scale: float, keep: Tensor, rate: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, scale: float,
+    keep: Tensor, rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of `dropped`: p (keep dp / (1 - rate) - delta), one term in each call.
 
     delta is 0 where out is, dp where v is, and p / (1 - rate) has another log-sum-exp.
     """
-    kept = _seen(keep, visible, causal)
-    less = lse + math.log1p(-rate)
-    dq, dk, dv = _by_kernel_backward(dout, q, k, v, torch.zeros_like(out), less, kept, False, scale)
-    dq_all, dk_all, _ = _by_kernel_backward(dout, q, k, torch.zeros_like(v), out, lse, visible, causal, scale)
+    less, no_out, no_values = lse + math.log1p(-rate), torch.zeros_like(out), torch.zeros_like(v)
+    dq, dk, dv = _by_kernel_backward(dout, q, k, v, no_out, less, visible & keep, False, scale)
+    dq_all, dk_all, _ = _by_kernel_backward(dout, q, k, no_values, out, lse, visible, False, scale)
     return dq + dq_all, dk + dk_all, dv
-
-
-def _seen(keep: Tensor, visible: Tensor | None, causal: bool) -> Tensor:
-    """Return which keys are visible and kept, bool [B, N, Q, K]."""
-    if visible is not None:
-        return keep & visible
-    return keep.tril() if causal else keep
 
 
 def _by_kernel(
@@ -252,7 +245,8 @@ def attend_backward(
     if softcap is not None or (keep is not None and not q.is_cuda):
         return _plain_backward(dout, q, k, v, out, lse, visible, causal, scale, softcap, keep, rate)
     if keep is not None:
-        return dropped_backward(dout, q, k, v, out, lse, visible, causal, scale, keep, rate)
+        assert visible is not None
+        return dropped_backward(dout, q, k, v, out, lse, visible, scale, keep, rate)
     return _by_kernel_backward(dout, q, k, v, out, lse, visible, causal, scale)
 
 

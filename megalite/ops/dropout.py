@@ -23,7 +23,7 @@ from megalite.ops.fused import triton_backend
 from megalite.ops.mixing import least_kept, mix_
 from megalite.ops.op import TORCH, Op
 
-# Elements at a time: temporary tensors stay in the cache of a processor.
+# Elements at a time on a CPU: temporary tensors stay in its cache.
 _BLOCK = 1 << 16
 
 
@@ -34,8 +34,10 @@ def keep_mask(words: Tensor, key: tuple[int, int], columns: range, rate: float) 
     factor.bitwise_or_(1)
     at = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=words.device)
     keep = torch.empty(len(first), width, dtype=torch.bool, device=words.device)
-    step, least = max(1, _BLOCK // max(1, width)), least_kept(rate)
-    for target, *row in zip(keep.split(step), first.split(step), factor.split(step)):
+    step, least = len(first), least_kept(rate)
+    if words.device.type == "cpu":
+        step = _BLOCK // max(1, width)
+    for target, *row in zip(*(x.split(max(1, step)) for x in (keep, first, factor))):
         torch.ge(mix_(torch.addcmul(row[0], row[1], at)), least, out=target)
     return keep.view(*words.shape[1:], width)
 

@@ -68,9 +68,8 @@ class GroupedQueryAttention(Mixer):
         comm, _ = choose_comm(m, cfg.parallel, cfg.within_documents)
         spread = cfg.parallel.cp // (head_ranks(m, cfg.parallel) if "a2a" in comm else 1)
         long = masked and on_cpu and m.seq_len >= LONG_ON_CPU and m.attention_softcap is None
-        if (
-            spread > 1 or m.attention_sinks or m.attention_dropout or long
-        ):  # block by block: masks and scores come again
+        # Block by block, masks and scores are made again.
+        if spread > 1 or m.attention_sinks or m.attention_dropout or long:
             return [*rows, _packed(cfg), inside(cfg, "log-sum-exp of the scores", 4 * m.num_heads)]
         if m.attention_softcap is not None:  # no fused kernel
             rows += [inside(cfg, name, e * width) for name, width in (("queries", q), ("keys", kv), ("values", kv))]

@@ -101,8 +101,8 @@ def test_attention_with_dropout_is_the_formula(ops: Ops, device: str, heads: tup
     ways = [
         (partial(attend, scale=0.3, keep=keep, rate=0.4), partial(attend_backward, scale=0.3, keep=keep, rate=0.4)),
         (
-            lambda q, k, v, visible: dropped(q, k, v, visible, False, 0.3, keep, 0.4),
-            lambda *given: dropped_backward(*given, False, 0.3, keep, 0.4),
+            lambda q, k, v, visible: dropped(q, k, v, visible, 0.3, keep, 0.4),
+            lambda *given: dropped_backward(*given, 0.3, keep, 0.4),
         ),
     ]
     limit = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
