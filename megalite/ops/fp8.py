@@ -134,13 +134,20 @@ def emulated_product(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool = Fa
 
 def scaled_product(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Compute `product` on a GPU's tensor cores; see the module's contract."""
+    rows = len(a.codes)
+    if a.block == (1, 128) and a.scale.shape[1] == 1:
+        # One scale a row: torch would take them for those of whole rows, for which it has no product in fp32.
+        a, b = (_padded(x, 0, 128) for x in (a, b))
+    if rows % 16:
+        a = _padded(a, -rows % 16, 0)  # cuBLAS takes no odd number of rows, and an expert has any
     a, b = _readable(a), _readable(b)
     left, right = _cuda_scale(a), _cuda_scale(b)
     if a.block[0] == 0:
         left, right = left.view(()), right.view(())
     # Blocks lose more to short sums than they gain: Transformer Engine never takes them there.
     fast = fast and a.block[1] == 0
-    return torch._scaled_mm(a.codes, b.codes.t(), left, right.t(), out_dtype=out_dtype, use_fast_accum=fast)
+    y = torch._scaled_mm(a.codes, b.codes.t(), left, right.t(), out_dtype=out_dtype, use_fast_accum=fast)
+    return y[:rows] if len(y) > rows else y
 
 
 def block_product(a: Codes, b: Codes, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -153,6 +160,13 @@ def _readable(x: Codes) -> Codes:
     if x.block != (128, 128) or x.scale.shape[1] % 4 == 0:
         return x
     return Codes(x.codes, x.scale.repeat_interleave(128, 0)[: len(x.codes)], (1, 128))
+
+
+def _padded(x: Codes, rows: int, columns: int) -> Codes:
+    """Add rows and columns of zeros."""
+    codes = F.pad(x.codes.view(torch.uint8), (0, columns, 0, rows)).view(x.codes.dtype)
+    more = [-(-n // size) - have if size else 0 for n, size, have in zip(codes.shape, x.block, x.scale.shape)]
+    return Codes(codes, F.pad(x.scale, (0, more[1], 0, more[0]), value=1.0), x.block)
 
 
 def _cuda_scale(x: Codes) -> Tensor:

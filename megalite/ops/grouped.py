@@ -75,14 +75,14 @@ def _ends(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _load(op: Op) -> Mapping[str, Callable[..., Any]]:
     # The public name, F.grouped_mm, is newer than some of the versions that megalite runs on.
-    # Its rows must start at multiples of 16 bytes.
+    # Its rows must start at multiples of 16 bytes, and there must be some.
     def grouped_mm_linear(x: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
-        if w.shape[1] % 8 or w.shape[2] % 8:
+        if not len(x) or w.shape[1] % 8 or w.shape[2] % 8:
             return grouped_linear(x, w, sizes)
         return torch._grouped_mm(x, w.transpose(1, 2), offs=_ends(x, sizes))
 
     def grouped_mm_dgrad(dy: Tensor, w: Tensor, sizes: Sequence[int]) -> Tensor:
-        if w.shape[1] % 8 or w.shape[2] % 8:
+        if not len(dy) or w.shape[1] % 8 or w.shape[2] % 8:
             return grouped_dgrad(dy, w, sizes)
         return torch._grouped_mm(dy, w, offs=_ends(dy, sizes))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.ops import Ops, resolve
+from megalite.ops import Ops, grouped, resolve
 from megalite.ops.cross_entropy import combine_stats
 from megalite.ops.linear_cross_entropy import LinearCrossEntropy
 from megalite.sharding import Layout, ParamSpec, Shard
@@ -282,3 +282,16 @@ def test_torch_compile_traces_through(ops: Ops, device: str) -> None:
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
     for eager, compiled in zip(*results):
         torch.testing.assert_close(compiled, eager)
+
+
+def test_a_rank_without_rows_starts_no_grouped_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grouped_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        assert len(x)
+        return x @ w[0]
+
+    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
+    gpu, w = grouped._load(grouped.OP), torch.ones(2, 8, 16)
+    for rows in (0, 3):
+        sizes = [rows, 0]
+        assert gpu["grouped_linear"](torch.ones(rows, 16), w, sizes).shape == (rows, 8)
+        assert gpu["grouped_dgrad"](torch.ones(rows, 8), w, sizes).shape == (rows, 16)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_squares_of_an_odd_number_are_given_by_rows(columns: int, monkeypatch: p
     generator, passed = torch.Generator().manual_seed(8), []
     a, w = (torch.randn(rows, 128 * columns, generator=generator) for rows in (16, 192))
     operands = (quantize(a, (1, 128), FORMATS["e4m3"], True), quantize(w, (128, 128), FORMATS["e4m3"], True))
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **_: passed.extend(args))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **_: passed.extend(args) or args[0])
     scaled_product(*operands, torch.float32)
     scale = passed[3].t()
     rows = 2 if columns == 4 else 192
@@ -162,6 +163,29 @@ def test_squares_of_an_odd_number_are_given_by_rows(columns: int, monkeypatch: p
     assert scale.stride() == ((columns, 1) if columns == 4 else (1, rows))
     by_rows = Codes(passed[1].t(), scale, (1 if rows == 192 else 128, 128))
     assert torch.equal(by_rows.values(), operands[1].values())
+
+
+@pytest.mark.parametrize("rows", [1, 17, 1037])
+@pytest.mark.parametrize("inner", [128, 384])
+@pytest.mark.parametrize("name", ["blockwise", "rowwise", "tensorwise"])
+def test_any_number_of_rows(rows: int, inner: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS gets rows in multiples of 16, and torch knows what its scales are of by their number."""
+    recipe, generator = RECIPES[name], torch.Generator().manual_seed(11)
+    of_rows, by_rows = name == "rowwise", {"blockwise": (1, 128), "rowwise": (1, 0), "tensorwise": (0, 0)}[name]
+
+    def product(a: torch.Tensor, b: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **_: Any) -> torch.Tensor:
+        assert a.shape[0] % 16 == 0
+        assert (left.shape == (len(a), 1)) == of_rows
+        scales = (x.reshape(1, 1) if x.ndim == 0 else x for x in (left, right.t()))
+        return emulated_product(*(Codes(x, s, by_rows) for x, s in zip((a, b.t()), scales)), torch.float32)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    operands = [
+        quantize(torch.randn(n, inner, generator=generator), block, FORMATS["e4m3"], recipe.power_of_2)
+        for n, block in ((rows, recipe.activation), (256, recipe.weight))
+    ]
+    expected = emulated_product(*operands, torch.float32)
+    torch.testing.assert_close(scaled_product(*operands, torch.float32), expected, rtol=0, atol=1e-4)
 
 
 def test_error_of_a_product() -> None:
