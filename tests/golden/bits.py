@@ -46,7 +46,8 @@ def main() -> int:
     if args.list or args.out is None:
         print("\n".join(f"{name}: {ranks} ranks, {' | '.join(lines)}" for name, (ranks, lines) in chosen.items()))
         return 0
-    args.out.write_text(json.dumps(record(chosen, args.checkout.resolve()), indent=1))
+    out = args.out.resolve()  # the runs have a folder of their own
+    out.write_text(json.dumps(record(chosen, args.checkout.resolve()), indent=1))
     return 0
 
 

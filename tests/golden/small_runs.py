@@ -56,7 +56,7 @@ _FP8 = (
 )
 _DOCUMENTS = "--data documents --tokenizer bytes --seq-len 64 --document-mask"
 _CHATS = "--data chats --tokenizer bytes --seq-len 64"
-_CP = "--cp 4 --seq-len 32 --num-heads 8 --num-kv-heads 4"
+_CP = "--cp 4 --seq-len 32"
 
 # name -> (ranks, flags)
 _PARTS: dict[str, tuple[int, str]] = {
@@ -78,7 +78,11 @@ _PARTS: dict[str, tuple[int, str]] = {
     "tied-pp2": (2, "--pp 2 --tie-embeddings"),
     "gpt2-tp2": (2, "--arch gpt2 --num-kv-heads 8 --tp 2"),
     # long samples
-    **{f"cp4-{way}": (4, f"{_CP} --cp-comm {way}") for way in ("gather", "a2a", "ring", "a2a+gather", "a2a+ring")},
+    **{f"cp4-{way}": (4, f"{_CP} --cp-comm {way}") for way in ("gather", "a2a", "ring")},
+    # Two heads: tokens are exchanged for them among two neighbors.
+    **{
+        f"cp4-a2a-{way}": (4, f"{_CP} --cp-comm a2a+{way} --num-heads 2 --num-kv-heads 2") for way in ("gather", "ring")
+    },
     "cp2-ring-tp2": (4, "--cp 2 --cp-comm ring --tp 2"),
     "cp2-a2a-dropout": (2, "--cp 2 --cp-comm a2a --attention-dropout 0.1"),
     "cp2-window": (2, "--cp 2 --window 5 --window-pattern 2"),
@@ -104,7 +108,7 @@ _PARTS: dict[str, tuple[int, str]] = {
     "experts-zero3": (2, f"{_EXPERTS} --ep 2 --zero 3"),
     "experts-zero2-dp4": (4, f"{_EXPERTS} --ep 2 --zero 2"),
     "experts-shared": (1, f"{_EXPERTS} --moe-shared-ffn-size 16 --moe-shared-gate --no-moe-renormalize"),
-    "experts-sequence": (1, f"{_EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-per-layer-logging"),
+    "experts-sequence": (1, f"{_EXPERTS} --moe-router-load-balancing-type seq_aux_loss --micro-batch-size 2"),
     "experts-full": (2, f"{_EXPERTS} --ep 2 --recompute full --precision bf16"),
     "experts-groups": (2, f"{_GROUPS} {_LATENTS} --ep 2"),
     "experts-groups-pp2": (2, f"{_GROUPS} {_LATENTS} --pp 2"),
@@ -179,7 +183,6 @@ _PARTS: dict[str, tuple[int, str]] = {
     "offload-activations": (1, "--offload activations --recompute full"),
     "offload-muon": (1, "--offload optimizer --optimizer muon"),
     "torch-kernels": (2, "--ops torch --tp 2"),
-    "spike": (1, "--on-spike skip --spike-threshold 1.001"),
     "recover": (2, "--recover process"),
 }
 
