@@ -125,6 +125,11 @@ def leading_to(port: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(port).items():
             patch.setenv(name, value)
-        store._open.cache_clear()
+        _forget_clients()
         yield
+    _forget_clients()
+
+
+def _forget_clients() -> None:
     store._open.cache_clear()
+    store._outage_of.cache_clear()

@@ -117,10 +117,10 @@ class Fault:
 
     Attributes:
         match: pattern of "METHOD /path?query".
-        kind: "503", "403" or "507" (answered so, nothing passes), "hang" (never answered), "cut" (half of the answer),
-            "cut-request" (the connection is closed in the middle of what is sent), "short" (an answer without its last
-            byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and again),
-            "drip" (an answer in drops), "slow" (passed on after `seconds`),
+        kind: "200", "503", "403" or "507" (answered so, nothing passes), "hang" (never answered), "cut" (half of the
+            answer), "cut-request" (the connection is closed in the middle of what is sent), "short" (an answer without
+            its last byte), "corrupt" (another byte in the middle of the answer), "replay" (the first answer again and
+            again), "drip" (an answer in drops), "slow" (passed on after `seconds`),
             "corrupt-request" (another byte in the middle of what is sent: refused if a checksum came with it),
             "call-before" and "call-after" (`action` is called with it after half of the request, or when the server has
             answered it, and nothing is answered).
@@ -201,8 +201,13 @@ class BreakingProxy:
                 return
         if kind in ("503", "403", "507"):
             code = {"503": "SlowDown", "403": "AccessDenied", "507": "QuotaExceeded"}[kind]
-            text = f"<Error><Code>{code}</Code><Message>{code} by {KEY_ID}</Message></Error>".encode()
+            # Some servers quote what they were given: the key's ID in the first, the token of a session in the second.
+            given = [request.headers.get(name, "") for name in ("Authorization", "X-Amz-Security-Token")]
+            text = f"<Error><Code>{code}</Code><Message>{code} for {' '.join(given)}</Message></Error>".encode()
             self.send(request, int(kind), [("Content-Type", "application/xml")], text, len(text))
+            return
+        if kind == "200":
+            self.send(request, 200, [], b"", 0)
             return
         if kind == "replay" and fault is not None and fault.first is not None:
             self.send(request, *fault.first, len(fault.first[2]))

@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from megalite.base.redact import mask, mask_fields
+
 # Control characters (C0 without tab, DEL, C1), line separators, text direction marks, and halves of surrogate pairs.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -26,6 +28,11 @@ def printable(text: str, keep: str = "") -> str:
     return _UNPRINTABLE.sub(lambda m: m[0] if m[0] in keep else m[0].encode("unicode_escape").decode(), text)
 
 
+def describe(e: BaseException) -> str:
+    """Describe an error of a library in a short line without credentials."""
+    return printable(" ".join(mask_fields(f"{type(e).__name__}: {e}").split()))[:300]
+
+
 class UserError(Exception):
     """A user mistake in configuration, data, checkpoint or layout (exit code 2).
 
@@ -37,14 +44,14 @@ class UserError(Exception):
 
     def __init__(self, given: str, rule: str, remedy: str) -> None:
         # Always one line: messages quote file contents and library errors, which may contain newlines.
-        given, rule, remedy = (_shorten(field) for field in (given, rule, remedy))
+        given, rule, remedy = (_shorten(mask(field)) for field in (given, rule, remedy))
         super().__init__(printable(" ".join(f"{given}: {rule}; {remedy}".split())))
 
     @classmethod
     def from_message(cls, message: str) -> UserError:
         """Make the error from a complete message: another rank's, or several mistakes, one per line."""
         error = cls.__new__(cls)
-        Exception.__init__(error, printable(message, keep="\n"))
+        Exception.__init__(error, printable(mask(message), keep="\n"))
         return error
 
 

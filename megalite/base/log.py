@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalite.base.console import may_block, write_or_drop
 from megalite.base.errors import LocalUserError, UserError, printable
+from megalite.base.redact import mask
 
 logger = logging.getLogger("megalite")
 
@@ -108,10 +109,10 @@ class RankFile(logging.Handler):
 
 
 class _LineFormatter(logging.Formatter):
-    """Format a record as one line, whatever file names and contents its message quotes."""
+    """Format a record as one line without credentials, whatever file names and contents its message quotes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return printable(super().formatMessage(record))
+        return printable(mask(super().formatMessage(record)))
 
 
 def warn_on_rank_0(text: str) -> None:

@@ -21,6 +21,9 @@ from megalite.mesh.context import ParallelContext
 
 # With --save-errors stop, a run ends when this many uploads in a row have failed.
 _MAX_FAILURES = 3
+# At the end of a run the ranks meet this often while they wait for uploads.
+_ROUND_S = 1.0
+_COMMITTED = "committed"
 
 
 class SaveError(RuntimeError):
@@ -33,6 +36,7 @@ class Mirror:
     Args:
         url: the run's URL.
         run_dir: the local folder that stands for it.
+        patience: seconds for which an upload is tried again while the store is away.
 
     Attributes:
         url: its checkpoints folder.
@@ -43,7 +47,8 @@ class Mirror:
         shared: whether all ranks see the same local folder; otherwise a checkpoint exists when it is uploaded.
     """
 
-    def __init__(self, url: str, run_dir: Path) -> None:
+    def __init__(self, url: str, run_dir: Path, patience: float = 600.0) -> None:
+        self._patience = patience
         self.url, self._run_dir, self.copies = join(url, "checkpoints"), run_dir, run_dir / "fetched"
         self.held = self.taken = ""
         self.failures, self.shared = 0, True
@@ -52,12 +57,12 @@ class Mirror:
         self._base, self._kept, self._written = -1, "", list[str]()
 
     @classmethod
-    def of(cls, url: str, run_dir: Path) -> Mirror | None:
+    def of(cls, url: str, run_dir: Path, patience: float) -> Mirror | None:
         """Return a run's place in a store, None if its directory is not a URL."""
         if not is_url(url):
             return None
         logger.info(f"{url}: checkpoints are uploaded from {run_dir}")
-        return cls(url, run_dir)
+        return cls(url, run_dir, patience)
 
     def introduce(self, owner: str) -> None:
         """Note by what this run will be known there.
@@ -72,10 +77,14 @@ class Mirror:
         """Become the one that writes here, and bring the run's metrics if this host has less of them.
 
         Raises:
-            StoreError: the place cannot be written.
+            StoreError: the place cannot be written, or does not keep what is written.
         """
-        store, path = Store(self.url), self._run_dir / METRICS
-        store.write(remote.OWNER, self._owner.encode())
+        store, path, owner = Store(self.url), self._run_dir / METRICS, self._owner.encode()
+        store.write(remote.OWNER, owner)
+        # Some endpoints, as of a proxy, call everything a success.
+        if (there := store.read(remote.OWNER)) != owner:
+            rule = f"does not keep what is written: {len(there)} bytes come back, which are not the {len(owner)} sent"
+            raise StoreError(join(self.url, remote.OWNER), rule)
         if METRICS not in store.parent.names():
             return
         content, here = store.parent.read(METRICS), path.read_bytes() if path.exists() else b""
@@ -108,7 +117,7 @@ class Mirror:
         self.shared = all(gather_texts("yes" if sees else "", ctx.world, ctx.device))
         if not self.shared:
             logger.info("the hosts share no folder: a checkpoint exists once all its parts are uploaded")
-        incomplete = upload_waiting(lock.parent, self.url, ctx)
+        incomplete = upload_waiting(lock.parent, self.url, ctx, self._patience)
         if ctx.rank != 0 and self.shared:
             return
         if remains := clean_up(lock.parent, keep=lambda save: _name_of(save) in incomplete):
@@ -154,6 +163,7 @@ class Mirror:
         """Note a save that begins, and return the writer's orders for its upload."""
         orders = {
             "url": self.url,
+            "patience": self._patience,
             "shared": self.shared,
             "owner": self._owner,
             "hold": hold,
@@ -216,23 +226,41 @@ class Mirror:
             self._in_progress, self.held = self.held, ""
             writer.release(self._in_progress)
 
-    def settle(self, writer: WriterProcess) -> str:
-        """Wait for the upload in progress, then for that of what was held; attempts are bounded.
+    def settle(self, writer: WriterProcess, ctx: ParallelContext) -> str:
+        """Wait until rank 0, which commits, has uploaded the last checkpoint or given up; every rank calls this.
+
+        Until then the other ranks repeat what fails. What failed before is tried once more.
 
         Returns:
-            Why the last checkpoint is not in the store; "" if it is.
+            Why the last checkpoint is not in the store, the same on every rank; "" if it is.
         """
         started = time.monotonic()
-        while self._in_progress or self.held:
+        self.note(writer.uploads())
+        if self.failures and not (self.taken or self._in_progress or self.held) and self._written:
+            self.held = self._written[-1]
+        outcome = ""
+        while not outcome:
             self._release(writer)
-            self.note(writer.uploads(None))
+            is_busy = bool(self._in_progress or self.held)
+            self.note(writer.uploads(_ROUND_S if is_busy else 0))
             tell()
+            mine = "" if self._in_progress or self.held else self._outcome() if ctx.rank == 0 else _COMMITTED
+            outcome = gather_texts(mine, ctx.world, ctx.device)[0]
         if (seconds := time.monotonic() - started) > 1:
             logger.info(f"waited {seconds:.1f} s for the last uploads")
-        self.note(writer.uploads())
-        problem = self.taken or ("its upload failed" if self.failures else "")
         self.failures = 0
-        return problem
+        return "" if outcome == _COMMITTED else outcome
+
+    def _outcome(self) -> str:
+        """Return why the last checkpoint is not in the store, or `_COMMITTED`."""
+        if self.taken or not self.failures:
+            return self.taken or _COMMITTED
+        # The answer to its commit may have been lost.
+        with contextlib.suppress(StoreError):
+            if self._written and remote.exists(Store(self.url), f"{self._written[-1]}/COMMIT"):
+                logger.info(f"{join(self.url, self._written[-1])} is in the store all the same")
+                return _COMMITTED
+        return "its upload failed"
 
 
 def _name_of(save: str) -> str:

@@ -289,12 +289,11 @@ class Checkpointer:
         return False
 
     def settle(self) -> bool:
-        """As `finish`, and wait for uploads too, which have a bounded number of attempts; every rank calls it."""
+        """As `finish`, and wait for uploads too, whose attempts are bounded; every rank calls it."""
         saved = self.finish()
         if self.mirror is None:
             return saved
-        problems = gather_texts(self.mirror.settle(self._writer), self.ctx.world, self.ctx.device)
-        if problem := next(filter(None, problems), ""):
+        if problem := self.mirror.settle(self._writer, self.ctx):
             whole = "; the local one is whole" * self.mirror.shared
             self._fail(f"{problem}{whole}", "the last checkpoint is not uploaded")
             return False

@@ -141,7 +141,8 @@ class WriterProcess:
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         self.snapshot = Snapshot(device, folder)
         self._start()
-        self._answer: dict[str, Any] | None = None
+        # None while a job is in progress.
+        self._answer: dict[str, Any] | None = {}
         self._uploads: list[dict[str, Any]] = []
 
     def _start(self) -> None:

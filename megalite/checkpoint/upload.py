@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.base.errors import describe
 from megalite.base.store import MissingObject, Store, StoreError
 from megalite.checkpoint import remote
 from megalite.checkpoint.fragments import assemble
 from megalite.checkpoint.manifest import Manifest, commit_text
 
-# How long rank 0 waits for the parts of the other ranks, which have their own attempts, once its own has arrived; and
-# three times as long as its own took.
+# How much longer than their patience rank 0 waits for the parts of the other ranks, once its own has arrived; and three
+# times as long as its own took.
 _PATIENCE_S = 300.0
-# How long there is nothing to upload before what failed last is tried again.
+# How long there is nothing to upload before what failed last is tried again; less for those with less patience.
 _IDLE_S = 60.0
 # Files of a run besides its checkpoints that are uploaded with them.
 METRICS = "metrics.jsonl"
@@ -72,10 +73,11 @@ class Uploader:
     Args:
         url: the run's checkpoints folder in the store.
         report: called with {"upload": name, "seconds", "error", "taken", "problems"} after each, {"note": text} before.
+        patience: seconds for which what fails is tried again while the store is away.
     """
 
-    def __init__(self, url: str, report: Callable[[dict[str, Any]], None]) -> None:
-        self._report, self._url = report, url
+    def __init__(self, url: str, report: Callable[[dict[str, Any]], None], patience: float) -> None:
+        self._report, self._url, self._patience = report, url, patience
         self._parts: queue.Queue[Part] = queue.Queue()
         self._held: Part | None = None
         # What is not known to be committed, oldest first.
@@ -94,47 +96,53 @@ class Uploader:
         else:
             self._parts.put(part)
 
-    def release(self) -> bool:
-        """Upload the part that is held; return whether there is one."""
-        part, self._held = self._held, None
+    def release(self, name: str) -> bool:
+        """Upload the part that is held, or again one that failed, by its name; return whether there is one."""
+        held, self._held = self._held, None
+        part = next((part for part in (held, *self._failed()) if part is not None and part.name == name), None)
         if part is not None:
             self._parts.put(part)
         return part is not None
 
+    def _failed(self) -> list[Part]:
+        """List what failed last, newest first."""
+        return [part for part in reversed([*self._left]) if part.failed]
+
     def _serve(self) -> None:
         while True:
             try:
-                part = self._parts.get(timeout=_IDLE_S if self._left else None)
+                part = self._parts.get(timeout=min(_IDLE_S, max(1.0, self._patience)) if self._left else None)
             except queue.Empty:
                 self._retry()
                 continue
-            self._left.append(part)
+            if part.descriptor < 0:  # uploaded meanwhile, which has been reported
+                continue
+            if not any(part is other for other in self._left):
+                self._left.append(part)
             self._report(self._attempt(part))
 
     def _retry(self) -> None:
         """While there is nothing else to upload, repeat what failed last, or look whether rank 0 has committed."""
-        part = next((part for part in reversed(self._left) if part.failed), None)
+        part = next(iter(self._failed()), None)
         if part is None:
             self._forget_committed()
-        elif (answer := self._attempt(part))["error"] and not answer["taken"]:
-            # It has been counted as a failure already.
-            self._report({"note": f"{part.name}: {answer['error']}; trying again in {_IDLE_S:.0f} s"})
-        else:
+        # A failure has been counted and reported already.
+        elif not (answer := self._attempt(part))["error"] or answer["taken"]:
             self._report(answer)
 
     def _attempt(self, part: Part) -> dict[str, Any]:
         started = time.monotonic()
         answer: dict[str, Any] = {"upload": part.name, "error": "", "taken": False, "problems": []}
         try:
-            self._store = self._store or Store(self._url, lambda text: self._report({"note": text}))
-            answer["problems"] = _upload(self._store, part)
+            self._store = self._store or Store(self._url, lambda text: self._report({"note": text}), self._patience)
+            answer["problems"] = _upload(self._store, part, self._patience)
             # The parts of other hosts may still fail.
             if part.job["rank"] == 0 or part.job["remote"]["shared"]:
                 self._forget(part)
         except TakenError as e:
             answer |= {"error": str(e), "taken": True}
         except Exception as e:
-            answer["error"] = str(e) if isinstance(e, StoreError) else f"{type(e).__name__}: {e}"
+            answer["error"] = str(e) if isinstance(e, StoreError) else describe(e)
         part.failed = bool(answer["error"]) and not answer["taken"]
         self._forget_committed()
         return answer | {"seconds": time.monotonic() - started}
@@ -142,7 +150,7 @@ class Uploader:
     def _forget_committed(self) -> None:
         """Forget the parts up to the newest that is committed, and the oldest if there are too many of a kind."""
         with contextlib.suppress(StoreError):
-            store = self._store or Store(self._url)
+            store = self._store or Store(self._url, patience=self._patience)
             for part in self._left[::-1]:
                 if part in self._left and not part.failed and remote.exists(store, f"{part.name}/COMMIT"):
                     self._forget(part)
@@ -160,12 +168,12 @@ class Uploader:
             self._left.remove(part)
 
 
-def _upload(store: Store, part: Part) -> list[str]:
+def _upload(store: Store, part: Part, patience: float) -> list[str]:
     if not part.fragment:
         return _upload_whole(store, part)
     started = time.monotonic()
     send_part(store, part)
-    patience = _PATIENCE_S + 3 * (time.monotonic() - started)
+    patience += _PATIENCE_S + 3 * (time.monotonic() - started)
     return commit_part(store, part, patience) if part.job["rank"] == 0 else []
 
 

@@ -27,7 +27,7 @@ from megalite.mesh.context import ParallelContext
 _Found = dict[str, tuple[int, dict[int, list[int]]]]
 
 
-def upload_waiting(root: Path, url: str, ctx: ParallelContext) -> list[str]:
+def upload_waiting(root: Path, url: str, ctx: ParallelContext, patience: float) -> list[str]:
     """Upload and commit what is left of earlier saves, if it is whole; every rank calls this.
 
     Of full checkpoints only the newest, and only if it is newer than those of the store. Each part may be on any host,
@@ -36,6 +36,7 @@ def upload_waiting(root: Path, url: str, ctx: ParallelContext) -> list[str]:
     Args:
         root: the run's checkpoints folder, of which each host may have its own.
         url: its place in the store.
+        patience: seconds for which an upload is tried again, once the store has answered at all.
 
     Returns:
         Names of saves of which parts are missing: another start, on other hosts, may find them.
@@ -52,8 +53,8 @@ def upload_waiting(root: Path, url: str, ctx: ParallelContext) -> list[str]:
                 found.setdefault(name, (world, {}))[1].setdefault(part, []).append(rank)
     incomplete = list[str]()
     if found:
-        store = Store(url)
-        chosen = agree_in_rounds(ctx, lambda: _choose(store, found) if ctx.rank == 0 else ([], []), tell)
+        store = Store(url, patience=patience)
+        chosen = agree_in_rounds(ctx, lambda: _choose(Store(url), found) if ctx.rank == 0 else ([], []), tell)
         whole, incomplete = json.loads(gather_texts(json.dumps(chosen), ctx.world, ctx.device)[0])
         for name in whole:
             senders = {part: _sender(part, ranks) for part, ranks in found[name][1].items()}

@@ -105,14 +105,14 @@ def main(descriptor: int) -> None:
         if "abandon" in job:
             continue
         if "release" in job:
-            if uploader is None or not uploader.release():
+            if uploader is None or not uploader.release(job["release"]):
                 answer({"upload": job["release"], "error": "the process that held it died", "taken": False})
             continue
         if descriptors:
             buffer = mmap.mmap(descriptors[0], job["capacity"])
             os.close(descriptors[0])
         if job.get("remote") and uploader is None:
-            uploader = Uploader(job["remote"]["url"], answer)
+            uploader = Uploader(job["remote"]["url"], answer, job["remote"]["patience"])
         if "whole" in job and uploader is not None:
             uploader.add(Part(job, os.open(job["whole"], os.O_RDONLY), {}))
             continue

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.base.errors import in_range, require, step_range
-from megalite.base.store import cached_at, check_local, check_url, is_url
+from megalite.base.store import cached_at, check_local, check_url, check_user, is_url
 from megalite.config.data import DataConfig
+from megalite.config.names import dashed
 from megalite.config.step import StepConfig
 
 
@@ -26,6 +27,11 @@ class RunConfig:
     """Local folder for what stands in object stores; on a large disk."""
     cache_gb: float = 100.0
     """GB of token data from object stores that are kept there; the oldest are deleted first."""
+    upload_patience: float = 600.0
+    """Seconds for which an upload to an object store is tried again while the store is away; training goes on."""
+    read_patience: float = 600.0
+    """Seconds for which a read of token data is tried again while their object store is away; training waits for it, as
+    data_wait_s in metrics.jsonl shows."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end."""
     keep_last: int = 2
@@ -101,6 +107,7 @@ class RunConfig:
         )
         require(self.run_dir != "", "--run-dir ''", "is empty", "give a directory")
         in_range(self, "cache_gb", 0.001, 10**7)
+        in_range(self, "upload_patience read_patience", 0, 10**6)
         check_url("--run-dir", self.run_dir)
         check_url("--resume", self.resume)
         given, rule = f"--run-dir {self.run_dir}", "is gone when a process ends, and each has its own"
@@ -128,6 +135,7 @@ class Config(StepConfig):
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        self._check_texts()
         super().__post_init__()
         check_local("--offload-dir", self.train.offload_dir)
         require(
@@ -142,6 +150,12 @@ class Config(StepConfig):
     def within_documents(self) -> bool:
         """Whether options of the data keep attention within documents; chat data implies it too."""
         return self.data.within_documents
+
+    def _check_texts(self) -> None:
+        """Refuse credentials where no URL is expected: config.yaml would hold them."""
+        for name, value in (option for group in vars(self).values() for option in vars(group).items()):
+            for text in value if isinstance(value, tuple) else (value,):
+                check_user(f"--{dashed(name)}", str(text))
 
     def _check_steps(self) -> None:
         """Check the steps that are profiled or recorded against those of the run."""

@@ -15,7 +15,7 @@ from typing import Any
 from megalite.base.downloads import locked
 from megalite.base.errors import UserError
 from megalite.base.log import logger
-from megalite.base.store import MissingObject, Store, cached_at
+from megalite.base.store import PATIENCE_S, MissingObject, Store, cached_at
 from megalite.base.untrusted import BadFile, read_json
 
 # Whole blocks of the checksums, of 32 KiB and of the older 256 KiB.
@@ -24,13 +24,14 @@ _SOURCE, _MAX_SOURCE = "SOURCE", 1 << 16
 _LOCKS = 64
 
 
-def bring_prefix(prefix: str, cache_dir: str, limit: int) -> None:
+def bring_prefix(prefix: str, cache_dir: str, limit: int, patience: float = PATIENCE_S) -> None:
     """Make the stand-in of token files at a URL, where `cached_at` says; the processes of a host may call this at once.
 
     Args:
         prefix: URL without `.bin` / `.idx`.
         cache_dir: where all stand-ins are.
         limit: most bytes of units of all files.
+        patience: seconds for which a later read of a unit is tried again while the store is away.
 
     Raises:
         StoreError: a file is missing or cannot be read.
@@ -49,9 +50,9 @@ def bring_prefix(prefix: str, cache_dir: str, limit: int) -> None:
                 path.unlink(missing_ok=True)
                 continue
             cache = str(Path(cache_dir).expanduser())
-            source = {"url": url, "size": size, "stamp": stamp, "limit": limit, "cache": cache}
+            source = {"url": url, "size": size, "stamp": stamp, "cache": cache, "limit": limit, "patience": patience}
             known = _read_source(units)
-            if path.exists() and {**known, "limit": limit} == source:
+            if path.exists() and {**known, "limit": limit, "patience": patience} == source:
                 if known != source:
                     _write_source(units, source)
                 continue
@@ -80,7 +81,7 @@ class Units:
         self._folder, self._name = _folder_of(path), path.name
         source = _read_source(self._folder)
         self.size, self._stamp, self._limit = source["size"], source["stamp"], source["limit"]
-        self._cache, self._store = Path(source["cache"]), Store(source["url"])
+        self._cache, self._store = Path(source["cache"]), Store(source["url"], patience=source["patience"])
 
     @classmethod
     def of(cls, path: Path) -> Units | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from megalite.base.downloads import bring_tree
 from megalite.base.errors import require
 from megalite.base.log import logger, setup_logging
-from megalite.base.store import Store, cached_at, check_local, check_url, is_url, join
+from megalite.base.store import Store, cached_at, check_local, check_url, check_user, is_url, join
 from megalite.checkpoint.remote import local_copy
 from megalite.data import bring_prefix
 
@@ -48,6 +48,8 @@ def local_words(command: str, words: Iterable[str]) -> Iterator[list[str]]:
             before, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
             flag = before or flag
             for_another |= word == "--" and command not in TOOLS
+            if flag not in _TEXTS:
+                check_user(flag or command, value)  # before other processes show it in their command lines
             if not for_another and _is_local(command, flag):
                 check_local(flag, value)
             if command in TOOLS and flag not in _TEXTS and is_url(value):

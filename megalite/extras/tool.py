@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from megalite.base.child import allow_many_files
 from megalite.base.errors import UserError, printable
+from megalite.base.redact import mask
 from megalite.config.names import suggest
 
 # Disk errors that the user of a tool can fix.
@@ -54,7 +55,7 @@ def run_tool(main: Callable[[], int | None]) -> None:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except ToolError as e:
-        print(f"error: {printable(str(e))}", file=sys.stderr)
+        print(f"error: {printable(mask(str(e)))}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:
         _exit_without_reader()

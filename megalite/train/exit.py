@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megalite.base.console import write_or_drop
 from megalite.base.errors import LocalUserError, UserError
 from megalite.base.log import env_rank, logger, setup_logging, unfinished_code
+from megalite.base.redact import mask
 from megalite.checkpoint.save import SaveError
 from megalite.mesh.agree import agree
 from megalite.mesh.collectives import gather_texts
@@ -165,7 +166,7 @@ def _leave_after(reason: str) -> None:
 
 def _print_last(text: str) -> None:
     # Not who it was at its start: it may have taken over another rank.
-    lines = "".join(f"[rank {env_rank()}] {line}\n" for line in text.splitlines())
+    lines = "".join(f"[rank {env_rank()}] {line}\n" for line in mask(text).splitlines())
     sys.stderr.flush()
     with contextlib.suppress(OSError):
         write_or_drop(2, lines.encode(errors="backslashreplace"), _READER_PATIENCE_S)

@@ -77,7 +77,7 @@ def bring_data(cfg: Config) -> None:
     """Make local stand-ins for the data and the tokenizer that are in a store."""
     d, cache = cfg.data, cfg.run.cache_dir
     for prefix in (word for word in (*d.data, *d.valid_data) if is_url(word)):
-        bring_prefix(prefix, cache, int(cfg.run.cache_gb * 1e9))
+        bring_prefix(prefix, cache, int(cfg.run.cache_gb * 1e9), cfg.run.read_patience)
     if d.tokenizer is not None:
         bring_tree(d.tokenizer, cache)
 
