@@ -46,7 +46,7 @@ GRID: list[Layout] = [
         (8, {"pp": 2, "cp": 2, "tp": 2}),
         (8, {"zero_group": "2", "tp": 2, **APART}),
     )
-    for zero in range(4)
+    for zero in range(2 if "zero_group" in layout else 0, 4)
 ]
 EXPERTS: list[Layout] = [(8, {"ep": 2, "tp": 2, "zero": 1, **APART}), (8, {"ep": 4, "tp": 2, "etp": "1", "zero": 0})]
 EXPERTS_GRID: list[Layout] = [
@@ -60,7 +60,7 @@ EXPERTS_GRID: list[Layout] = [
         (8, {"ep": 2, "zero_group": "2"}),
         (8, {"ep": 4, "tp": 2, "pp": 2, "etp": "1"}),
     )
-    for zero in range(4)
+    for zero in range(2 if "zero_group" in layout else 0, 4)
 ]
 
 
