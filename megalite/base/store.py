@@ -278,7 +278,7 @@ class Store:
         return join(self.url, name) if name else self.url
 
     def _try(self, name: str, call: Callable[[], T]) -> T:
-        where, pause_s, deadline = self._path(name), _FIRST_PAUSE_S, 0.0
+        where, pause_s, deadline, num_damaged = self._path(name), _FIRST_PAUSE_S, 0.0, 0
         for attempt in itertools.count(1):
             try:
                 answer = call()
@@ -299,8 +299,8 @@ class Store:
                     raise StoreError(where, what) from None
                 # An attempt may take longer than the patience: it begins with the first failure.
                 deadline = deadline or now + self._patience
-                left = math.inf if is_damaged else deadline - now
-                if left <= 0 or (is_damaged and attempt >= _ATTEMPTS):
+                left, num_damaged = math.inf if is_damaged else deadline - now, num_damaged + is_damaged
+                if left <= 0 or num_damaged >= _ATTEMPTS:
                     raise StoreError(where, f"{what}, tried {attempt} times") from None
                 if attempt == 1 and self._outage.begin():
                     self._say(f"{where}: {what}; trying again" + f" for up to {left:g} s" * (not is_damaged))

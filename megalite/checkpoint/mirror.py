@@ -241,11 +241,10 @@ class Mirror:
         outcome = ""
         while not outcome:
             self._release(writer)
-            is_busy = bool(self._in_progress or self.held)
-            self.note(writer.uploads(_ROUND_S if is_busy else 0))
+            self.note(writer.uploads(_ROUND_S if self._in_progress or self.held else 0))
             tell()
-            mine = "" if self._in_progress or self.held else self._outcome() if ctx.rank == 0 else _COMMITTED
-            outcome = gather_texts(mine, ctx.world, ctx.device)[0]
+            is_over = ctx.rank == 0 and not (self._in_progress or self.held)
+            outcome = gather_texts(self._outcome() if is_over else "", ctx.world, ctx.device)[0]
         if (seconds := time.monotonic() - started) > 1:
             logger.info(f"waited {seconds:.1f} s for the last uploads")
         self.failures = 0
