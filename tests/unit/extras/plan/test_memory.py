@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megalite import ops as kernels
 from megalite.base.errors import UserError
-from megalite.batch import ForwardPass, MicroBatch
+from megalite.batch import ForwardPass, MicroBatch, Positions
 from megalite.config.model import ModelConfig
 from megalite.config.optim import OptimConfig
 from megalite.config.parallel import ParallelConfig
@@ -36,7 +36,7 @@ from tests.parity import jobs
 
 CPU = torch.device("cpu")
 DENSE = BlockKind()
-TRAINING = ForwardPass(1, 0, training=True)
+TRAINING = ForwardPass(1, 0, training=True, samples=range(2), positions=Positions.of_samples(32))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = {"num_layers": 6, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 300, "seq_len": 32}
 
