@@ -32,6 +32,7 @@ from megalite.config.options import (
     TYPES,
     Layer,
     OptionValue,
+    by_group,
 )
 from megalite.config.run import Config
 from megalite.config.values import StrictLoader, read_value
@@ -105,7 +106,7 @@ def parse(
 
 def to_yaml(config: Config) -> str:
     """Format the configuration as YAML, by group; `--config` reads it back to an equal `Config`."""
-    tree = {group: dataclasses.asdict(getattr(config, group)) for group in GROUPS}
+    tree = by_group(config)
     for options in tree.values():
         options.update({name: list(value) for name, value in options.items() if isinstance(value, tuple)})
     return yaml.safe_dump(tree, sort_keys=False)

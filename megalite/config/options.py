@@ -80,6 +80,11 @@ def help_texts(cls: type) -> dict[str, str]:
     }
 
 
+def by_group(config: Config) -> dict[str, dict[str, Any]]:
+    """Return all options, {group: {option: value}}, as files hold them."""
+    return {group: dataclasses.asdict(getattr(config, group)) for group in GROUPS}
+
+
 def with_options(config: Config, options: Mapping[str, Any]) -> Config:
     """Return the config with other values of some options.
 

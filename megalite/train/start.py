@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import math
@@ -23,6 +22,7 @@ from megalite.checkpoint.names import step_folders
 from megalite.checkpoint.save import Checkpointer
 from megalite.config import cli
 from megalite.config.fp8 import describe_fp8
+from megalite.config.options import by_group
 from megalite.config.run import Config
 from megalite.data import (
     VERSION_OF_DATA,
@@ -126,7 +126,7 @@ def _starting_point(
     if not restored:
         source = restore.newest_of(engine, checkpointer) or choose_checkpoint(engine, checkpointer.mirror)
     datasets.use_version(restored["data_version"] if restored else source.data_version if source else VERSION_OF_DATA)
-    meta = {"config": dataclasses.asdict(cfg), **_hashes(datasets, ctx, tokenizer)}
+    meta = {"config": by_group(cfg), **_hashes(datasets, ctx, tokenizer)}
     restore.check_unchanged(restored, meta)
     state = restored or (source.state(resume(engine, source, meta)) if source else init_weights(engine))
     prefixes, learned = prefixes_of(cfg.local_data.data) if cfg.data.data else (), state.get("chat_template")
