@@ -11,10 +11,19 @@ from megalite.sharding import Layout, ParamSpec
 
 
 def linear(
-    name: str, out: int, inner: int, dim: int, *, bias: bool, std: float, parts: tuple[int, ...] = ()
+    name: str,
+    out: int,
+    inner: int,
+    dim: int,
+    *,
+    bias: bool,
+    std: float,
+    parts: tuple[int, ...] = (),
+    turns: tuple[tuple[int, ...], ...] = (),
 ) -> list[ParamSpec]:
     """Declare a linear layer, weight [out, inner], sharded over tp along `dim`: 0 column-parallel, 1 row-parallel."""
-    specs = [ParamSpec(f"{name}.weight", (out, inner), (("tp", dim),), parts=parts, std=std, matrix=True)]
+    weight = ParamSpec(f"{name}.weight", (out, inner), (("tp", dim),), parts=parts, turns=turns, std=std, matrix=True)
+    specs = [weight]
     if bias and dim == 0:
         specs.append(ParamSpec(f"{name}.bias", (out,), (("tp", 0),), parts=parts, init="zeros", weight_decay=False))
     elif bias:

@@ -22,6 +22,7 @@ from megalite.mesh.grid import Grid
 from megalite.optim.bucket import Bucket
 from megalite.optim.shares import matrix_work, spread
 from megalite.sharding.parameter import ShardedParameter
+from megalite.sharding.shard import matrices_in
 from megalite.update_rules.rule import MatrixRule
 
 # Flat tensors to or from each rank of an axis.
@@ -30,13 +31,14 @@ Messages = list[list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One logical matrix.
+    """One logical matrix, or several whose rows take turns.
 
     Attributes:
         bucket: bucket of the matrix.
         start: first element of this rank's shard in the bucket.
         boxes: box of each tensor-parallel rank's shard in the matrix.
         shape: global shape, [out, in].
+        turns: number of rows of each of several, head after head; (): it is one.
         holder: rank that collects the shares of a shard, an index on the bucket's share axis.
         owner: rank that collects the shards of the matrix, an index on tp.
     """
@@ -45,13 +47,14 @@ class _Matrix:
     start: int
     boxes: tuple[Slice, ...]
     shape: tuple[int, ...]
+    turns: tuple[int, ...] = ()
     holder: int = 0
     owner: int = 0
 
     @property
     def work(self) -> int:
         """See `matrix_work`."""
-        return matrix_work(self.shape)
+        return sum(map(matrix_work, matrices_in(self.shape, self.turns)))
 
     def interval(self, numel: int, rank: int) -> tuple[int, int]:
         """Return the bucket elements [first, end) of a shard of `numel` elements that lie in a rank's share."""
@@ -123,17 +126,18 @@ class MatrixExchange:
 
 
 def _matrices_of(bucket: Bucket, param: ShardedParameter, start: int, tp: Axis) -> list[_Matrix]:
-    """List the matrices of a parameter, one for each of its packed parts; of a stack, those of every expert."""
+    """List a matrix for each packed part of a parameter; of a stack, those of every expert."""
     shard, stacked = param.shard, len(param.shard.shape) - 2
     shards = [replace(shard, layout=replace(shard.layout, rank=rank)) for rank in tp.ranks]
     out = []
-    for own, *of_ranks in zip(shard.slices, *(s.slices for s in shards)):
+    for turns, own, *of_ranks in zip(shard.spec.turns_of_parts, shard.slices, *(s.slices for s in shards), strict=True):
         boxes = [Slice(box.offset[stacked:], box.shape[stacked:], box.at) for box in of_ranks]
         low = tuple(map(min, zip(*(box.offset for box in boxes))))
         high = tuple(map(max, zip(*([o + n for o, n in zip(box.offset, box.shape)] for box in boxes))))
         moved = tuple(replace(box, offset=tuple(o - l for o, l in zip(box.offset, low))) for box in boxes)
         shape, each = tuple(h - l for l, h in zip(low, high)), math.prod(shard.shape[stacked:])
-        out += [_Matrix(bucket, start + own.at + i * each, moved, shape) for i in range(math.prod(shard.shape) // each)]
+        starts = range(start + own.at, start + own.at + math.prod(shard.shape), each)
+        out += [_Matrix(bucket, first, moved, shape, turns) for first in starts]
     return out
 
 
@@ -143,15 +147,19 @@ def _share_size(matrix: _Matrix, numel: int, rank: int) -> int:
 
 
 def _transform(matrix: _Matrix, shards: Sequence[torch.Tensor], cfg: Any) -> None:
-    """Assemble a matrix from its flat shards, transform it, and write it back to them."""
+    """Assemble a matrix from its flat shards, transform it or each of those in it, and write the result back."""
     rule = matrix.bucket.rule
     assert isinstance(rule, MatrixRule)
     full = shards[0].new_empty(matrix.shape)
     for box, shard in zip(matrix.boxes, shards):
         full[box.index] = shard.view(box.shape)
-    transformed = rule.transform(full, cfg)
+    if matrix.turns:
+        for rows in full.unflatten(0, (-1, sum(matrix.turns))).split(matrix.turns, 1):
+            rows.copy_(rule.transform(rows.flatten(0, 1), cfg).view(rows.shape))
+    else:
+        full = rule.transform(full, cfg)
     for box, shard in zip(matrix.boxes, shards):
-        shard.view(box.shape).copy_(transformed[box.index])
+        shard.view(box.shape).copy_(full[box.index])
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:

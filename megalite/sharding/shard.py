@@ -39,12 +39,14 @@ class ParamSpec:
         sharded_dims: (mesh axis, tensor dimension) pairs: (("tp", 0),), experts (("ep", 0), ("tp", 1)). The parameter
             is replicated over all other axes.
         parts: sizes of what is packed along the last sharded dimension (q|k|v, gate|up), each sharded by itself.
+        turns: for each part, the sizes of what takes turns in it, head after head (query and gate); (): nothing does.
         padded: whether the last sharded dimension (the vocabulary) is padded with zeros to `Layout.multiple`.
         init, std: "normal" times the standard deviation `std`, "zeros", "ones", or "log", the logarithms of
             numbers from 0.01 to 16 (rates of decay: Mamba).
         weight_decay: whether decoupled weight decay applies.
         decoupled_lr: whether `--decoupled-lr` sets the learning rate (embedding and output layer).
-        matrix: whether each part is a matrix of a block, which matrix-wise update rules apply to.
+        matrix: whether each part, or what takes turns in it, is a matrix of a block, which matrix-wise update rules
+            apply to.
         width: muP's multiplier of the width, for matrices of blocks; 1 otherwise.
         readout: whether muP divides its outputs, which do not grow with the width, by its multiplier.
         tied_to: name of the parameter that this one is a copy of (same values, gradients summed).
@@ -55,6 +57,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     sharded_dims: tuple[tuple[str, int], ...] = ()
     parts: tuple[int, ...] = ()
+    turns: tuple[tuple[int, ...], ...] = ()
     padded: bool = False
     init: Literal["normal", "zeros", "ones", "log"] = "normal"
     std: float = 0.02
@@ -69,6 +72,11 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def turns_of_parts(self) -> tuple[tuple[int, ...], ...]:
+        """Return `turns`, one for each part; a parameter without parts is one part."""
+        return self.turns or ((),) * max(1, len(self.parts))
 
     @property
     def ndim(self) -> int:
@@ -270,6 +278,12 @@ def _random_blocks(spec: ParamSpec, seed: int, wanted: list[Slice]) -> Iterator[
         # Some at a time: all blocks of a large matrix would fill the memory.
         for i in range(0, len(blocks), threads):
             yield from zip(blocks[i : i + threads], pool.map(draw, blocks[i : i + threads]))
+
+
+def matrices_in(shape: tuple[int, ...], turns: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices in a part [rows, columns]: itself, or those that take turns in its rows."""
+    rows, *columns = shape
+    return [(rows // sum(turns) * n, *columns) for n in turns] or [shape]
 
 
 def count_parameters(specs: Mapping[str, ParamSpec]) -> int:

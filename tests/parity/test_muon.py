@@ -30,9 +30,10 @@ from megalite.optim import matrix_exchange as exchange
 from megalite.schedules.lr import learning_rate
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import MatrixRule, Share
-from tests.parity import jobs, test_resume
+from tests.parity import jobs, test_delta_nets, test_resume
 from tests.parity.test_oracle import hf_llama, initial_weights
 from tests.parity.test_zero import Gradients, assert_close, put_together
+from tests.rows import always_run
 from tests.workers import WorkerPool
 
 CUT = {"zero_whole_below": 500}
@@ -137,6 +138,75 @@ def test_same_in_every_layout(pool: WorkerPool, tp: int, pp: int, rows: list[Any
                 np.testing.assert_allclose(steps, torch_steps(), rtol=1e-6, err_msg=what)
 
 
+# Delta nets and gated attention, whose matrices take turns in the rows of a parameter; also with experts.
+GATED, NEXT = (replace(model, init_std=0.1) for model in (test_delta_nets.HYBRID, test_delta_nets.NEXT))
+TURNS: dict[tuple[int, tuple[tuple[str, Any], ...]], list[tuple[Any, dict[str, Any], dict[str, Any]]]] = {
+    (4, (("tp", 2),)): [
+        (GATED, {"zero": 1, **SMALL}, {}),
+        (GATED, {"zero": 3, **CUT}, {"recompute": "full"}),
+        (GATED, {"zero": 0}, {}),
+    ],
+    (2, ()): [(GATED, {"zero": 2, **CUT}, {"offload": "optimizer"})],
+    (8, (("tp", 4),)): [(GATED, {"zero": 3, **CUT}, {})],
+    (4, (("pp", 2), ("tp", 2))): [(GATED, {"zero": 0, "schedule": "zb-h1"}, {})],
+    (4, (("ep", 2), ("tp", 2))): [(NEXT, {"zero": 3, **CUT}, {})],
+    (4, (("cp", 2),)): [(GATED, {"zero": 1, **SMALL}, {})],
+}
+
+
+@pytest.mark.parametrize("shape", always_run(TURNS, next(iter(TURNS))))
+def test_matrices_in_turns_are_the_same_in_every_layout(pool: WorkerPool, shape: Any) -> None:
+    world, layout = shape
+    cases = [config(model, {**dict(layout), **more}, **train) for model, more, train in TURNS[shape]]
+    for case, *ranks in zip(cases, *pool.run(world, trained, cases, world)):
+        assert_same(ranks, config(case.model), f"{case.parallel} {case.train.offload}")
+
+
+def logical(leaf: str, model: ModelConfig, rows: np.ndarray) -> list[np.ndarray]:
+    """The matrices in a packed weight [rows, in], as the layers read its outputs."""
+    if leaf == "qkv_proj":
+        q, d = model.num_heads * model.head_size, model.head_size
+        heads = rows[: 2 * q].reshape(model.num_heads, 2 * d, -1)
+        queries, gates = (x.reshape(q, -1) for x in (heads[:, :d], heads[:, d:]))
+        return [queries, gates, *np.split(rows[2 * q :], 2)]
+    key_heads, value_heads, key_size, value_size = model.delta_heads
+    r = value_heads // key_heads
+    mixed = rows[: key_heads * 2 * (key_size + r * value_size)].reshape(key_heads, -1, rows.shape[1])
+    q, k, v, z = np.split(mixed, np.cumsum([key_size, key_size, r * value_size]), 1)
+    b, a = np.split(rows[mixed.shape[0] * mixed.shape[1] :].reshape(key_heads, 2 * r, -1), 2, 1)
+    return [x.reshape(-1, rows.shape[1]) for x in (q, k, v, z, b, a)]
+
+
+def first_update(case: Config) -> tuple[dict[str, np.ndarray], ...]:
+    """Masters before the first step, and momenta and masters after it."""
+    engine = jobs.start(0, case, 1)
+    initial = {name: array.copy() for name, array in put_together([boxes_of(engine, "master")]).items()}
+    jobs.run_steps(engine, 1)
+    return initial, *(put_together([boxes_of(engine, role)]) for role in ("exp_avg", "master"))
+
+
+def torch_update(case: Config, weight: np.ndarray, momentum: np.ndarray) -> np.ndarray:
+    """What torch.optim.Muon makes of a matrix in its first step, given the momentum that it left."""
+    o, param = case.optim, torch.nn.Parameter(torch.from_numpy(weight.copy()))
+    # The first momentum is a twentieth of the gradient.
+    param.grad = torch.from_numpy(momentum.copy()) / (1 - o.muon_momentum)
+    lr = learning_rate(1, o, jobs.STEPS)
+    muon = torch.optim.Muon([param], lr=lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
+    with products_in_fp32():
+        muon.step()
+    return param.detach().numpy()
+
+
+@pytest.mark.parametrize(("layer", "leaf", "matrices"), [(0, "in_proj", 6), (1, "qkv_proj", 4)])
+def test_matrices_in_turns_are_matrices_of_their_own(layer: int, leaf: str, matrices: int) -> None:
+    """One step: torch.optim.Muon on q, gates, k and v of attention; on q, k, v, z, betas and decays of a delta net."""
+    case, name = config(GATED), f"layers.{layer}.self_attn.{leaf}.weight"
+    initial, momenta, masters = ([*logical(leaf, case.model, x[name])] for x in first_update(case))
+    assert len(initial) == matrices
+    for weight, momentum, after in zip(initial, momenta, masters):
+        np.testing.assert_allclose(after, torch_update(case, weight, momentum), rtol=0, atol=1e-6)
+
+
 def test_more_ranks_than_matrices(pool: WorkerPool) -> None:
     """Seven matrices: one of eight ranks owns none."""
     case = config(jobs.llama(1))
@@ -184,26 +254,14 @@ def products_in_fp32() -> Iterator[None]:
 def test_each_expert_is_a_matrix_of_its_own() -> None:
     """One step, from the momentum that it left: torch.optim.Muon on every expert's gate, up and down."""
     case = config(MIXTRAL)
-    engine = jobs.start(0, case, 1)
-    initial = {name: array.copy() for name, array in put_together([boxes_of(engine, "master")]).items()}
-    jobs.run_steps(engine, 1)
-    momenta, masters = (put_together([boxes_of(engine, role)]) for role in ("exp_avg", "master"))
-    lr, o = learning_rate(1, case.optim, jobs.STEPS), case.optim
+    first = first_update(case)
     for name, parts in (("gate_up_proj", 2), ("down_proj", 1)):
         leaf = f"layers.1.mlp.experts.{name}.weight"
         for expert in range(8):
             for part in range(parts):
-                weight, momentum, after = (
-                    torch.from_numpy(arrays[leaf][expert]).chunk(parts)[part].clone()
-                    for arrays in (initial, momenta, masters)
-                )
-                param = torch.nn.Parameter(weight)
-                # The first momentum is a twentieth of the gradient.
-                param.grad = momentum / (1 - o.muon_momentum)
-                muon = torch.optim.Muon([param], lr=lr, weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
-                with products_in_fp32():
-                    muon.step()
-                np.testing.assert_allclose(after, param.detach(), rtol=0, atol=1e-6, err_msg=f"{leaf} {expert}")
+                weight, momentum, after = (np.split(arrays[leaf][expert], parts)[part] for arrays in first)
+                expected = torch_update(case, weight, momentum)
+                np.testing.assert_allclose(after, expected, rtol=0, atol=1e-6, err_msg=f"{leaf} {expert}")
 
 
 def plain_steps(hf: Any, cfg: Config) -> list[tuple[float, float]]:
@@ -367,11 +425,18 @@ def test_newton_schulz_in_plan() -> None:
     assert shares == pytest.approx([1.0, 1.06, 2.11], abs=0.01)
 
 
+IN_TURNS = (
+    "--linear-attention-freq 2 --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 32 "
+    "--linear-value-head-dim 32 --attention-output-gate"
+)
+
+
 @pytest.mark.full
-def test_memory_and_work_are_those_of_the_real_step() -> None:
+@pytest.mark.parametrize("layers", ["", IN_TURNS], ids=["attention", "delta nets"])
+def test_memory_and_work_are_those_of_the_real_step(layers: str) -> None:
     """The step of one rank on fake CUDA tensors, bf16, tp 2 x dp 2."""
     sizes = "--num-layers 4 --hidden-size 256 --num-heads 4 --vocab-size 512 --seq-len 32 --global-batch-size 8"
-    flags = [*sizes.split(), "--mock-data", "--tp", "2", "--precision", "bf16", "--device", "cuda"]
+    flags = [*sizes.split(), *layers.split(), "--mock-data", "--tp", "2", "--precision", "bf16", "--device", "cuda"]
     cfgs = [parse([*flags, "--optimizer", name]).config for name in ("adamw", "muon")]
     grid = Grid.from_config(cfgs[0].parallel, 4)
     real = []

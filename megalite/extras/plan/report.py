@@ -324,7 +324,8 @@ def update_rows(cfg: Config) -> list[tuple[str, str]]:
     names: dict[str, dict[str, None]] = {}
     for spec in param_map(cfg.model).values():
         if spec.tied_to is None:
-            rule, matrices = cfg.optim.rule_of(spec.matrix), math.prod(spec.shape[:-2]) * max(1, len(spec.parts))
+            rule, matrices = cfg.optim.rule_of(spec.matrix), math.prod(spec.shape[:-2])
+            matrices *= sum(len(turns) or 1 for turns in spec.turns_of_parts)
             numel[rule] += spec.numel
             apart = f" ({matrices} matrices)" if spec.matrix and matrices > 1 else ""
             width = spec.width ** (RULES[rule].width_power or 0.0)

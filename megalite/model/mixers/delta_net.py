@@ -29,7 +29,11 @@ class DeltaNet(Mixer):
         key_heads, heads, key_size, value_size = cfg.delta_heads
         keys, values = key_heads * key_size, heads * value_size
         # Of each key head: query, key, its values, their gates; then of each key head: their betas and decays.
-        parts = (2 * keys + 2 * values, 2 * heads)
+        parts, per_key = (2 * keys + 2 * values, 2 * heads), heads // key_heads
+        turns = (key_size, key_size, per_key * value_size, per_key * value_size), (per_key, per_key)
+        mixed = linear(
+            f"{name}.in_proj", sum(parts), cfg.hidden_size, 0, bias=False, std=cfg.init_std, parts=parts, turns=turns
+        )
 
         def of_heads(leaf: str, init: str) -> ParamSpec:
             return ParamSpec(f"{name}.{leaf}", (heads,), (("tp", 0),), init=init, weight_decay=False)  # type: ignore
@@ -38,7 +42,7 @@ class DeltaNet(Mixer):
         # A rank sees its own heads only: a partial gradient, always.
         norm = ParamSpec(f"{name}.norm.weight", (value_size,), init="ones", weight_decay=False, partial=("tp",))
         return [
-            *linear(f"{name}.in_proj", sum(parts), cfg.hidden_size, 0, bias=False, std=cfg.init_std, parts=parts),
+            *mixed,
             # As torch's Conv1d, whatever --init-std is: a feature has few weights, and what they make is normed.
             ParamSpec(f"{name}.conv1d", conv, (("tp", 0),), parts=(keys, keys, values), std=(3 * _conv(cfg)) ** -0.5),
             of_heads("dt_bias", "ones"),

@@ -23,8 +23,13 @@ class GroupedQueryAttention(Mixer):
 
     def specs(self, cfg: ModelConfig, name: str) -> list[ParamSpec]:
         hidden, q, kv = cfg.hidden_size, cfg.num_heads * cfg.head_size, cfg.kv_heads * cfg.head_size
-        parts = (q * (1 + cfg.attention_output_gate), kv, kv)  # of each head, its gate follows its query
-        qkv = linear(f"{name}.qkv_proj", sum(parts), hidden, 0, bias=cfg.qkv_bias, std=cfg.init_std, parts=parts)
+        gated = cfg.attention_output_gate
+        parts = (q * (1 + gated), kv, kv)
+        # Of each head, its gate follows its query.
+        turns = ((cfg.head_size, cfg.head_size), (), ()) if gated else ()
+        qkv = linear(
+            f"{name}.qkv_proj", sum(parts), hidden, 0, bias=cfg.qkv_bias, std=cfg.init_std, parts=parts, turns=turns
+        )
         norms = [] if cfg.qk_norm in ("none", "l2") else _qk_norms(cfg, name, q, kv)
         if cfg.attention_sinks:
             norms.append(

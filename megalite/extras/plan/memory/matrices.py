@@ -14,24 +14,26 @@ from megalite.extras.plan.memory.units import names_of, unit_of
 from megalite.mesh.grid import Grid
 from megalite.model.parameters import param_map
 from megalite.optim.shares import group_among, matrix_work, spread
+from megalite.sharding.shard import matrices_in
 from megalite.update_rules import RULES
 from megalite.update_rules.rule import MatrixRule
 
-Shape = tuple[int, int]
+Part = list[tuple[int, ...]]
+"""Shapes of the matrices that are gathered and transformed together: one, or those whose rows take turns."""
 
 
 class Placed(NamedTuple):
     """Matrices of a pipeline rank that live alike.
 
     Attributes:
-        shapes: their global shapes.
+        parts: their global shapes.
         tp: number of ranks that each is sharded over.
         dp: number of ranks that hold the same, and see different tokens of a batch.
         of: number of all ranks that see different tokens.
         whole: elements of those that every rank holds whole instead.
     """
 
-    shapes: list[Shape]
+    parts: list[Part]
     tp: int
     dp: int
     of: int
@@ -40,7 +42,7 @@ class Placed(NamedTuple):
     @property
     def elements(self) -> int:
         """Number of elements on a rank."""
-        return (sum(map(math.prod, self.shapes)) - self.whole) // self.tp + self.whole
+        return (sum(map(_numel, self.parts)) - self.whole) // self.tp + self.whole
 
 
 def placed_matrices(cfg: Config, grid: Grid, layers: Sequence[range], held: Sequence[int]) -> tuple[Placed, Placed]:
@@ -59,7 +61,7 @@ def placed_matrices(cfg: Config, grid: Grid, layers: Sequence[range], held: Sequ
     )
 
 
-def matrices_of(cfg: Config, layers: Sequence[range], held: Sequence[int], experts: bool | None = None) -> list[Shape]:
+def matrices_of(cfg: Config, layers: Sequence[range], held: Sequence[int], experts: bool | None = None) -> list[Part]:
     """List the global shapes of the blocks' matrices on a pipeline rank: q, k, v, gate and up, and each expert, apart.
 
     Args:
@@ -68,12 +70,12 @@ def matrices_of(cfg: Config, layers: Sequence[range], held: Sequence[int], exper
         experts: only those of experts, or only the others; None: all.
     """
     by_unit = _by_unit(cfg.model, experts)
-    return [shape for names in names_of(cfg, layers, held) for name in names for shape in by_unit.get(name, ())]
+    return [part for names in names_of(cfg, layers, held) for name in names for part in by_unit.get(name, ())]
 
 
 @lru_cache(maxsize=256)
-def _by_unit(model: ModelConfig, experts: bool | None) -> dict[str, list[Shape]]:
-    out: dict[str, list[Shape]] = {}
+def _by_unit(model: ModelConfig, experts: bool | None) -> dict[str, list[Part]]:
+    out: dict[str, list[Part]] = {}
     for name, spec in param_map(model).items():
         stack = spec.shape[:-2]
         if spec.matrix and experts in (None, bool(stack)):
@@ -82,7 +84,8 @@ def _by_unit(model: ModelConfig, experts: bool | None) -> dict[str, list[Shape]]
             parts = spec.parts or (spec.shape[packed],)
             row_parts = packed == len(stack)
             shapes = [(n, columns) if row_parts else (rows, n) for n in parts]
-            out.setdefault(unit_of(name), []).extend(shape for shape in shapes for _ in range(math.prod(stack)))
+            matrices = [matrices_in(*each) for each in zip(shapes, spec.turns_of_parts, strict=True)]
+            out.setdefault(unit_of(name), []).extend(part for part in matrices for _ in range(math.prod(stack)))
     return out
 
 
@@ -98,31 +101,42 @@ def _whole_by_unit(model: ModelConfig) -> Counter[str]:
 
 def update_bytes(cfg: Config, placed: Placed) -> int:
     """Compute the peak bytes of an update beside the states: matrices on the way to their owners, and one at work."""
-    if not placed.shapes:
+    if not placed.parts:
         return 0
     tp, shares = placed.tp, _shares(cfg, placed)
-    owned = max(sum(map(math.prod, shapes)) for shapes in _owned(placed.shapes, tp * shares))
+    owned = max(sum(map(_numel, parts)) for parts in _owned(placed.parts, tp * shares))
     # Sent and received beside what was received before; nothing is copied for an axis of one rank.
     copies = (3 if tp * shares > 1 else 0) + (1 if tp > 1 and shares > 1 else 0)
-    at_work = max(12 * rows * columns + 8 * min(rows, columns) ** 2 for rows, columns in placed.shapes)
+    # Of several in turns, all are in memory beside a copy of the one at work.
+    at_work = max(
+        (4 * _numel(part) if len(part) > 1 else 0) + 12 * math.prod(shape) + 8 * min(shape) ** 2
+        for part in placed.parts
+        for shape in part
+    )
     return max(4 * copies * owned, at_work + 4 * max(0, copies - 2) * owned)
 
 
 def transform_flops(cfg: Config, placed: Placed) -> float:
     """Count the FLOPs of the busiest owner's transforms in a step."""
     rule = RULES[cfg.optim.optimizer]
-    if not isinstance(rule, MatrixRule) or not placed.shapes:
+    if not isinstance(rule, MatrixRule) or not placed.parts:
         return 0.0
-    owned = _owned(placed.shapes, placed.tp * _shares(cfg, placed))
-    return max(sum(rule.transform_flops(*shape, cfg.optim) for shape in shapes) for shapes in owned)
+    owned = _owned(placed.parts, placed.tp * _shares(cfg, placed))
+    return max(
+        sum(rule.transform_flops(out, inner, cfg.optim) for part in parts for out, inner in part) for parts in owned
+    )
 
 
-def _owned(matrices: Sequence[Shape], ranks: int) -> list[list[Shape]]:
+def _owned(parts: Sequence[Part], ranks: int) -> list[list[Part]]:
     """List what each rank owns."""
-    owned: list[list[Shape]] = [[] for _ in range(ranks)]
-    for shape, rank in zip(matrices, spread([matrix_work(shape) for shape in matrices], ranks)):
-        owned[rank].append(shape)
+    owned: list[list[Part]] = [[] for _ in range(ranks)]
+    for part, rank in zip(parts, spread([sum(map(matrix_work, part)) for part in parts], ranks)):
+        owned[rank].append(part)
     return owned
+
+
+def _numel(part: Part) -> int:
+    return sum(map(math.prod, part))
 
 
 def _shares(cfg: Config, placed: Placed) -> int:

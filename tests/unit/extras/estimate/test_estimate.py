@@ -85,7 +85,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         f"--world 2 --tp 2 --png {picture} {TINY}",
         f"--world 2 --rank 2 {TINY}",
         *(f"--world 1 --budget {LARGE_BATCH} {model}" for model in BUDGETS),
-        *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --num-layers {n}" for n in (1, 2)),
+        *(
+            f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0 --num-layers {n}"
+            for n in (1, 2)
+        ),
         f"--world 1 --budget --json {TINY} --vocab-size 256 --global-batch-size 2 --loss-chunk 12",
         *(f"--world 1 --json {TINY} --arch llama --hidden-dropout 0 --attention-dropout 0 {w}" for w in WINDOWS),
     ]
